@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of a training run, as small dataclasses.
+
+A field *is* its command-line flag: ``num_layers`` is ``--num-layers``. Names, defaults and meanings are
+Megatron-LM's wherever Megatron-LM has the flag; the new ones are the contract of this project. `arguments.py` builds
+the parser from these classes, so a setting is written down once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def flag(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field that is a command-line flag.
+
+    ``extra`` may hold ``choices``; ``nargs``; ``type`` (needed when the default is None); ``aliases``, other spellings
+    of the flag; ``flags``, the spellings that replace the one made from the field's name; ``const``, the value a flag
+    without argument stores (a bool field stores ``not default``).
+    """
+    metadata = {"help": help, **extra}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    """The network. Shapes may come from a named model (``--model``), which single flags override."""
+
+    model: str | None = flag(None, "named shape, for example llama3-8b; single flags override it", type=str)
+    num_layers: int | None = flag(None, "number of transformer layers", type=int)
+    hidden_size: int | None = flag(None, "width of the residual stream", type=int)
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP; default 4h, or about 8h/3 in a multiple of 64 with --swiglu", type=int
+    )
+    num_attention_heads: int | None = flag(None, "number of query heads", type=int)
+    group_query_attention: bool = flag(False, "grouped-query attention with --num-query-groups key/value heads")
+    num_query_groups: int = flag(1, "key/value heads under --group-query-attention")
+    kv_channels: int | None = flag(None, "size of a head; default hidden_size / num_attention_heads", type=int)
+    max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
+    position_embedding_type: str = flag(
+        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "none"]
+    )
+    rotary_base: int = flag(10000, "base period of RoPE")
+    rotary_percent: float = flag(1.0, "share of a head that is rotated")
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs in place of halves")
+    rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
+    use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    normalization: str = flag("LayerNorm", "normalization layer", choices=["LayerNorm", "RMSNorm"])
+    norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
+    apply_layernorm_1p: bool = flag(False, "weights of the norm centred on zero")
+    swiglu: bool = flag(False, "gated MLP with SiLU")
+    squared_relu: bool = flag(False, "squared ReLU in place of GELU")
+    add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
+    add_qkv_bias: bool = flag(False, "bias in the QKV projection alone")
+    qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
+    apply_residual_connection_post_layernorm: bool = flag(False, "residual from after the norm")
+    hidden_dropout: float = flag(0.1, "dropout on the residual branches")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities; only 0 is supported")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
+    vocab_size: int | None = flag(None, "vocabulary size; default the tokenizer's", type=int)
+    transformer_impl: str = flag(
+        "auto", "layers from megatron-core (local) or Transformer Engine", choices=["auto", "local", "transformer_engine"]
+    )
+    fp8_format: str | None = flag(None, "FP8 through Transformer Engine", type=str, choices=["e4m3", "hybrid"])
+    fp8_recipe: str = flag("delayed", "FP8 scaling recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise"])
+    fp8_amax_history_len: int = flag(1, "length of the FP8 amax history")
+    fp8_amax_compute_algo: str = flag("most_recent", "how FP8 reads that history", choices=["most_recent", "max"])
+
+
+@dataclass
+class ParallelConfig:
+    """The grid TP x Ulysses x Ring x DP x PP, and how memory is shared over it."""
+
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)")
+    sequence_parallel: bool = flag(False, "split activations over TP between the linear layers (TP-sp)")
+    context_parallel_size: int | None = flag(
+        None, "ranks a sequence is split over, U x R; alone, the split is chosen and logged", type=int
+    )
+    ulysses_parallel_size: int | None = flag(
+        None,
+        "Ulysses degree: all-to-all over heads",
+        type=int,
+        aliases=["--ds-sequence-parallel-size", "--ulysses-degree-in-cp"],
+    )
+    ring_parallel_size: int | None = flag(None, "Ring degree: keys and values rotate", type=int)
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None, "Megatron's spelling of the grid: Ulysses degree, then Ring degree", type=int, nargs="+"
+    )
+    context_parallel_balance: str = flag(
+        "zigzag", "how the ring shares a causal mask's work", choices=["zigzag", "contiguous"]
+    )
+    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleaved 1F1B: layers a virtual stage", type=int)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages a rank", type=int)
+    zero_stage: int | None = flag(
+        None, "ZeRO over DP x CP: 0 replicated, 1 optimizer states split", type=int, choices=[0, 1, 2, 3]
+    )
+    use_distributed_optimizer: bool = flag(False, "Megatron's spelling of --zero-stage 1")
+    overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = flag(False, "gather parameters during the forward pass (ZeRO 1)")
+    ddp_bucket_size: int | None = flag(None, "gradient bucket, in parameters", type=int)
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16")
+    distributed_backend: str | None = flag(
+        None, "default: nccl on GPUs, gloo on a CPU", type=str, choices=["nccl", "gloo"]
+    )
+    distributed_timeout_minutes: int = flag(10, "time a collective may take")
+
+
+@dataclass
+class AttentionConfig:
+    """The attention core."""
+
+    attention_kernel: str = flag(
+        "auto",
+        "kernel of one attention tile",
+        choices=["auto", "flash_attn", "cudnn", "flash", "cpu", "math"],
+    )
+    attention_mask: str = flag("causal", "attention mask", choices=["causal", "full"])
+    recompute_granularity: str | None = flag(
+        None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"]
+    )
+    recompute_method: str | None = flag(
+        None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"]
+    )
+    recompute_num_layers: int | None = flag(None, "layers a recomputed unit (uniform), or a stage (block)", type=int)
+    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
+
+
+@dataclass
+class OptimizerSettings:
+    """Optimizer, learning-rate schedule and precision."""
+
+    optimizer: str = flag("adam", "optimizer", choices=["adam", "sgd"])
+    lr: float | None = flag(None, "learning rate", type=float)
+    min_lr: float = flag(0.0, "lowest learning rate of the schedule")
+    lr_decay_style: str = flag(
+        "linear", "schedule", choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    )
+    lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters", type=int)
+    lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples", type=int)
+    lr_warmup_fraction: float | None = flag(None, "warm-up, as a share of the decay", type=float)
+    lr_warmup_iters: int = flag(0, "warm-up iterations")
+    lr_warmup_samples: int = flag(0, "warm-up samples")
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "last phase of WSD", choices=["exponential", "linear", "cosine", "minus_sqrt"]
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", type=int)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD", type=int)
+    weight_decay: float = flag(0.01, "weight decay")
+    start_weight_decay: float | None = flag(None, "weight decay at the start of its schedule", type=float)
+    end_weight_decay: float | None = flag(None, "weight decay at the end of its schedule", type=float)
+    weight_decay_incr_style: str = flag("constant", "weight-decay schedule", choices=["constant", "linear", "cosine"])
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "schedule from the flags, not from the checkpoint",
+        flags=["--override-opt-param-scheduler", "--override-opt_param-scheduler"],
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "schedule from the checkpoint, not from the flags",
+        flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
+    )
+    clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
+    adam_beta1: float = flag(0.9, "Adam's first beta")
+    adam_beta2: float = flag(0.999, "Adam's second beta")
+    adam_eps: float = flag(1e-8, "Adam's epsilon")
+    sgd_momentum: float = flag(0.9, "SGD's momentum")
+    bf16: bool = flag(False, "bfloat16 with fp32 main weights")
+    fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
+    loss_scale: float | None = flag(None, "fixed loss scale for fp16", type=float)
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale")
+    loss_scale_window: float = flag(1000, "good steps before the loss scale grows")
+    hysteresis: int = flag(2, "overflows before the loss scale shrinks")
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, "go on when the loss or a gradient is NaN", flags=["--no-check-for-nan-in-loss-and-grad"]
+    )
+
+
+@dataclass
+class DataConfig:
+    """What is read, and in which batches."""
+
+    micro_batch_size: int | None = flag(None, "samples a micro-batch on each data-parallel rank", type=int)
+    global_batch_size: int | None = flag(None, "samples an optimizer step; default micro-batch x DP", type=int)
+    rampup_batch_size: list[int] | None = flag(
+        None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3
+    )
+    seq_length: int | None = flag(None, "tokens a sample", type=int)
+    data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
+    train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
+    valid_data_path: list[str] | None = flag(None, "validation data, in place of --data-path", type=str, nargs="*")
+    test_data_path: list[str] | None = flag(None, "test data, in place of --data-path", type=str, nargs="*")
+    split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
+    data_cache_path: str | None = flag(None, "folder of the index caches", type=str)
+    mock_data: bool = flag(False, "random tokens in place of a dataset")
+    mmap_bin_files: bool = flag(True, "read .bin files without mmap", flags=["--no-mmap-bin-files"])
+    num_workers: int = flag(2, "data-loader processes a rank")
+    num_dataset_builder_threads: int = flag(1, "threads that build the datasets of a blend")
+    dataloader_type: str = flag(
+        "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
+    )
+    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    tokenizer_type: str | None = flag(
+        None,
+        "tokenizer",
+        type=str,
+        choices=[
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "ByteLevelTokenizer",
+            "NullTokenizer",
+        ],
+    )
+    tokenizer_model: str | None = flag(None, "tokenizer file or folder", type=str)
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", type=str)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", type=str)
+    tiktoken_pattern: str | None = flag(None, "pre-tokenizer pattern of TikTokenizer", type=str)
+    tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer")
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = flag(None, "folder to save checkpoints in", type=str)
+    save_interval: int | None = flag(None, "iterations between checkpoints", type=int)
+    save_retain_interval: int | None = flag(
+        None, "keep older checkpoints only at multiples of this", type=int
+    )
+    load: str | None = flag(None, "folder to load a checkpoint from", type=str)
+    ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
+    finetune: bool = flag(False, "load the weights only and start at iteration 0")
+    pretrained_checkpoint: str | None = flag(None, "weights to start from where --load has no checkpoint", type=str)
+    exit_on_missing_checkpoint: bool = flag(False, "stop where --load has no checkpoint")
+    save_optim: bool = flag(True, "leave the optimizer out of checkpoints", flags=["--no-save-optim"])
+    save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
+    load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])
+    load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"])
+    ckpt_format: str = flag("torch_dist", "checkpoint format", choices=["torch_dist"])
+    async_save: bool = flag(False, "write checkpoints in the background")
+
+
+@dataclass
+class LoggingConfig:
+    """What is written where."""
+
+    log_interval: int = flag(100, "iterations between console lines")
+    log_jsonl: str | None = flag(None, "file for one JSON object a step", type=str)
+    log_throughput: bool = flag(False, "TFLOP/s and MFU on the console line")
+    log_params_norm: bool = flag(False, "norm of the parameters")
+    log_num_zeros_in_grad: bool = flag(False, "count zeros in the gradients")
+    log_progress: bool = flag(False, "append progress to progress.txt in --save")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard", type=str)
+    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events held in memory")
+    wandb_project: str | None = flag(None, "Weights & Biases project", type=str)
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run name", type=str)
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str)
+    wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str)
+    peak_tflops: float | None = flag(
+        None, "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate", type=float
+    )
+    progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
+
+
+@dataclass
+class RunConfig:
+    """The run itself."""
+
+    device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
+    seed: int = flag(1234, "seed of weights, data order and dropout")
+    train_iters: int | None = flag(None, "iterations to train", type=int)
+    train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
+    eval_interval: int | None = flag(None, "iterations between evaluations", type=int)
+    eval_iters: int = flag(100, "iterations of an evaluation")
+    skip_train: bool = flag(False, "evaluate only")
+    exit_interval: int | None = flag(None, "stop at a multiple of this iteration", type=int)
+    exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", type=int)
+    exit_signal_handler: bool = flag(True, "save and stop on SIGTERM; always on here")
+    manual_gc: bool = flag(False, "collect garbage at fixed steps")
+    manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
+
+
+@dataclass
+class Config:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
