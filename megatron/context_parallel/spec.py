@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ModuleSpecs that put our attention into megatron-core's GPTModel."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+with warnings.catch_warnings():  # core reports at import that apex is missing
+    warnings.simplefilter("ignore")
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.masks import Causal, Mask
+from megatron.context_parallel.usp import attention
+
+__all__ = ["AttentionSettings", "ContextParallelAttention", "Norm", "block_spec"]
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What the attention core of every layer needs to know."""
+
+    layout: SequenceLayout
+    mask: Mask = Causal()
+    kernel: str = "auto"
+
+
+class ContextParallelAttention(MegatronModule):
+    """The ``core_attention`` of a layer: queries, keys and values of this rank's tokens in, their outputs out."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        settings: AttentionSettings,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError(
+                f"--attention-dropout {config.attention_dropout} is not supported: the kernels have no dropout; "
+                "pass --attention-dropout 0"
+            )
+        self.settings, self.scale = settings, softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d]."""
+        if attention_mask is not None:
+            raise ValueError("a dense attention_mask was given: masks are chosen with --attention-mask")
+        settings = self.settings
+        out = attention(
+            query, key, value, layout=settings.layout, mask=settings.mask, kernel=settings.kernel, scale=self.scale
+        )
+        return out.flatten(2)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm through PyTorch, usable under TP sequence parallelism.
+
+    There every TP rank normalizes its own tokens, so the gradients of the weights are partial sums; core adds them up
+    over TP where a parameter says ``sequence_parallel``.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.shape, self.eps = (hidden_size,), eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.bias is None:
+            return functional.rms_norm(x, self.shape, weight, self.eps)
+        return functional.layer_norm(x, self.shape, weight, self.bias, self.eps)
+
+
+def block_spec(
+    config: TransformerConfig, settings: AttentionSettings, *, transformer_engine: bool, num_layers: int
+) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage, with our attention core.
+
+    Args:
+        config: megatron-core's model configuration.
+        settings: layout, mask and kernel.
+        transformer_engine: linears, norms and FP8 from Transformer Engine through core's own spec; otherwise core's
+            linears and PyTorch's norms.
+        num_layers: layers of this stage.
+    """
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        final_norm = TENorm
+    else:
+        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        final_norm = Norm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        if config.qk_layernorm:
+            qkv = layer.submodules.self_attention.submodules
+            qkv.q_layernorm = qkv.k_layernorm = Norm
+    layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between a GPU, a CPU and a simulated cluster, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.platform import cpu
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where tensors live and how processes talk. Made by :func:`select`."""
+
+    name: str
+    device: torch.device
+    backend: str
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
+        if self.name == "cuda":
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        if self.name == "cuda":
+            torch.cuda.empty_cache()
+
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.name == "cuda" else cpu.processor_name()
+
+
+class PlatformUnavailable(ValueError):
+    """The device that was asked for is not there."""
+
+
+def select(device: str = "auto", local_rank: int = 0, backend: str | None = None) -> Platform:
+    """Choose the device of this process and make megatron-core ready for it.
+
+    Args:
+        device: ``auto`` (a GPU where there is one), ``cpu`` or ``cuda``.
+        local_rank: index of this process on its node; picks the GPU.
+        backend: torch.distributed backend; default nccl on GPUs, gloo on a CPU.
+
+    Raises:
+        PlatformUnavailable: ``cuda`` without a GPU, or nccl on a CPU.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise PlatformUnavailable(f"--device {device} is unknown: use auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise PlatformUnavailable("--device cuda: no GPU is visible to this torch; use --device cpu or auto")
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        return Platform("cuda", torch.device("cuda", torch.cuda.current_device()), backend or "nccl")
+    if backend == "nccl":
+        raise PlatformUnavailable("--distributed-backend nccl needs GPUs: leave it out, or use --device cuda")
+    cpu.run_core_on_cpu()
+    return Platform("cpu", torch.device("cpu"), "gloo")

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ulysses, Ring and USP against dense attention on one process: outputs and all gradients, in float64 to 1e-10."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron.context_parallel as cp
+from megatron.context_parallel import kernels
+
+MASKS = {"causal": cp.Causal(), "full": cp.Full()}
+
+
+def dense_attention(q, k, v, causal):
+    """Plain attention on [s, b, h, d], the reference."""
+    group = q.size(2) // k.size(2)
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.size(3) ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(q.size(0), k.size(0), dtype=torch.bool).triu(1), -torch.inf)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v)
+
+
+def compare_with_dense(ulysses, ring, heads, kv_heads, batch, length, balance, mask, kernel, dtype, tensor=1):
+    """Largest errors of (out, dq, dk, dv) on this rank, each relative to its largest entry."""
+    grid = cp.initialize_grid(ulysses=ulysses, ring=ring, tensor=tensor)
+    layout = cp.SequenceLayout(length, grid, balance)
+    generator = torch.Generator().manual_seed(7)
+    shape = (length, batch)
+    q = torch.randn(*shape, heads, 8, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(*shape, kv_heads, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    # A gradient whose memory lies in another order: wrong strides are the classic silent error.
+    dout = torch.randn(batch, 8, heads, length, generator=generator, dtype=torch.float64).permute(3, 0, 2, 1)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = dense_attention(*whole, mask == "causal")
+    expected_grads = torch.autograd.grad(expected, whole, dout)
+
+    local = [layout.shard(x).to(dtype).requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*local, layout=layout, mask=MASKS[mask], kernel=kernel)
+    local_dout = layout.shard(dout.permute(1, 3, 2, 0), dim=3).permute(3, 0, 2, 1).to(dtype)
+    assert not local_dout.is_contiguous()
+    grads = torch.autograd.grad(out, local, local_dout)
+    pairs = [(out, expected), *zip(grads, expected_grads)]
+    return [float((mine.double() - layout.shard(full)).abs().max() / full.abs().max()) for mine, full in pairs]
+
+
+GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8), (8, 1)]
+HEADS = [(8, 8), (8, 2), (8, 1)]
+CASES = [
+    pytest.param(u, r, heads, kv, batch, balance, mask, id=f"U{u}-R{r}-h{heads}kv{kv}-b{batch}-{balance}-{mask}")
+    for index, (u, r) in enumerate(GRIDS)
+    for h_index, (heads, kv) in enumerate(HEADS)
+    for batch, balance, mask in [
+        ((1, "zigzag", "causal"), (2, "contiguous", "causal"), (3, "zigzag", "full"))[(index + h_index) % 3],
+        ((2, "zigzag", "causal"), (1, "contiguous", "full"), (2, "contiguous", "causal"))[(index + h_index) % 3],
+    ]
+]
+
+
+@pytest.mark.parametrize("ulysses, ring, heads, kv_heads, batch, balance, mask", CASES)
+def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, batch, balance, mask):
+    errors = pool.run(
+        compare_with_dense, ulysses * ring, ulysses, ring, heads, kv_heads, batch, 48, balance, mask, "math", torch.float64
+    )
+    assert max(max(rank) for rank in errors) < 1e-10, errors
+
+
+@pytest.mark.parametrize(
+    "ulysses, ring, heads, kv_heads, length",
+    [
+        (4, 1, 12, 6, 40),  # 3 query heads a rank, groups of 2: groups are torn between ranks
+        (2, 2, 6, 3, 24),
+        (3, 1, 6, 2, 21),
+        (1, 3, 3, 1, 42),
+        (2, 3, 10, 5, 84),
+        (7, 1, 14, 2, 35),
+    ],
+)
+def test_uneven_heads_and_odd_grids(pool, ulysses, ring, heads, kv_heads, length):
+    for balance in ("zigzag", "contiguous"):
+        errors = pool.run(
+            compare_with_dense, ulysses * ring, ulysses, ring, heads, kv_heads, 2, length, balance, "causal", "math", torch.float64
+        )
+        assert max(max(rank) for rank in errors) < 1e-10, errors
+
+
+@pytest.mark.parametrize("ulysses, ring", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
+def test_the_fast_cpu_kernel(pool, ulysses, ring, dtype, tolerance):
+    # bf16 keeps 8 bits, 2**-8 = 4e-3; a gradient rounds a handful of times.
+    errors = pool.run(
+        compare_with_dense, ulysses * ring, ulysses, ring, 8, 2, 2, 256, "zigzag", "causal", "cpu", dtype
+    )
+    assert max(max(rank) for rank in errors) < tolerance, errors
+
+
+def test_beside_tensor_parallelism(pool):
+    errors = pool.run(compare_with_dense, 8, 2, 2, 8, 2, 1, 48, "zigzag", "causal", "math", torch.float64, tensor=2)
+    assert max(max(rank) for rank in errors) < 1e-10, errors
+
+
+def gather_inverts_shard(ulysses, ring, balance):
+    grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
+    layout = cp.SequenceLayout(48, grid, balance)
+    x = torch.randn(3, 48, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shard = layout.shard(x, dim=1).requires_grad_()
+    whole = layout.gather(shard, dim=1)
+    weight = torch.randn(2, 48, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).transpose(0, 2)
+    (whole * weight * (1 + dist.get_rank())).sum().backward()
+    ranks = sum(range(1, ulysses * ring + 1))
+    return torch.equal(whole, x), torch.allclose(shard.grad, layout.shard(weight, 1) * ranks, rtol=1e-14)
+
+
+@pytest.mark.parametrize("ulysses, ring", [(1, 1), (2, 1), (1, 4), (2, 2), (2, 4)])
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+def test_gather_inverts_shard(pool, ulysses, ring, balance):
+    assert all(same and grad for same, grad in pool.run(gather_inverts_shard, ulysses * ring, ulysses, ring, balance))
+
+
+def grid_coordinates(tensor, ulysses, ring, pipeline):
+    grid = cp.initialize_grid(tensor=tensor, ulysses=ulysses, ring=ring, pipeline=pipeline)
+    axes = (grid.tensor, grid.ulysses, grid.ring, grid.data, grid.pipeline)
+    return [axis.rank for axis in axes], [axis.size for axis in axes], grid.context.rank, grid.world_size
+
+
+@pytest.mark.parametrize("tensor, ulysses, ring, pipeline", [(2, 2, 2, 1), (1, 2, 1, 2), (2, 1, 2, 2), (1, 1, 4, 1), (1, 1, 1, 1)])
+def test_rank_order_is_tp_ulysses_ring_dp_pp(pool, tensor, ulysses, ring, pipeline):
+    results = pool.run(grid_coordinates, 8, tensor, ulysses, ring, pipeline)
+    for rank, ((t, u, r, d, p), sizes, context, world) in enumerate(results):
+        assert rank == t + tensor * (u + ulysses * (r + ring * (d + sizes[3] * p)))
+        assert context == u + ulysses * r
+        assert world == 8
+
+
+def refuse_a_grid_that_does_not_fit():
+    with pytest.raises(ValueError, match="does not divide the 2 processes"):
+        cp.initialize_grid(ulysses=2, ring=2)
+    with pytest.raises(ValueError, match="at least 1"):
+        cp.initialize_grid(ulysses=0)
+
+
+def test_a_grid_that_does_not_fit_is_refused(pool):
+    pool.run(refuse_a_grid_that_does_not_fit, 2)
+
+
+def refuse_bad_inputs():
+    grid = cp.initialize_grid(ulysses=2)
+    layout = cp.SequenceLayout(16, grid)
+    q = torch.zeros(8, 1, 3, 8)
+    with pytest.raises(ValueError, match="--ulysses-parallel-size 2 does not divide the 3 query heads"):
+        cp.attention(q, q, q, layout=layout)
+    q = torch.zeros(8, 1, 4, 8)
+    with pytest.raises(ValueError, match="not a multiple of the 3"):
+        cp.attention(q, q[:, :, :3], q[:, :, :3], layout=layout)
+    with pytest.raises(ValueError, match="the layout gives a rank 8"):
+        cp.attention(q[:4], q, q, layout=layout)
+    with pytest.raises(kernels.KernelUnavailable, match="cudnn"):
+        cp.attention(q, q, q, layout=layout, kernel="cudnn")
+
+
+def test_bad_inputs_are_refused_by_name(pool):
+    pool.run(refuse_bad_inputs, 2)
