@@ -154,6 +154,8 @@ class OptimizerSettings:
     )
     lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", type=int)
     lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD", type=int)
+    decoupled_lr: float | None = flag(None, "learning rate of the embedding and the output layer", type=float)
+    decoupled_min_lr: float | None = flag(None, "lowest learning rate of those", type=float)
     weight_decay: float = flag(0.01, "weight decay")
     start_weight_decay: float | None = flag(None, "weight decay at the start of its schedule", type=float)
     end_weight_decay: float | None = flag(None, "weight decay at the end of its schedule", type=float)
@@ -250,7 +252,6 @@ class CheckpointConfig:
     load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])
     load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"])
     ckpt_format: str = flag("torch_dist", "checkpoint format", choices=["torch_dist"])
-    async_save: bool = flag(False, "write checkpoints in the background")
 
 
 @dataclass
@@ -306,3 +307,4 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    notes: list[str] = field(default_factory=list)  # not a flag: what rank 0 says once before training

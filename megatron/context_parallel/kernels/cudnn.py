@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's fused attention, through PyTorch. The fastest on Hopper and newer; grouped heads natively, no masks.
+"""cuDNN's fused attention, through PyTorch. Grouped heads natively, no masks.
 
-cuDNN builds a plan for each new combination of shapes and strides, tens of milliseconds, and keeps it: tiles of few
-different shapes pay that once.
+cuDNN builds a plan for each new combination of shapes and strides, on the host, and keeps it: a program whose tiles
+have few different shapes pays for that once.
 """
 
 from __future__ import annotations
@@ -70,13 +70,12 @@ class CudnnKernel:
             return MathKernel().backward(
                 dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS, causal=causal, mask=None, scale=scale
             )
-        unused = torch.empty(
-            (), dtype=torch.int64, device=q_BHSD.device
-        )  # a generator's state, which dropout 0 ignores
+        # The state of a generator that dropout 0 never reads.
+        unused = torch.empty((), dtype=torch.int64, device=q_BHSD.device)
         four_dims = _lse_dims(q_BHSD.device, q_BHSD.dtype) == 4
 
         def call(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
-            return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+            return _backward(
                 dout,
                 q,
                 k,
@@ -99,6 +98,7 @@ class CudnnKernel:
 
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 @functools.cache

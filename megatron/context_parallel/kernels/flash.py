@@ -32,7 +32,7 @@ class FlashKernel:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
 
         def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, scale=scale)
+            out, lse, *_ = _forward(q, k, v, 0.0, causal, scale=scale)
             return out, lse[:, :, : q.shape[2]]  # some versions pad the rows of lse
 
         return forward_in_pieces(call, q_BHSD, k_BHSD, v_BHSD)
@@ -56,7 +56,7 @@ class FlashKernel:
         offset = torch.empty((), dtype=torch.uint64, device=q_BHSD.device)
 
         def call(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
-            return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+            return _backward(
                 dout,
                 q,
                 k,
@@ -75,3 +75,7 @@ class FlashKernel:
             )
 
         return backward_in_pieces(call, dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of a step, and what a device could do: the two sides of MFU."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megatron.training.config import Config
+
+# Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a word of its name.
+GPU_PEAKS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "L40S": 362.0,
+    "L20": 119.5,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "V100": 125.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one sample of ``seq_length`` tokens, forward and backward.
+
+    ``model`` counts a causal mask as half of attention and no recompute. ``old_papers`` counts the full mask, and the
+    forward pass twice under full recompute, as older papers report.
+    """
+
+    model: float
+    old_papers: float
+
+
+def step_flops(config: Config, vocab_size: int) -> StepFlops:
+    """FLOPs a sample: 2 a multiply-add, backward twice the forward; only matrix products count."""
+    model, s = config.model, config.data.seq_length
+    heads, d = model.num_attention_heads, model.kv_channels
+    qkv = model.hidden_size * (heads + 2 * model.num_query_groups) * d
+    out = heads * d * model.hidden_size
+    mlp = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    linear = 2 * s * (model.num_layers * (qkv + out + mlp) + model.hidden_size * vocab_size)
+    full_attention = model.num_layers * 2 * 2 * s * s * heads * d
+    half = 0.5 if config.attention.attention_mask == "causal" else 1.0
+    recompute = 4 if config.attention.recompute_granularity == "full" else 3
+    return StepFlops(3 * (linear + half * full_attention), recompute * (linear + full_attention))
+
+
+def peak_flops(config: Config, device: torch.device) -> float:
+    """FLOP/s that one device could do at best: --peak-tflops, the GPU's data sheet, or this CPU's measured GEMM rate."""
+    if config.logging.peak_tflops:
+        return config.logging.peak_tflops * 1e12
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for word, peak in GPU_PEAKS.items():
+            if word.lower() in name.lower():
+                return peak * 1e12
+        return gemm_rate(device, torch.bfloat16, size=8192)
+    dtype = torch.bfloat16 if config.optimizer.bf16 else torch.float32
+    return gemm_rate(device, dtype)
+
+
+def gemm_rate(device: torch.device, dtype: torch.dtype = torch.float32, size: int = 1024, seconds: float = 0.3) -> float:
+    """Measured FLOP/s of a square matrix product, the best of several runs."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + seconds
+    torch.mm(a, b)
+    while time.perf_counter() < end:
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to megatron-core's GPTModel with our attention, positions and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.context_parallel.grid import Grid
+from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.masks import Causal, Full, Mask
+from megatron.context_parallel.position import LayoutRotaryEmbedding
+from megatron.context_parallel.spec import AttentionSettings, block_spec
+from megatron.core.enums import Fp8Recipe  # noqa: I001  (megatron.context_parallel.spec silences core's import first)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers as core_layers
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config import Config
+from megatron.training.tokenizer import padded_vocab_size
+from megatron.training.weights import initialize_weights
+
+MASKS: dict[str, Mask] = {"causal": Causal(), "full": Full()}
+
+
+class LongContextGPT(GPTModel):
+    """megatron-core's GPT whose loss does not see the padding of the vocabulary.
+
+    The padded size depends on TP; were padding part of the softmax, so would the loss. Megatron-LM leaves it in.
+    """
+
+    def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.real_vocab_size = real_vocab_size
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss of every token, fp32 [b, s_local]; labels [b, s_local], logits [s_local, b, padded vocab / TP]."""
+        first = self.pg_collection.tp.rank() * logits.size(-1)
+        real = max(min(self.real_vocab_size - first, logits.size(-1)), 0)
+        if real < logits.size(-1):
+            logits[..., real:] = torch.finfo(logits.dtype).min
+        return super().compute_language_model_loss(labels, logits)
+
+
+def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> TransformerConfig:
+    """megatron-core's configuration of the network and of the grid."""
+    model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
+    dtype = torch.bfloat16 if optimizer.bf16 else torch.float16 if optimizer.fp16 else torch.float32
+    gated = model.swiglu
+    activation = functional.silu if gated else squared_relu if model.squared_relu else functional.gelu
+    fp8: dict[str, Any] = {}
+    if model.fp8_format:
+        fp8 = {
+            "fp8": model.fp8_format,
+            "fp8_recipe": Fp8Recipe(model.fp8_recipe),
+            "fp8_amax_history_len": model.fp8_amax_history_len,
+            "fp8_amax_compute_algo": model.fp8_amax_compute_algo,
+        }
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        gated_linear_unit=gated,
+        activation_func=activation,
+        rotary_interleaved=model.rotary_interleaved,
+        apply_residual_connection_post_layernorm=model.apply_residual_connection_post_layernorm,
+        # Weights are drawn after construction, see weights.py.
+        init_method=keep,
+        output_layer_init_method=keep,
+        embedding_init_method=keep,
+        tensor_model_parallel_size=grid.tensor.size,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_model_parallel_size=grid.pipeline.size,
+        virtual_pipeline_model_parallel_size=virtual_stages(config),
+        context_parallel_size=grid.context.size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=optimizer.bf16,
+        fp16=optimizer.fp16,
+        attention_softmax_in_fp32=True,
+        attention_backend=AttnBackend.auto,
+        calculate_per_token_loss=True,
+        recompute_granularity=attention.recompute_granularity,
+        recompute_method=attention.recompute_method,
+        recompute_num_layers=attention.recompute_num_layers,
+        recompute_modules=["core_attn"] if attention.recompute_granularity == "selective" else None,
+        # Fused elementwise kernels are compiled by torch.compile: GPUs only.
+        bias_activation_fusion=on_gpu and not model.squared_relu,
+        bias_dropout_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=on_gpu and core_layers._grad_accum_fusion_available,
+        batch_p2p_comm=on_gpu,
+        overlap_p2p_comm=on_gpu and virtual_stages(config) is not None,
+        deallocate_pipeline_outputs=True,
+        **fp8,
+    )
+
+
+def build_model(config: Config, grid: Grid, layout: SequenceLayout, vocab_size: int, device: torch.device) -> list[GPTModel]:
+    """This rank's model chunks (one, or one a virtual pipeline stage), with their initial weights, on ``device``.
+
+    Args:
+        config: the run's settings, completed.
+        vocab_size: real vocabulary size; it is padded here.
+    """
+    core = transformer_config(config, grid, on_gpu=device.type == "cuda")
+    stages = core.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in range(stages or 1):
+        chunk = _build_chunk(config, core, grid, layout, vocab_size, stage if stages else None)
+        initialize_weights(chunk, core, config, vocab_size, device)
+        chunks.append(chunk)
+    return chunks
+
+
+def _build_chunk(
+    config: Config, core: TransformerConfig, grid: Grid, layout: SequenceLayout, vocab_size: int, stage: int | None
+) -> GPTModel:
+    model = config.model
+    stages = core.virtual_pipeline_model_parallel_size or 1
+    first = grid.pipeline.rank == 0 and (stage or 0) == 0
+    last = grid.pipeline.rank == grid.pipeline.size - 1 and (stage or 0) == stages - 1
+    spec = block_spec(
+        core,
+        AttentionSettings(layout, MASKS[config.attention.attention_mask], config.attention.attention_kernel),
+        transformer_engine=model.transformer_impl == "transformer_engine",
+        num_layers=get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank),
+    )
+    chunk = LongContextGPT(
+        config=core,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, grid.tensor.size),
+        real_vocab_size=vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        vp_stage=stage,
+    )
+    if model.position_embedding_type == "rope":
+        chunk.rotary_pos_emb = LayoutRotaryEmbedding(chunk.rotary_pos_emb, layout)
+    return chunk
+
+
+def virtual_stages(config: Config) -> int | None:
+    """Virtual pipeline stages a rank (None without interleaving), from either of Megatron's spellings."""
+    parallel = config.parallel
+    if parallel.num_virtual_stages_per_pipeline_rank:
+        return parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.num_layers_per_virtual_pipeline_stage:
+        layers = config.model.num_layers // parallel.pipeline_model_parallel_size
+        return layers // parallel.num_layers_per_virtual_pipeline_stage
+    return None
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+def keep(weight: Tensor) -> Tensor:
+    """An initialization that leaves the weight alone."""
+    return weight

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient buckets, optimizer and learning-rate schedule, all of them megatron-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.config import Config
+from megatron.training.setup import compute_dtype
+
+
+def wrap_for_data_parallelism(chunks: Sequence[nn.Module], config: Config) -> list[DistributedDataParallel]:
+    """Put each model chunk into core's DDP: gradients are summed over DP x CP, bucket by bucket."""
+    parallel = config.parallel
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not parallel.grad_reduce_in_bf16,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.zero_stage == 1,
+        bucket_size=parallel.ddp_bucket_size,
+        check_for_nan_in_grad=config.optimizer.check_for_nan_in_loss_and_grad and not config.optimizer.fp16,
+    )
+    return [
+        DistributedDataParallel(chunk.config, settings, _in_compute_dtype(chunk, config), disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def _in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
+    """Float16Module casts parameters, inputs and outputs; fp32 models stay as they are."""
+    if compute_dtype(config) == torch.float32:
+        return chunk
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(chunk.config, chunk)
+
+
+def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config) -> MegatronOptimizer:
+    """Adam or SGD; with ZeRO 1 its states are split over DP x CP."""
+    settings, parallel = config.optimizer, config.parallel
+    core_settings = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        decoupled_lr=settings.decoupled_lr,
+        decoupled_min_lr=settings.decoupled_min_lr,
+        weight_decay=settings.weight_decay,
+        fp16=settings.fp16,
+        bf16=settings.bf16,
+        params_dtype=compute_dtype(config),
+        loss_scale=settings.loss_scale,
+        initial_loss_scale=settings.initial_loss_scale,
+        min_loss_scale=settings.min_loss_scale,
+        loss_scale_window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=settings.sgd_momentum,
+        use_distributed_optimizer=parallel.zero_stage == 1,
+        overlap_param_gather=parallel.overlap_param_gather,
+        clip_grad=settings.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+    optimizer = get_megatron_optimizer(
+        core_settings,
+        list(chunks),
+        config_overrides=get_standard_config_overrides(core_settings),
+        use_gloo_process_groups=dist.get_backend() != "gloo",
+    )
+    core = chunks[0].module.config
+    core.grad_scale_func = optimizer.scale_loss
+    core.finalize_model_grads_func = finalize_model_grads
+    if parallel.overlap_grad_reduce:
+        core.no_sync_func = _for_each_chunk([chunk.no_sync for chunk in chunks])
+    return optimizer
+
+
+def _for_each_chunk(functions: list) -> object:
+    """What the schedules expect: the function itself, or a list of one a virtual stage."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Learning rate and weight decay as functions of the samples consumed."""
+    settings, batch = config.optimizer, config.data.global_batch_size
+    if config.run.train_samples is not None:
+        decay = settings.lr_decay_samples or config.run.train_samples
+        warmup, wsd, total = settings.lr_warmup_samples, settings.lr_wsd_decay_samples, config.run.train_samples
+    else:
+        decay = (settings.lr_decay_iters or config.run.train_iters) * batch
+        warmup, total = settings.lr_warmup_iters * batch, config.run.train_iters * batch
+        wsd = settings.lr_wsd_decay_iters and settings.lr_wsd_decay_iters * batch
+    if settings.lr_warmup_fraction is not None:
+        warmup = settings.lr_warmup_fraction * decay
+    start = settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay
+    end = settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=start,
+        end_wd=end,
+        wd_incr_steps=total,
+        wd_incr_style=settings.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=settings.override_opt_param_scheduler,
+        wsd_decay_steps=wsd,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+    )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a run: device, process grid, layout and random state."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron import platform
+from megatron.context_parallel import kernels
+from megatron.context_parallel.grid import Grid, initialize_grid
+from megatron.context_parallel.layout import SequenceLayout
+from megatron.training.config import Config
+from megatron.training.validate import Refusal
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process stands: made once, passed to everything."""
+
+    platform: platform.Platform
+    grid: Grid
+    layout: SequenceLayout
+
+    @property
+    def device(self) -> torch.device:
+        return self.platform.device
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return dist.get_rank() == 0
+
+    @property
+    def reads_data(self) -> bool:
+        """Tokens are needed on the first pipeline stage, labels on the last."""
+        return self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
+
+
+def world_size() -> int:
+    """Processes of this run, before torch.distributed starts."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def start(config: Config) -> Runtime:
+    """Choose the device, make the process groups and seed the random states.
+
+    Raises:
+        Refusal: device, kernel or grid cannot be had.
+    """
+    parallel = config.parallel
+    try:
+        where = platform.select(config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend)
+        kernel = kernels.select(
+            config.attention.attention_kernel,
+            device=where.device,
+            dtype=compute_dtype(config),
+            head_dim=config.model.kv_channels,
+        )
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    config.attention.attention_kernel = kernel.name
+    grid = initialize_grid(
+        ulysses=parallel.ulysses_parallel_size,
+        ring=parallel.ring_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        virtual_pipeline=_virtual_stages(config),
+        backend=where.backend,
+        timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    layout = SequenceLayout(config.data.seq_length, grid, parallel.context_parallel_balance)
+    seed_everything(config.run.seed, grid)
+    return Runtime(where, grid, layout)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of activations."""
+    return torch.bfloat16 if config.optimizer.bf16 else torch.float16 if config.optimizer.fp16 else torch.float32
+
+
+def seed_everything(seed: int, grid: Grid) -> None:
+    """Random states for dropout: alike where TP ranks hold the same tokens, different wherever tokens differ."""
+    from megatron.core import tensor_parallel
+
+    tokens_of = grid.context.rank + grid.context.size * grid.data.rank
+    own = (seed + 100 * grid.pipeline.rank + 7919 * tokens_of) % 2**31
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+    tensor_parallel.model_parallel_cuda_manual_seed(own)
+
+
+def stop() -> None:
+    """Leave the process groups, so that no peer waits for this one."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _virtual_stages(config: Config) -> int | None:
+    from megatron.training.model import virtual_stages
+
+    return virtual_stages(config)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step and one evaluation step over the pipeline schedules of megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import get_data_parallel_group
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training.config import Config
+from megatron.training.data import shard_batch
+from megatron.training.setup import Runtime
+
+Batches = Iterator[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has to say; the same on every rank."""
+
+    lm_loss: float  # mean over all unmasked tokens of the global batch
+    tokens: int  # unmasked tokens
+    grad_norm: float = 0.0
+    zeros_in_grad: int | None = None
+    skipped: bool = False  # fp16 overflow: no update was made
+
+
+def forward_step(runtime: Runtime, batches: Batches, model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Run the model on the next micro-batch; returns its output and the function that makes a loss of it."""
+    batch: dict[str, Tensor | None] = {"tokens": None, "position_ids": None, "labels": None, "loss_mask": None}
+    if runtime.reads_data:
+        batch.update(shard_batch(next(batches), runtime.layout, runtime.device))
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(sum_of_losses, batch["loss_mask"])
+
+
+def sum_of_losses(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum to differentiate, tokens counted, sum and count for the report) of this rank's tokens.
+
+    core divides by the tokens of the whole global batch, so a rank whose tokens are all masked contributes zero.
+    """
+    mask = loss_mask.reshape(-1).float()
+    losses = loss.reshape(-1).float() * mask
+    tokens = mask.sum()
+    report = torch.stack((losses.detach().double().sum(), tokens.double()))
+    return losses.sum(), tokens.to(torch.int), report
+
+
+def train_step(
+    runtime: Runtime,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    batches: Batches | list[Batches],
+    config: Config,
+    num_microbatches: int,
+) -> StepResult:
+    """Forward, backward, gradient reduction and update for one global batch."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = _run_schedule(runtime, chunks, batches, config, num_microbatches, forward_only=False)
+    updated, grad_norm, zeros = optimizer.step()
+    if updated:
+        schedule.step(num_microbatches * config.data.micro_batch_size * runtime.grid.data.size)
+    loss, tokens = mean_loss(reports, runtime)
+    return StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated)
+
+
+@torch.no_grad()
+def evaluate(
+    runtime: Runtime,
+    chunks: Sequence[nn.Module],
+    batches: Batches | list[Batches],
+    config: Config,
+    num_microbatches: int,
+    iterations: int,
+) -> StepResult:
+    """Mean loss over ``iterations`` global batches."""
+    for chunk in chunks:
+        chunk.eval()
+    reports: list[Tensor] = []
+    for _ in range(iterations):
+        reports += _run_schedule(runtime, chunks, batches, config, num_microbatches, forward_only=True)
+    for chunk in chunks:
+        chunk.train()
+    return StepResult(*mean_loss(reports, runtime))
+
+
+def mean_loss(reports: list[Tensor], runtime: Runtime) -> tuple[float, int]:
+    """Mean loss and number of tokens of the global batch, on every rank."""
+    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    for report in reports:
+        total += report
+    dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
+    if runtime.grid.pipeline.size > 1:
+        last = runtime.grid.pipeline.global_rank(runtime.grid.pipeline.size - 1)
+        dist.broadcast(total, last, group=runtime.grid.pipeline.group)
+    loss_sum, tokens = total.tolist()
+    return (loss_sum / tokens if tokens else 0.0), int(tokens)
+
+
+def _run_schedule(
+    runtime: Runtime,
+    chunks: Sequence[nn.Module],
+    batches: Batches | list[Batches],
+    config: Config,
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+) -> list[Tensor]:
+    return get_forward_backward_func()(
+        forward_step_func=partial(forward_step, runtime),
+        data_iterator=batches,
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=config.data.seq_length,
+        micro_batch_size=config.data.micro_batch_size,
+        forward_only=forward_only,
+    )
