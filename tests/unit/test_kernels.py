@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local attention kernels against dense attention in float64, which autograd differentiates."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.context_parallel import kernels
+from megatron.context_parallel.kernels import (
+    KERNELS,
+    KernelUnavailable,
+    available,
+    base,
+    cpu,
+    cudnn,
+    flash_attn_kernel,
+    math_kernel,
+    select,
+)
+
+CPU_KERNELS = ["math", "cpu"]
+# Largest error of (out, lse, each gradient), relative to the largest entry of the truth.
+TOLERANCE = {
+    torch.float64: (1e-12, 1e-12, 1e-12),
+    torch.float32: (2e-6, 2e-6, 5e-6),
+    torch.bfloat16: (1e-2, 1e-4, 2e-2),
+}
+
+
+def sbhd(s: int, b: int, h: int, d: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random [b, h, s, d], a view of [s, b, h, d] memory."""
+    return torch.randn(s, b, h, d, dtype=torch.float64).to(dtype).permute(1, 2, 0, 3)
+
+
+def make(b=2, h=4, hk=2, sq=24, sk=40, d=16, dtype=torch.float64, seed=0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dout, q, k, v."""
+    torch.manual_seed(seed)
+    return sbhd(sq, b, h, d, dtype), sbhd(sq, b, h, d, dtype), sbhd(sk, b, hk, d, dtype), sbhd(sk, b, hk, d, dtype)
+
+
+def dense(dout, q, k, v, *, causal=False, mask=None, scale=0.25):
+    """(out, lse, dq, dk, dv) in float64, from the definition."""
+    dout, q, k, v = (x.detach().double() for x in (dout, q, k, v))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = scale * q @ k.repeat_interleave(group, 1).mT
+    allowed = torch.ones_like(scores, dtype=torch.bool)
+    if causal:
+        allowed = allowed.tril()
+    if mask is not None:
+        allowed = allowed & mask
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    dead = ~allowed.any(-1, keepdim=True)
+    p = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    out = p @ v.repeat_interleave(group, 1)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    return out.detach(), torch.logsumexp(scores.detach(), -1), *grads
+
+
+def both_ways(kernel, dout, q, k, v, *, causal=False, mask=None, scale=0.25):
+    """(out, lse, dq, dk, dv) of one kernel, the tile being the whole."""
+    out, lse = kernel.forward(q, k, v, causal=causal, mask=mask, scale=scale)
+    return out, lse, *kernel.backward(dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale)
+
+
+def assert_close(got, want, dtype: torch.dtype) -> None:
+    names, (out, lse, grad) = ("out", "lse", "dq", "dk", "dv"), TOLERANCE[dtype]
+    for name, x, y, bound in zip(names, got, want, (out, lse, grad, grad, grad), strict=True):
+        assert x.shape == y.shape, name
+        assert x.dtype == (base.accumulation_dtype(dtype) if name == "lse" else dtype), name
+        x, y = x.double(), y.double()
+        assert torch.equal(x.isneginf(), y.isneginf()), name
+        x, y = x.masked_fill(x.isneginf(), 0.0), y.masked_fill(y.isneginf(), 0.0)
+        error = ((x - y).abs().max() / y.abs().max().clamp_min(0.1)).item()
+        assert error <= bound, f"{name}: {error:.2e} > {bound}"  # a NaN fails too
+
+
+def random_mask(b, h, sq, sk, seed=1, dead_row: int | None = 3) -> Tensor:
+    mask = torch.rand(b, h, sq, sk, generator=torch.Generator().manual_seed(seed)) < 0.6
+    mask[..., 0] = True  # no row is empty by chance
+    if dead_row is not None:
+        mask[..., dead_row, :] = False
+    return mask
+
+
+SHAPES = {
+    "heads": dict(h=4, hk=4),
+    "grouped": dict(h=4, hk=2),
+    "one key head": dict(h=4, hk=1),
+    "more keys": dict(sq=7, sk=65),
+    "more queries": dict(sq=65, sk=7),
+    "single query and key": dict(sq=1, sk=1),
+    "two blocks of the op": dict(b=1, h=2, hk=1, sq=200, sk=600, d=8),
+}
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_against_dense(name, dtype, shape):
+    tensors = make(dtype=dtype, **shape)
+    assert_close(both_ways(KERNELS[name], *tensors), dense(*tensors), dtype)
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 33, 300])
+def test_causal(name, dtype, size):
+    tensors = make(b=1, h=2, hk=1, sq=size, sk=size, dtype=dtype)
+    assert_close(both_ways(KERNELS[name], *tensors, causal=True), dense(*tensors, causal=True), dtype)
+
+
+MASKS = {
+    "pairs": lambda: random_mask(1, 1, 24, 24)[0, 0],
+    "pairs of each batch": lambda: random_mask(2, 1, 24, 24),
+    "pairs of each head": lambda: random_mask(1, 4, 24, 24),
+    "three dimensions": lambda: random_mask(1, 4, 24, 24)[0],
+    "keys": lambda: random_mask(2, 1, 1, 24, dead_row=None),
+    "queries": lambda: random_mask(1, 1, 24, 24)[..., 1:2],
+    "nothing at all": lambda: torch.zeros(1, 1, 24, 24, dtype=torch.bool),
+    "strided": lambda: random_mask(1, 1, 24, 48)[0, 0, :, ::2],
+}
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks_and_rows_without_keys(name, dtype, causal, mask, monkeypatch):
+    tensors, mask = make(sk=24, dtype=dtype), mask()
+    want = dense(*tensors, causal=causal, mask=mask)
+    assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
+    monkeypatch.setattr(cpu, "MASK_BYTES", 5 * 24 * 8)  # and in blocks of a few rows, the last one shorter
+    monkeypatch.setattr(math_kernel, "SCORE_BYTES", 5 * 8 * 24 * 8)
+    assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 24])
+def test_math_in_blocks_of_rows(rows, causal, monkeypatch):
+    tensors = make(sk=24)
+    monkeypatch.setattr(math_kernel, "SCORE_BYTES", rows * 2 * 4 * 24 * 8)
+    assert_close(both_ways(KERNELS["math"], *tensors, causal=causal), dense(*tensors, causal=causal), torch.float64)
+
+
+LAYOUTS = {
+    "[b, h, s, d] memory": lambda x: x.contiguous(),
+    "[b, s, h, d] memory": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of a fused projection": lambda x: torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]],
+    "rows of a longer sequence": lambda x: torch.cat([x, x], 2)[:, :, x.shape[2] :],
+    "last dimension strided": lambda x: x.mT.contiguous().mT,
+    "every second element": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_any_strides(name, layout):
+    """q, k, v, dout and out of any layout; the inputs are left as they were."""
+    kernel, tensors = KERNELS[name], make()
+    want = dense(*tensors)
+    dout, q, k, v = (layout(x) for x in tensors)
+    out, lse = kernel.forward(q, k, v, causal=False, mask=None, scale=0.25)
+    lse_strided = torch.stack([lse, lse], -1)[..., 0]
+    grads = kernel.backward(dout, q, k, v, layout(out), lse_strided, causal=False, mask=None, scale=0.25)
+    assert_close((out, lse, *grads), want, torch.float64)
+    assert all(torch.equal(x, y) for x, y in zip((dout, q, k, v), tensors, strict=True))
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+def test_expanded_tensors(name):
+    """The gradient of a sum is a single expanded number; keys may be expanded, too."""
+    _, q, k, v = make()
+    dout, k = torch.ones((), dtype=q.dtype).expand(q.shape), k[:, :, :1].expand(k.shape)
+    assert_close(both_ways(KERNELS[name], dout, q, k, v), dense(dout, q, k, v), torch.float64)
+
+
+def merge(out: Tensor, lse: Tensor, out_t: Tensor, lse_t: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the tile (out_t, lse_t) to (out, lse).
+
+    The usual ``lse - logsigmoid(lse - lse_t)`` and ``sigmoid(lse_t - lse)`` say the same where lse is finite, but are
+    NaN where the first tile, or both, left a row without keys.
+    """
+    merged = torch.logaddexp(lse, lse_t)
+    weight = torch.exp(lse_t - base.lse_for_backward(merged, merged.dtype)).unsqueeze(-1)
+    return out - weight * (out - out_t), merged
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_merge_to_the_whole(name, dtype, masked):
+    """The keys in two tiles: merged forward, then each tile's backward with the final out and lse."""
+    kernel, (dout, q, k, v), cut = KERNELS[name], make(sk=40, dtype=dtype), 15
+    mask = None
+    if masked:
+        mask = random_mask(2, 4, 24, 40, dead_row=None)
+        mask[:, :, 5, :cut] = mask[:, :, 7, cut:] = mask[:, :, 9] = False  # rows without keys in one tile, or both
+    acc = base.accumulation_dtype(dtype)
+    tiles = [slice(0, cut), slice(cut, 40)]
+    parts = [mask if mask is None else mask[..., t] for t in tiles]
+    out, lse = None, None
+    for t, part in zip(tiles, parts, strict=True):
+        out_t, lse_t = kernel.forward(q, k[:, :, t], v[:, :, t], causal=False, mask=part, scale=0.25)
+        if out is None:
+            out, lse = out_t.to(acc), lse_t
+        else:
+            if not masked:  # the formula of the design
+                torch.testing.assert_close(lse - F.logsigmoid(lse - lse_t), merge(out, lse, out_t.to(acc), lse_t)[1])
+            out, lse = merge(out, lse, out_t.to(acc), lse_t)
+    dq, dk, dv = torch.zeros_like(q, dtype=acc), torch.empty_like(k), torch.empty_like(v)
+    for t, part in zip(tiles, parts, strict=True):
+        dq_t, dk[:, :, t], dv[:, :, t] = kernel.backward(
+            dout, q, k[:, :, t], v[:, :, t], out.to(dtype), lse, causal=False, mask=part, scale=0.25
+        )
+        dq += dq_t
+    assert_close((out.to(dtype), lse, dq.to(dtype), dk, dv), dense(dout, q, k, v, mask=mask), dtype)
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_whose_final_lse_is_minus_infinity(name, causal):
+    """They give zeros, not NaN, even to a tile that is computed without a mask."""
+    dout, q, k, v = make(sk=24)
+    out, lse = KERNELS[name].forward(q, k, v, causal=causal, mask=None, scale=0.25)
+    lse[:, :, 3], out[:, :, 3] = float("-inf"), 0.0
+    got = KERNELS[name].backward(dout, q, k, v, out, lse, causal=causal, mask=None, scale=0.25)
+    assert all(x.isfinite().all() for x in got) and not got[0][:, :, 3].any()
+    dout = dout.clone()
+    dout[:, :, 3] = 0.0
+    want = dense(dout, q, k, v, causal=causal)
+    for x, y in zip(got[1:], want[3:], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+def test_large_scores(name):
+    """Scores of thousands, far beyond the range of exp."""
+    dout, q, k, v = make()
+    tensors = (dout, 30 * q, 30 * k, v)
+    for x, y in zip(both_ways(KERNELS[name], *tensors), dense(*tensors), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+def test_cpu_agrees_with_math(data):
+    def draw(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    hk, group, d = draw(1, 3), draw(1, 3), draw(1, 40)
+    causal, sq = data.draw(st.booleans()), draw(1, 70)
+    sk = sq if causal else draw(1, 70)
+    tensors = make(b=draw(1, 2), h=hk * group, hk=hk, sq=sq, sk=sk, d=d, seed=draw(0, 9))
+    mask = random_mask(1, 1, sq, sk, seed=draw(0, 9), dead_row=draw(0, sq - 1)) if data.draw(st.booleans()) else None
+    scale = data.draw(st.sampled_from([0.05, 0.25, 2.0]))
+    got, want = (both_ways(KERNELS[n], *tensors, causal=causal, mask=mask, scale=scale) for n in ("cpu", "math"))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["math", "cpu", "flash", "cudnn", "flash_attn"])
+def test_tiles_that_break_the_contract(name):
+    kernel, (dout, q, k, v) = KERNELS[name], make()
+    mask = torch.ones(24, 40, dtype=torch.bool)
+    wrong = [
+        ("square", (q, k, v), dict(causal=True)),
+        ("does not fit", (q[:, :3], k, v), {}),
+        ("does not fit", (q, k, v[:, :, :-1]), {}),
+        ("empty", (q[:, :, :0], k, v), {}),
+        ("empty", (q, k[:, :, :0], v[:, :, :0]), {}),
+    ]
+    if kernel.supports_mask:
+        wrong.append(("boolean", (q, k, v), dict(mask=mask.double())))
+        wrong.append(("broadcast", (q, k, v), dict(mask=mask[:, :-1])))
+        wrong.append(("broadcast", (q, k, v), dict(mask=mask.expand(1, 1, 1, 24, 40))))
+    else:
+        wrong.append((name, (q, k, v), dict(mask=mask)))
+    for message, tensors, options in wrong:
+        options = dict(causal=False, mask=None, scale=1.0) | options
+        with pytest.raises(ValueError, match=message):
+            kernel.forward(*tensors, **options)
+        with pytest.raises(ValueError, match=message):
+            kernel.backward(dout, *tensors, q, q[..., 0], **options)
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_under_fake_tensors(name, masked):
+    """A simulated run sees the shapes and dtypes of a real one."""
+    real = make(sk=24, dtype=torch.bfloat16)
+    mask = random_mask(1, 1, 24, 24) if masked else None
+    want = both_ways(KERNELS[name], *real, mask=mask)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in real]
+        got = both_ways(KERNELS[name], *fake, mask=mode.from_tensor(mask) if masked else None)
+    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
+
+
+# Many calls where a tensor would have too many elements for int32
+
+
+@pytest.mark.parametrize("heads_per_call", [1, 2, 3, 4, 8, 12, 24, 25, 30, 100])
+@pytest.mark.parametrize("hk", [1, 3, 12])
+def test_pieces(heads_per_call, hk):
+    b, h, sq, sk, d = 3, 12, 5, 9, 4
+    tensors = dout, q, k, v = make(b=b, h=h, hk=hk, sq=sq, sk=sk, d=d)
+    limit, math, calls = heads_per_call * sk * d + 1, KERNELS["math"], []
+
+    def check(*tensors: Tensor) -> None:
+        for x in tensors:
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            assert x.numel() < limit and last < limit
+        calls.append(1)
+
+    def forward(q, k, v):
+        check(q, k, v)
+        return math.forward(q, k, v, causal=False, mask=None, scale=0.25)
+
+    def backward(dout, q, k, v, out, lse):
+        check(dout, q, k, v, out, lse)
+        return math.backward(dout, q, k, v, out, lse, causal=False, mask=None, scale=0.25)
+
+    out, lse = base.forward_in_pieces(forward, q, k, v, limit)
+    grads = base.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
+    assert_close((out, lse, *grads), dense(*tensors), torch.float64)
+    assert (len(calls) == 2) == (heads_per_call >= b * h)
+
+
+def test_pieces_of_ordinary_tensors():
+    q = torch.empty(1, 32, 131072, 128, device="meta", dtype=torch.bfloat16)
+    assert len(base.pieces(q, q)) == 1
+    q = torch.empty(1, 32, 2**20, 128, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(1, 8, 2**20, 128, device="meta", dtype=torch.bfloat16)
+    assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in base.pieces(q, k))
+    assert len(base.pieces(q, k)) == 3  # three groups of four heads a call: 12, 12, 8
+
+
+# Backends that cannot run here: that they call their ops by the right names, in the right shapes
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+@pytest.mark.parametrize("hk", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu_ops_on_the_meta_device(name, hk, causal):
+    tensors = [x.to("meta") for x in make(b=2, h=4, hk=hk, sq=64, sk=64, d=64, dtype=torch.bfloat16)]
+    got = both_ways(KERNELS[name], *tensors, causal=causal)
+    dout, q, k, v = tensors
+    assert [x.shape for x in got] == [q.shape, q.shape[:3], q.shape, k.shape, v.shape]
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32] + [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("dims", [3, 4])
+def test_cudnn_gets_lse_back_as_its_version_returned_it(dims, monkeypatch):
+    """With the CPU's op in cuDNN's place."""
+    aten = torch.ops.aten
+
+    def forward(q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal, *, scale):
+        assert (attn_bias, compute_log_sumexp, dropout_p) == (None, True, 0.0)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+        return out, lse if dims == 3 else lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], None, None, None
+
+    def backward(dout, q, k, v, out, lse, *, dropout_p, is_causal, scale, max_q, max_k, **unused):
+        assert lse.dim() == dims and lse.is_contiguous() and (dropout_p, max_q, max_k) == (0.0, q.shape[2], k.shape[2])
+        lse = lse.view(q.shape[:3])
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, is_causal, scale=scale
+        )
+
+    monkeypatch.setattr(cudnn, "_forward", forward)
+    monkeypatch.setattr(cudnn, "_backward", backward)
+    cudnn._lse_dims.cache_clear()
+    try:
+        for shape in (dict(), dict(sq=1), dict(sk=1)):
+            tensors = make(**shape)
+            assert_close(both_ways(KERNELS["cudnn"], *tensors), dense(*tensors), torch.float64)
+    finally:
+        cudnn._lse_dims.cache_clear()
+
+
+def bshd_forward(q, k, v, softmax_scale, causal):
+    out, lse = KERNELS["math"].forward(
+        *(x.transpose(1, 2) for x in (q, k, v)), causal=causal, mask=None, scale=softmax_scale
+    )
+    return out.transpose(1, 2).contiguous(), lse
+
+
+def bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal):
+    tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+    grads = KERNELS["math"].backward(*tensors, softmax_lse, causal=causal, mask=None, scale=softmax_scale)
+    for into, grad in zip((dq, dk, dv), grads, strict=True):
+        into.copy_(grad.transpose(1, 2))
+
+
+def flash_attn_2_6() -> types.SimpleNamespace:
+    def _flash_attn_forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax
+    ):
+        assert (dropout_p, window_size, softcap, alibi_slopes, return_softmax) == (0.0, (-1, -1), 0.0, None, False)
+        out, lse = bshd_forward(q, k, v, softmax_scale, causal)
+        return out, q, k, v, out, F.pad(lse, (0, 104)), None, torch.empty(2, dtype=torch.int64)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, window_size, softcap, deterministic, rng_state) == (0.0, (-1, -1), 0.0, False, None)
+        bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
+        return dq, dk, dv, None
+
+    return types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+
+
+def flash_attn_2_7() -> types.SimpleNamespace:
+    @torch.library.custom_op("test_kernels::_flash_attn_forward", mutates_args=())
+    def _flash_attn_forward(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+        window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        assert (dropout_p, window_size_left, window_size_right, softcap, return_softmax) == (0.0, -1, -1, 0.0, False)
+        return *bshd_forward(q, k, v, softmax_scale, causal), torch.empty(0), torch.empty(2)
+
+    @torch.library.custom_op("test_kernels::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
+    def _flash_attn_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+        dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
+        softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert (window_size_left, window_size_right, deterministic, rng_state) == (-1, -1, False, None)
+        bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
+        return torch.empty(0)
+
+    return types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+
+
+def flash_attn_3() -> types.SimpleNamespace:
+    def _flash_attn_forward(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size=(-1, -1),
+        attention_chunk=0, softcap=0.0, num_splits=1,
+    ):  # fmt: skip
+        assert {k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k} == {None} and window_size == (-1, -1)
+        return *bshd_forward(q, k, v, softmax_scale, causal), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, sequed_q=None, max_seqlen_q=None, dq=None, dk=None, dv=None,
+        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        deterministic=False,
+    ):  # fmt: skip
+        assert {cu_seqlens_q, sequed_q, max_seqlen_q} == {None} and not deterministic
+        bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, is_causal)
+
+    return types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a module in place of an installed flash-attn."""
+
+    def put(name, module):
+        monkeypatch.setitem(sys.modules, name, module)
+        flash_attn_kernel._library.cache_clear()
+
+    flash_attn_kernel._library.cache_clear()
+    yield put
+    flash_attn_kernel._library.cache_clear()
+
+
+@pytest.mark.parametrize("release", [flash_attn_2_6, flash_attn_2_7, flash_attn_3])
+def test_flash_attn_by_the_arguments_of_its_releases(release, install):
+    install("flash_attn.flash_attn_interface", release())
+    for shape, causal in ((dict(h=4, hk=2), False), (dict(h=4, hk=1, sk=24), True)):
+        tensors = make(dtype=torch.float32, **shape)
+        got = both_ways(KERNELS["flash_attn"], *tensors, causal=causal)
+        assert_close(got, dense(*tensors, causal=causal), torch.float32)
+
+
+def test_flash_attn_is_found_by_generation(install):
+    two, three = flash_attn_2_6(), flash_attn_3()
+    install("flash_attn.flash_attn_interface", two)
+    assert flash_attn_kernel._library(False) is two and flash_attn_kernel._library(True) is two
+    install("flash_attn_interface", three)
+    assert flash_attn_kernel._library(False) is two and flash_attn_kernel._library(True) is three
+    install("flash_attn.flash_attn_interface", types.SimpleNamespace())
+    assert "lacks" in flash_attn_kernel._library(False)
+    with pytest.raises(ImportError, match="--attention-kernel flash_attn"):
+        KERNELS["flash_attn"].forward(*make()[1:], causal=False, mask=None, scale=1.0)
+
+
+# Choosing
+
+
+def test_every_kernel_keeps_the_protocol():
+    for name, kernel in KERNELS.items():
+        assert kernel.name == name
+        for method in ("why_not", "forward", "backward"):
+            names = [list(inspect.signature(getattr(x, method)).parameters) for x in (kernel, base.Kernel)]
+            assert names[0] == names[1][1:]
+
+
+def test_auto_on_the_cpu():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert available("cpu", dtype, 64) == ["cpu", "math"]
+        assert select("auto", device="cpu", dtype=dtype, head_dim=64, needs_mask=True).name == "cpu"
+    for name in CPU_KERNELS:
+        assert select(name, device=torch.device("cpu"), dtype=torch.float32, head_dim=7).name == name
+
+
+@pytest.mark.parametrize(
+    "name, options, reason",
+    [
+        ("flash", {}, "needs a GPU"),
+        ("cudnn", {}, "needs a GPU"),
+        ("flash_attn", {}, "needs a GPU"),
+        ("flash", dict(needs_mask=True), "takes no mask"),
+        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, math"),
+    ],
+)
+def test_refusals(name, options, reason):
+    with pytest.raises(KernelUnavailable) as error:
+        select(name, device="cpu", dtype=torch.bfloat16, head_dim=64, **options)
+    assert isinstance(error.value, ValueError)
+    message = str(error.value)
+    assert message.startswith(f"--attention-kernel {name}: {reason}") and "\n" not in message
+    assert message.endswith("kernels that can run here: cpu, math")
+
+
+def test_no_kernel_at_all():
+    with pytest.raises(KernelUnavailable, match="no kernel takes torch.int32 on cpu; .*: none"):
+        select("auto", device="cpu", dtype=torch.int32, head_dim=64)
+    with pytest.raises(KernelUnavailable, match="--attention-kernel cpu: needs tensors on the CPU; .*: math"):
+        select("cpu", device="meta", dtype=torch.float32, head_dim=64)
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch, install):
+    """A GPU, as far as `why_not` looks."""
+
+    def pretend(capability=(9, 0), cudnn=91000):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # as if not installed
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", raising=False)
+    return pretend
+
+
+def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
+    bf16 = torch.bfloat16
+    pretend_gpu()
+    assert available("cuda", bf16, 128) == ["cudnn", "flash", "math"]
+    assert available("cuda", bf16, 128, needs_mask=True) == ["math"]
+    assert available("cuda", bf16, 256) == ["cudnn", "flash", "math"]
+    assert available("cuda", bf16, 100) == available("cuda", torch.float32, 128) == ["math"]
+    with pytest.raises(
+        KernelUnavailable, match="--attention-kernel flash_attn: the package flash-attn is not installed"
+    ):
+        select("flash_attn", device="cuda", dtype=bf16, head_dim=128)
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    assert available("cuda", bf16, 128) == ["flash", "math"]
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert available("cuda", bf16, 128) == ["flash", "math"]
+    monkeypatch.undo()
+    pretend_gpu(capability=(8, 6), cudnn=90000)
+    install("flash_attn.flash_attn_interface", flash_attn_2_6())
+    assert available("cuda", bf16, 128) == ["flash_attn", "cudnn", "flash", "math"]
+    assert available("cuda", bf16, 256) == ["flash_attn", "math"]
+    pretend_gpu(capability=(7, 5))
+    assert available("cuda", torch.float16, 64) == ["math"]
+
+
+def test_package_exports():
+    assert all(hasattr(kernels, name) for name in kernels.__all__)
