@@ -27,8 +27,8 @@ def parse(
 ) -> Config:
     """Read a command line; with ``world_size``, also complete and check it.
 
-    Flags that were given win over the shape of ``--model``, which wins over ``defaults`` ({"section.field": value}, from
-    an entry point), which win over the dataclasses' defaults. ``--help`` prints and exits.
+    Flags that were given win over the shape of ``--model``, which wins over ``defaults`` ({"section.field": value},
+    from an entry point), which win over the dataclasses' defaults. ``--help`` prints and exits.
 
     Args:
         argv: the words after the program's name; None reads them from ``sys.argv``.

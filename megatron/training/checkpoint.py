@@ -162,7 +162,7 @@ def load(
     path: Path,
     chunks: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
+    schedule: OptimizerParamScheduler | None,
     config: Config,
 ) -> Progress:
     """Load weights and, unless only weights are wanted, optimizer, schedule, random state and progress.
@@ -193,7 +193,8 @@ def load(
         unwrap(chunk).load_state_dict(loaded[key])
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
-        schedule.load_state_dict(loaded["schedule"])
+        if schedule is not None:
+            schedule.load_state_dict(loaded["schedule"])
     else:
         optimizer.reload_model_params()
     if with_rng:
@@ -230,7 +231,8 @@ def _state(
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=METADATA)
-        state["schedule"] = schedule.state_dict()
+        if schedule is not None:
+            state["schedule"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["rng"] = ShardedObject("rng", _random_state(), (world,), (rank,), replica_id=0)

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from megatron.training import data_files
 from megatron.training.config import Config
 from megatron.training.mock_data import MockDataset
-from megatron.training.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def build_datasets(
     _build_cache(core, samples, folder)
     if not needed:
         return None, None, None
-    core.path_to_cache = folder if os.path.isdir(folder) else ""
-    datasets = LocalBuilder(GPTDataset, samples, lambda: True, core).build()
+    datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
     for name, dataset, n in zip(SPLITS, datasets, samples):
         if n and len(dataset) < n:  # a blend without weights is read once
             raise Refusal(
@@ -106,9 +105,7 @@ def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], defa
         blend, share, flag = _sources(core, i)
         if samples[i] and (blend is None or share is None):
             if i == 0:
-                raise Refusal(
-                    "no training data: " + ("give train a share in --split" if core.blend else f"give {flag}")
-                )
+                raise Refusal(f"no training data: give {'train a share in --split' if core.blend else flag}")
             samples[i] = 0
         for prefix in blend[0] if samples[i] else ():
             if prefix not in files:
@@ -131,24 +128,38 @@ def _build_cache(core: GPTDatasetConfig, samples: list[int], folder: str) -> Non
     The folder appears whole or not at all, so an interrupted run leaves no broken cache behind.
     """
     distributed = torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_rank() == 0:
-        temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
+    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
+    try:
+        if not (distributed and torch.distributed.get_rank() > 0) and not os.path.isdir(folder):
+            os.makedirs(temporary)
+            _build(core, samples, temporary)
+            os.rename(temporary, folder)
+    except OSError as error:
+        if not os.path.isdir(folder):  # else another run was faster
+            logger.warning("no index cache in %s (%s): every rank builds in memory", folder, error.strerror)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if distributed:
+            torch.distributed.barrier()
+
+
+def _build(core: GPTDatasetConfig, samples: list[int], cache: str) -> list[Dataset | None]:
+    """Build on this rank, with indices from or for a cache, or "" for none.
+
+    Core draws a little more from each part of a blend than it thinks it needs, and fails where that was too little: few
+    samples, as long sequences have, and unequal weights. Then more is drawn; the first try keeps Megatron's order.
+    """
+    config = copy.copy(core)
+    config.path_to_cache = cache
+    parts = max(len(blend[0]) for blend in [core.blend, *(core.blend_per_split or ())] if blend)
+    for surplus in (core.mid_level_dataset_surplus, 0.5, parts + 1):
+        config.mid_level_dataset_surplus = surplus
         try:
-            if not os.path.isdir(folder):
-                os.makedirs(temporary)
-                building = copy.copy(core)
-                building.path_to_cache = temporary
-                LocalBuilder(GPTDataset, samples, lambda: True, building).build()
-                os.rename(temporary, folder)
-        except OSError as error:
-            if not os.path.isdir(folder):  # else another run was faster
-                logger.warning("no index cache in %s (%s): every rank builds in memory", folder, error.strerror)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if distributed:
-                torch.distributed.barrier()
-    else:
-        torch.distributed.barrier()
+            return LocalBuilder(GPTDataset, samples, lambda: True, config).build()
+        except (IndexError, FileNotFoundError):  # too little was drawn; nothing cached, for that reason
+            if surplus > parts:
+                raise
+    return []
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):
@@ -158,9 +169,8 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
     def build_generic_dataset(cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
         """Build on this rank. Core's BlendedDataset asks for the rank even without a process group."""
         if cls is BlendedDataset and not torch.distributed.is_initialized():
-            config = copy.copy(args[-1])
-            config.path_to_cache = ""
-            args = (*args[:-1], config)
+            args = (*args[:-1], copy.copy(args[-1]))
+            args[-1].path_to_cache = ""
         return cls(*args)
 
     def _build_megatron_datasets_parallel(self, prefixes: list, split: list, sizes_per_dataset: list) -> list:

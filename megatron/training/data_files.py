@@ -49,9 +49,9 @@ def parse_blend(values: list[str], flag: str) -> Blend:
     """Prefixes, or weights and prefixes in turn, as Megatron reads them."""
     from megatron.core.datasets.utils import get_blend_from_list
 
-    prefixes, weights = get_blend_from_list(values)
-    if not prefixes:
+    if not values:
         raise Refusal(f"{flag} is empty: give a prefix, or weights and prefixes")
+    prefixes, weights = get_blend_from_list(values)
     for prefix, weight in zip(prefixes, weights or []):
         if not (math.isfinite(weight) and weight > 0):
             raise Refusal(f"{flag}: weight {weight:g} of {prefix} must be above 0")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of Megatron-LM and DeepSpeed that are not settings of ours, and what becomes of each.
 
-A *hint* cannot change the result: it is accepted and one line says so. Any other flag is *refused* with the reason or the
-flag to use instead, unless its value is Megatron-LM's default, which asks for nothing. Flags that are settings of ours
-are in `config.py` and not here. Table rows read ``--flag [values] [default]``: how many values the flag takes (none, 1, 3,
-+ or *) and Megatron-LM's default; ``same`` marks a flag that spells out its default.
+A *hint* cannot change the result: it is accepted and one line says so. Any other flag is *refused* with the reason or
+the flag to use instead, unless its value is Megatron-LM's default, which asks for nothing. Flags that are settings of
+ours are in `config.py` and not here. Table rows read ``--flag [values] [default]``: how many values the flag takes
+(none, 1, 3, + or *) and Megatron-LM's default; ``same`` marks a flag that spells out its default.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def shape(name: str) -> dict[str, Any]:
     dropout is not supported.
 
     The GenSLM page gives sizes (25B, 33B) and a learned position embedding, not shapes. Taken here: width 5760 with 64
-    and 80 layers, which give 25.8B and 32.1B, and under which the page's 10 GB for 100K positions holds (16 bytes a
-    parameter: 9.2 GB). 80 heads of 72, since flash kernels want head sizes in multiples of 8; add
+    and 80 layers, as in Argonne's public launch scripts; that gives 25.8B and 32.1B, and the page's 10 GB for 100K
+    positions (16 bytes a parameter: 9.2 GB). 80 heads of 72, since flash kernels want head sizes in multiples of 8; add
     ``--num-attention-heads 64`` for the page's runs on TP 32.
 
     Raises:

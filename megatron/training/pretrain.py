@@ -124,7 +124,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
     chunks = wrap_for_data_parallelism(model, config)
     optimizer = build_optimizer(chunks, config)
-    schedule = build_schedule(optimizer, config)
+    schedule = None if config.run.skip_train else build_schedule(optimizer, config)
     progress = checkpoint.Progress()
     if found:
         progress = checkpoint.load(found, chunks, optimizer, schedule, config)
@@ -138,7 +138,9 @@ def prepare(config: Config, runtime: Runtime) -> Job:
 
 
 def length_of_run(config: Config, batch_sizes: Any) -> tuple[int, int]:
-    """(iterations, samples) of the whole run, whichever of the two was given."""
+    """(iterations, samples) of the whole run, whichever of the two was given; none for --skip-train."""
+    if config.run.skip_train:
+        return 0, 0
     iterations, samples = 0, 0
     wanted_samples, wanted_iterations = config.run.train_samples, config.run.train_iters
     if config.data.rampup_batch_size is None:

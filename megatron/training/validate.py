@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes a :class:`Config` and refuses what cannot run, before anything is built.
 
-Each refusal is one line that names the options and the way out. Kernels and data files are checked where they are opened.
+Each refusal is one line that names the options and the way out. Kernels and data files are checked where they are
+opened.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import gcd
 from megatron.training.config import Config, ModelConfig
 from megatron.training.models import derive_shape
 from megatron.training.refusal import Refusal
-from megatron.training.validate_job import check_batch, check_job, check_memory, check_ranges
+from megatron.training.validate_job import check_batch, check_job, check_memory, check_ranges, near
 
 __all__ = ["Refusal", "complete", "data_parallel_size", "transformer_engine_installed"]
 
@@ -73,7 +74,7 @@ def _model(config: Config) -> ModelConfig:
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
             f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads}: "
-            f"use {_near(model.hidden_size, heads)}, or give --kv-channels"
+            f"use {near(model.hidden_size, heads)}, or give --kv-channels"
         )
     groups = model.num_query_groups
     if not model.group_query_attention and groups not in (1, heads):
@@ -108,8 +109,8 @@ def _context(config: Config) -> None:
     if sizes := parallel.hierarchical_context_parallel_sizes:
         if len(sizes) != 2 or ulysses not in (None, sizes[0]) or ring not in (None, sizes[1]):
             raise Refusal(
-                f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} must be two sizes, Ulysses then Ring, "
-                "and agree with --ulysses-parallel-size and --ring-parallel-size: give only one spelling"
+                f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} must be two sizes, Ulysses then "
+                "Ring, and agree with --ulysses-parallel-size and --ring-parallel-size: give only one spelling"
             )
         ulysses, ring = sizes
     given = (ulysses or 1) * (ring or 1)
@@ -122,9 +123,9 @@ def _context(config: Config) -> None:
         ulysses = _choose_ulysses(total, config)
         if total > 1:
             config.notes.append(
-                f"--context-parallel-size {total} is split into Ulysses {ulysses} x Ring {total // ulysses}, the largest "
-                f"Ulysses degree that {model.num_attention_heads} query and {model.num_query_groups} key/value heads over "
-                f"TP {parallel.tensor_model_parallel_size} allow without copies (--ulysses-parallel-size decides otherwise)"
+                f"--context-parallel-size {total} is split into Ulysses {ulysses} x Ring {total // ulysses}, as far as "
+                f"{model.num_attention_heads} query and {model.num_query_groups} key/value heads over TP "
+                f"{parallel.tensor_model_parallel_size} go without copies; --ulysses-parallel-size decides otherwise"
             )
     if ulysses is None:
         ulysses = (total or ring or 1) // (ring or 1)
@@ -171,13 +172,13 @@ def _heads(config: Config) -> None:
         )
     if groups % tensor and tensor % groups:
         raise Refusal(
-            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tensor}: "
+            f"--num-query-groups {groups} is neither multiple nor divisor of --tensor-model-parallel-size {tensor}: "
             f"use --tensor-model-parallel-size {gcd(heads, gcd(groups, tensor))}"
         )
     if model.ffn_hidden_size % tensor:
         raise Refusal(
             f"--ffn-hidden-size {model.ffn_hidden_size} is no multiple of --tensor-model-parallel-size {tensor}: "
-            f"use {_near(model.ffn_hidden_size, tensor)}"
+            f"use {near(model.ffn_hidden_size, tensor)}"
         )
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
     if (heads // tensor) % ulysses:
@@ -210,17 +211,17 @@ def _sequence(config: Config) -> None:
             f" x TP {tensor} sequence-parallel" if tensor > 1 else ""
         )
         raise Refusal(
-            f"--seq-length {length} cannot be cut over {split}: use a multiple of {unit}, {_near(length, unit)}"
+            f"--seq-length {length} cannot be cut over {split}: use a multiple of {unit}, {near(length, unit)}"
         )
     if model.max_position_embeddings < length:
         if model.position_embedding_type == "learned_absolute":
             raise Refusal(
-                f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}, and learned "
-                f"positions end there: use --max-position-embeddings {length}, or --position-embedding-type rope"
+                f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}, and "
+                f"learned positions end there: use {length}, or --position-embedding-type rope"
             )
         config.notes.append(
-            f"--seq-length {length} is beyond --max-position-embeddings {model.max_position_embeddings}, the length the "
-            "model is made for"
+            f"--seq-length {length} is beyond --max-position-embeddings {model.max_position_embeddings}, the length "
+            "the model is made for"
         )
 
 
@@ -231,19 +232,20 @@ def _pipeline(config: Config) -> None:
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     if layers % stages:
         raise Refusal(
-            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {stages}: use {_near(layers, stages)}"
+            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {stages}: "
+            f"use {near(layers, stages)}"
         )
     layers //= stages
     if depth and (layers % depth or virtual not in (None, layers // depth)):
         raise Refusal(
-            f"--num-layers-per-virtual-pipeline-stage {depth} does not cut the {layers} layers of a stage evenly, or not "
-            "into --num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor"
+            f"--num-layers-per-virtual-pipeline-stage {depth} does not cut the {layers} layers of a stage evenly, or "
+            "not into --num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor"
         )
     virtual = layers // depth if depth else virtual or 1
     if layers % virtual:
         raise Refusal(
-            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the {layers} layers of a pipeline stage: "
-            f"use {gcd(layers, virtual)}"
+            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the {layers} layers of a pipeline "
+            f"stage: use {gcd(layers, virtual)}"
         )
     if virtual > 1 and stages == 1:
         raise Refusal(
@@ -260,21 +262,15 @@ def _precision(config: Config) -> None:
     installed = transformer_engine_installed()
     if model.transformer_impl == "transformer_engine" and not installed:
         raise Refusal(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; install the [gpu] extra, or use "
-            "--transformer-impl local"
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install the [gpu] extra, or "
+            "use --transformer-impl local"
         )
     if model.fp8_format and (model.transformer_impl == "local" or not installed):
         raise Refusal(
-            f"--fp8-format {model.fp8_format} needs Transformer Engine: install the [gpu] extra and use --transformer-impl "
-            "transformer_engine, or leave --fp8-format out"
+            f"--fp8-format {model.fp8_format} needs Transformer Engine: install the [gpu] extra and use "
+            "--transformer-impl transformer_engine, or leave --fp8-format out"
         )
     if model.fp8_format:
         model.transformer_impl = "transformer_engine"
     if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
         raise Refusal("--grad-reduce-in-bf16 needs --bf16: add it, or leave --grad-reduce-in-bf16 out")
-
-
-def _near(value: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``value``, as words."""
-    below, above = value // unit * unit, (value // unit + 1) * unit
-    return f"{below} or {above}" if below else f"{above}"

@@ -58,6 +58,12 @@ def check_ranges(config: Config) -> None:
         raise Refusal(f"--rotary-percent {config.model.rotary_percent:g} must be at most 1")
 
 
+def near(value: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``value``, as words."""
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
 def check_memory(config: Config) -> None:
     """Settle recompute and ZeRO."""
     _recompute(config)
@@ -128,8 +134,8 @@ def check_batch(config: Config, data_parallel: int) -> None:
     for flag, size in sizes.items():
         if size % unit:
             raise Refusal(
-                f"{flag} {size} is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} data-parallel "
-                f"ranks: use a multiple of {unit}, {max(size // unit, 1) * unit} or {(size // unit + 1) * unit}"
+                f"{flag} {size} is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} "
+                f"data-parallel ranks: use a multiple of {unit}, {near(size, unit)}"
             )
         stages = parallel.pipeline_model_parallel_size
         if virtual and size // unit % stages:
@@ -203,7 +209,8 @@ def _data(config: Config) -> None:
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     if sum((bool(data.data_path), splits, data.mock_data)) != 1:
         raise Refusal(
-            "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, or --mock-data"
+            "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
+            "or --mock-data"
         )
     if splits and data.split is not None:
         raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")

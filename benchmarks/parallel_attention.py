@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems and worker processes of benchmarks/attention.py."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.grid import Axis, Grid
+from megatron.context_parallel.kernels.base import Kernel
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One causal attention, the whole of it."""
+
+    seq_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    batch: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Matrix products of forward (2) and backward (5), each of 2 * d FLOPs a pair of query and key."""
+        return self.flops_of(self.seq_length * (self.seq_length + 1) // 2)
+
+    def flops_of(self, pairs: int) -> float:
+        return 7 * 2.0 * self.head_dim * self.heads * self.batch * pairs
+
+    def inputs(self, device: str = "cpu") -> list[Tensor]:
+        """q, k, v and the gradient of the output, [s, b, heads, d]; the same in every process."""
+        generator = torch.Generator(device).manual_seed(7)
+        return [
+            torch.randn(
+                (self.seq_length, self.batch, heads, self.head_dim), generator=generator, dtype=torch.float32, device=device
+            ).to(self.dtype)
+            for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]
+
+
+def run_kernel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """The bare kernel on the whole sequence, forward and backward: out, dq, dk, dv as [s, b, heads, d]."""
+    heads_first = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    settings: dict[str, Any] = {"causal": True, "mask": None, "scale": q.size(3) ** -0.5}
+    out, lse = kernel.forward(*heads_first, **settings)
+    grads = kernel.backward(dout.permute(1, 2, 0, 3), *heads_first, out, lse, **settings)
+    return [x.permute(2, 0, 1, 3) for x in (out, *grads)]
+
+
+def world_layout(seq_length: int, *, ulysses: int, ring: int) -> cp.SequenceLayout:
+    """The zigzag layout of a grid that is the whole world along one axis."""
+    me, everyone = dist.get_rank(), dist.group.WORLD
+    grid = Grid(
+        ulysses=Axis(ulysses, me if ulysses > 1 else 0, everyone),
+        ring=Axis(ring, me if ring > 1 else 0, everyone),
+        context=Axis(ulysses * ring, me, everyone),
+    )
+    return cp.SequenceLayout(seq_length, grid)
+
+
+def run_parallel(layout: cp.SequenceLayout, kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """This rank's part, as a training step runs it: out, dq, dk, dv."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*leaves, layout=layout, kernel=kernel)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+class Team:
+    """Worker processes of one thread each, started once; every call runs on all of them at the same time."""
+
+    def __init__(self, size: int, problem: Problem, kernel: str) -> None:
+        context = mp.get_context("spawn")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes, self.pipes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, theirs, self.store.port, problem, kernel), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def call(self, *request: Any) -> list[Any]:
+        """Answers by rank."""
+        for pipe in self.pipes:
+            pipe.send(request)
+        return [pipe.recv() for pipe in self.pipes]
+
+    def seconds(self, path: str) -> float:
+        """From the first rank's start to the last rank's end; all start together."""
+        times = self.call("time", path)
+        return max(stop for _, stop in times) - min(start for start, _ in times)
+
+    def results(self, path: str) -> list[Tensor]:
+        """out, dq, dk, dv of the whole sequence, put together from all ranks."""
+        parts = self.call("results", path)
+        order = torch.cat([torch.from_numpy(positions) for positions, _ in parts])
+        whole = []
+        for pieces in zip(*(tensors for _, tensors in parts)):
+            joined = torch.cat([torch.from_numpy(piece) for piece in pieces])
+            whole.append(torch.empty_like(joined).index_copy_(0, order, joined))
+        return whole
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+
+
+def _serve(rank: int, size: int, pipe: Connection, port: int, problem: Problem, kernel: str) -> None:
+    """Main function of a worker."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    layouts = {
+        "ulysses": world_layout(problem.seq_length, ulysses=size, ring=1),
+        "ring": world_layout(problem.seq_length, ulysses=1, ring=size),
+    }
+    whole = problem.inputs()
+    tensors = {path: [layout.shard(x) for x in whole] for path, layout in layouts.items()}
+    del whole
+    while True:
+        try:
+            what, path = pipe.recv()
+        except (EOFError, OSError):
+            break
+        dist.barrier()
+        start = time.perf_counter()
+        results = run_parallel(layouts[path], kernel, *tensors[path])
+        stop = time.perf_counter()
+        if what == "results":
+            pipe.send((layouts[path].positions.numpy(), [x.float().numpy() for x in results]))
+        else:
+            pipe.send((start, stop))
+        del results
+    dist.destroy_process_group()

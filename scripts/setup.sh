@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Make a Python that runs this repository, on any machine, and print its path:
+#
+#   PYTHON=$(bash scripts/setup.sh [EXTRAS])       EXTRAS: of setup.py, such as dev or test
+#
+# It is a virtual environment in .venv (elsewhere with VENV=DIR), made from python3 (another with PYTHON=...). Nothing
+# outside of it is touched. Where that python3 already has torch, .venv sees its packages and torch is left alone.
+# Where not, torch is installed first: 2.13.0, in its CPU build if the index has one, on a machine without an NVIDIA GPU.
+# A second run finds its stamp and takes no time. Progress goes to stderr.
+set -euo pipefail
+
+EXTRAS="${1:-}"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$ROOT/.venv}"
+OURS="$VENV/bin/python"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_WARN_SCRIPT_LOCATION=1 PIP_USER=0
+export PYTHONWARNINGS=ignore
+unset PYTHONHOME
+
+say() { echo "setup: $*" >&2; }
+stop() { say "$@"; exit 1; }
+
+# The python to start from: PYTHON if set, else the first of the usual names that is new enough.
+find_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python}; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    stop "${PYTHON:-python3} is not Python 3.10 or newer: install one, or name one with PYTHON=/path/to/python3"
+}
+
+has_torch() { "$1" -c 'import torch' 2>/dev/null; }
+
+make_venv() {
+    local python version
+    python="$(find_python)"
+    version="$("$python" -c 'import platform; print(platform.python_version())')"
+    say "making $VENV with Python $version"
+    if [ -e "$VENV" ] && [ ! -e "$VENV/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV")" ]; then
+        stop "$VENV is not a virtual environment: name another folder with VENV=DIR"
+    fi
+    if ! "$python" -m venv --clear "$VENV" >/dev/null 2>&1; then
+        # Debian and Ubuntu split ensurepip off into a package of its own; a pip outside of .venv does as well.
+        if ! "$python" -m venv --clear --without-pip "$VENV" >/dev/null 2>&1 ||
+            ! "$python" -m pip --python "$OURS" install -qq pip >/dev/null 2>&1; then
+            rm -rf "$VENV"
+            stop "$python cannot make a virtual environment with pip: install its venv module (Debian and Ubuntu:" \
+                "apt install python3-venv), or name another python with PYTHON=/path/to/python3"
+        fi
+    fi
+    if has_torch "$python"; then
+        share_packages "$python"
+    fi
+}
+
+# Let .venv see the packages of $1: works for a system python, for conda and for another virtual environment alike.
+share_packages() {
+    say "torch is already there, from $1: it stays as it is"
+    "$1" -c 'import os, sys
+for path in sys.path:
+    if os.path.basename(path) in ("site-packages", "dist-packages"):
+        print(f"import site; site.addsitedir({path!r})")' >"$(site_packages)/shared.pth"
+    # a torchrun of its own: the shared one would start the other python
+    printf '#!%s\nfrom torch.distributed.run import main\n\nmain()\n' "$OURS" >"$VENV/bin/torchrun"
+    chmod +x "$VENV/bin/torchrun"
+}
+
+site_packages() { "$OURS" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+install_torch() {
+    local wanted log
+    if nvidia-smi -L >/dev/null 2>&1; then
+        say "installing torch for the NVIDIA GPU (a large download)"
+        "$OURS" -m pip install -qq "torch>=2.6" >&2
+        return
+    fi
+    for wanted in torch==2.13.0+cpu torch==2.13.0 "torch>=2.6"; do
+        say "installing $wanted"
+        if log="$("$OURS" -m pip install -qq "$wanted" 2>&1)"; then
+            return
+        fi
+        if ! grep -q "No matching distribution found for torch" <<<"$log"; then
+            stop "pip could not install $wanted:"$'\n'"$log"
+        fi
+    done
+    stop "the package index has no torch for $("$OURS" -V):"$'\n'"$log"
+}
+
+install_rest() {
+    local target=".${EXTRAS:+[$EXTRAS]}" isolation="" torch
+    torch="$("$OURS" -c 'import torch; print(torch.__version__)')"
+    if ! "$OURS" -c "import sys; sys.exit(tuple(map(int, '$torch'.split('.')[:2])) < (2, 6))"; then
+        stop "torch $torch is too old: install 2.6 or newer, or name a python without torch with PYTHON=/path/to/python3"
+    fi
+    if "$OURS" -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 71)' 2>/dev/null; then
+        isolation="--no-build-isolation" # nothing to download for the build
+    fi
+    say "installing the other packages${EXTRAS:+, with the extras $EXTRAS}"
+    echo "torch==$torch" >"$VENV/constraints.txt"
+    (cd "$ROOT" && "$OURS" -m pip install -qq $isolation -c "$VENV/constraints.txt" -e "$target" >&2) ||
+        stop "pip could not install the packages of setup.py; its reason is above"
+    if ! (cd / && "$OURS" -c 'import megatron.core, megatron.training.config' >&2); then
+        stop "megatron-core and this repository do not share the namespace package megatron; a package named megatron" \
+            "with an __init__.py, such as an installed Megatron-LM, may be in the way"
+    fi
+    say "ready: $OURS, $("$OURS" -V), torch $torch"
+}
+
+if command -v flock >/dev/null; then # two first runs at once: the second waits
+    exec 9<"$ROOT"
+    flock 9
+fi
+STAMP="$VENV/stamp-${EXTRAS:-base}"
+KEY="$ROOT $(cat "$ROOT/setup.py" "$ROOT/scripts/setup.sh" | cksum)"
+if [ "$(cat "$STAMP" 2>/dev/null)" != "$KEY" ] || ! "$OURS" -c '' 2>/dev/null; then
+    "$OURS" -m pip --version >/dev/null 2>&1 || make_venv
+    has_torch "$OURS" || install_torch
+    install_rest
+    echo "$KEY" >"$STAMP"
+fi
+echo "$OURS"

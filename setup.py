@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distribution `megatron-longcontext`: the packages beside megatron-core in the namespace package `megatron`."""
+
+from setuptools import find_namespace_packages, setup
+
+TEST = ["pytest>=8", "pytest-timeout", "hypothesis"]
+
+setup(
+    name="megatron-longcontext",
+    version="0.1.0",
+    description="4D-parallel long-context training of GPT and Llama models on megatron-core",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    # With an explicit root and the bare namespace in the list, `pip install -e .` is a plain path entry (setuptools would
+    # use import hooks otherwise): megatron/ here and megatron/core of megatron-core stay one namespace package.
+    package_dir={"": "."},
+    packages=find_namespace_packages(
+        include=[
+            "megatron",
+            "megatron.context_parallel*",
+            "megatron.training*",
+            "megatron.platform*",
+            "megatron.simulator*",
+        ]
+    ),
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16,<0.17",
+        "einops",  # megatron-core's hierarchical groups need it and do not declare it
+        "numpy",
+        # data and tokenizers
+        "sentencepiece>=0.2",
+        "tiktoken>=0.7",
+        "tokenizers>=0.20",
+        "transformers>=4.48,<6",
+        "zstandard",
+        # checkpoints from and to Hugging Face
+        "safetensors>=0.4",
+        # progress, console, logs and pictures
+        "matplotlib",
+        "rich>=13",
+        "tensorboard",
+        "tqdm",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
+        "test": TEST,
+        "dev": [*TEST, "ruff>=0.6"],
+    },
+)

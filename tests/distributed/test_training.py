@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grid invariance: losses over 20 steps and every parameter's gradient do not depend on the grid.
+
+Each case is the real training program on 1, 2, 4 or 8 processes, compared with the same program on one process.
+"""
+
+import pytest
+
+from tests.distributed.training_runs import run_training
+
+GQA, MQA, MHA = "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 1", ""
+T2, T4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
+SP = "--sequence-parallel"
+P2, P4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+V2 = "--num-virtual-stages-per-pipeline-rank 2"
+ZERO1 = "--zero-stage 1"
+GPT = "--hidden-dropout 0 --attention-dropout 0"  # learned positions, LayerNorm, GELU, biases, tied embeddings
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+SELECTIVE = "--recompute-granularity selective"
+
+
+def cp(ulysses: int, ring: int, balance: str = "zigzag") -> str:
+    return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring} --context-parallel-balance {balance}"
+
+
+# (processes, model flags, grid and memory flags)
+LLAMA_CASES = [
+    (1, GQA, FULL),
+    (1, GQA, BLOCK),
+    (1, GQA, SELECTIVE),
+    (1, GQA, ZERO1),
+    (1, GQA, "--attention-kernel math"),
+    (1, GQA, "--micro-batch-size 1"),
+    (1, GQA, "--micro-batch-size 4"),
+    (2, GQA, ""),
+    (2, GQA, ZERO1),
+    (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather"),
+    (2, GQA, cp(2, 1)),
+    (2, MQA, cp(2, 1)),
+    (2, GQA, cp(1, 2)),
+    (2, MHA, cp(1, 2, "contiguous")),
+    (2, GQA, T2),
+    (2, GQA, f"{T2} {SP}"),
+    (2, GQA, P2),
+    (2, GQA, f"{P2} {V2}"),
+    (2, GQA, f"{P2} {FULL}"),
+    (4, GQA, cp(2, 2)),
+    (4, GQA, cp(4, 1)),
+    (4, MQA, f"{cp(4, 1)} {ZERO1} {FULL}"),
+    (4, MHA, f"{cp(1, 4)} --micro-batch-size 4"),
+    (4, GQA, cp(1, 4, "contiguous")),
+    (4, GQA, f"{cp(2, 1)} {ZERO1}"),
+    (4, GQA, f"{cp(1, 2)} --overlap-grad-reduce"),
+    (4, GQA, f"{T2} {SP} {cp(2, 1)} {SELECTIVE}"),
+    (4, GQA, f"{T2} {SP} {cp(1, 2)} {ZERO1}"),
+    (4, MQA, f"{T2} {cp(2, 1)}"),
+    (4, GQA, f"{T4} {SP}"),
+    (4, GQA, f"{P2} {cp(1, 2)} {BLOCK}"),
+    (4, GQA, f"{P2} {V2} {cp(2, 1)}"),
+    (4, GQA, f"{P4} --micro-batch-size 1"),
+    (8, GQA, f"{cp(4, 2)} {ZERO1}"),
+    (8, MQA, cp(2, 4)),
+    (8, MHA, cp(8, 1)),
+    (8, GQA, f"{T2} {SP} {cp(2, 2)}"),
+    (8, GQA, f"{T2} {SP} {P2} {cp(1, 2)} {FULL}"),
+    (8, GQA, f"{P2} {cp(2, 2)} {ZERO1} --micro-batch-size 1"),
+    (8, GQA, f"{P2} {V2} {T2} {SP} {cp(2, 1)} {ZERO1}"),
+]
+GPT_CASES = [
+    (2, MHA, cp(1, 2)),
+    (2, MHA, P2),
+    (4, MHA, f"{T2} {SP} {cp(2, 1)}"),
+    (4, GQA, f"{cp(2, 2)} {FULL} {ZERO1}"),
+    (8, MHA, f"{P2} {T2} {cp(1, 2)}"),
+    (2, MHA, f"{cp(2, 1)} --attention-mask full"),
+    (2, MHA, f"{cp(1, 2)} --attention-mask full"),
+    (2, MHA, f"{cp(1, 2)} --optimizer sgd --lr 0.03 --weight-decay 0.1"),
+]
+ALWAYS_ONE_PROCESS = ("--attention-mask full", "--optimizer sgd --lr 0.03 --weight-decay 0.1")  # these change the numbers
+
+
+@pytest.fixture(scope="module")
+def on_one_process(pool):
+    """The run that others must equal, once a model."""
+    known = {}
+
+    def reference(flags: str, llama: bool):
+        if (flags, llama) not in known:
+            known[flags, llama] = pool.run(run_training, 1, flags, llama, timeout=120)[0]
+        return known[flags, llama]
+
+    return reference
+
+
+def check(pool, on_one_process, world, model, grid, llama):
+    changes = " ".join(flags for flags in ALWAYS_ONE_PROCESS if flags in grid)
+    losses, norms, grads = on_one_process(f"{model} {changes}", llama)
+    assert losses[0] - losses[-1] > 0.1, "the reference does not learn"
+    seen = set()
+    for rank, (mine, my_norms, my_grads) in enumerate(pool.run(run_training, world, f"{model} {grid}", llama, timeout=180)):
+        assert mine == pytest.approx(losses, rel=1e-5), f"losses of rank {rank}"
+        assert my_norms == pytest.approx(norms, rel=1e-4), f"gradient norms of rank {rank}"
+        for name, grad in my_grads.items():
+            error = float((grad - grads[name]).abs().max() / grads[name].abs().max())
+            assert error < 1e-5, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"
+        seen |= set(my_grads)
+    assert seen == set(grads)
+
+
+@pytest.mark.parametrize("world, model, grid", LLAMA_CASES)
+def test_llama_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, model, grid, llama=True)
+
+
+@pytest.mark.parametrize("world, model, grid", GPT_CASES)
+def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False)

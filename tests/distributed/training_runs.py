@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the real training program on a worker of the pool, and bring home its losses and gradients."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LLAMA = {
+    "model.normalization": "RMSNorm",
+    "model.swiglu": True,
+    "model.position_embedding_type": "rope",
+    "model.add_bias_linear": False,
+    "model.untie_embeddings_and_output_weights": True,
+    "model.hidden_dropout": 0.0,
+    "model.attention_dropout": 0.0,
+}
+SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
+RUN = (
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 301 --eval-iters 0 --num-workers 0 --device cpu"
+)
+
+
+def make_job(flags: str, llama: bool = True) -> Any:
+    """The job that ``pretrain_llama.py`` (or ``pretrain_gpt.py``) would train with these flags."""
+    from megatron.training.arguments import parse
+    from megatron.training.pretrain import prepare
+    from megatron.training.setup import start
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, dist.get_world_size())
+    return prepare(config, start(config))
+
+
+def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train some steps: losses, gradient norms, and the gradients of the first step by canonical name."""
+    from megatron.training.pretrain import batches_for
+    from megatron.training.step import train_step
+
+    grads: dict[str, torch.Tensor] = {}
+    update = job.optimizer.step
+
+    def step_after_looking() -> Any:
+        if not grads:
+            grads.update(whole_gradients(job))
+        return update()
+
+    job.optimizer.step = step_after_looking
+    batches = batches_for(job, job.datasets[0], job.progress.consumed_train_samples, 0)
+    losses, norms = [], []
+    for _ in range(steps):
+        result = train_step(
+            job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+        )
+        job.progress.iteration += 1
+        job.progress.consumed_train_samples += job.config.data.global_batch_size
+        losses.append(result.lm_loss)
+        norms.append(result.grad_norm)
+    job.optimizer.step = update
+    return losses, norms, grads
+
+
+def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[float], list[float], dict]:
+    """Losses, gradient norms and first gradients of a fresh run."""
+    return train_job(make_job(flags, llama), steps)
+
+
+def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
+    """This stage's gradients, before clipping, by canonical name: gathered over ZeRO shards and TP, padding cut off."""
+    from megatron.training.checkpoint import unwrap
+    from megatron.training.weights import VOCABULARY, canonical_parameters
+
+    found = {}
+    for chunk in job.chunks:
+        if job.config.parallel.zero_stage == 1:
+            gather_gradient_shards(chunk)
+        for name, parameter in canonical_parameters(unwrap(chunk)):
+            grad = parameter.main_grad.detach().float()
+            if getattr(parameter, "tensor_model_parallel", False):
+                grad = gather_over_tensor_parallel(
+                    grad, parameter.partition_dim, getattr(parameter, "partition_stride", 1), job.runtime.grid.tensor
+                )
+            if name in VOCABULARY:
+                grad = grad[: job.vocab_size]
+            found[name] = grad.clone()
+    return found
+
+
+def gather_gradient_shards(chunk: Any) -> None:
+    """Under ZeRO 1 each rank holds the sum of its shard of a bucket only."""
+    for buffer in chunk.buffers:
+        for bucket in buffer.buckets:
+            group = buffer.data_parallel_group
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def gather_over_tensor_parallel(grad: torch.Tensor, dim: int, stride: int, axis: Any) -> torch.Tensor:
+    """Undo weights.tensor_parallel_part."""
+    if axis.size == 1:
+        return grad
+    parts = [torch.empty_like(grad) for _ in range(axis.size)]
+    dist.all_gather(parts, grad.contiguous(), group=axis.group)
+    halves = zip(*(part.chunk(stride, dim) for part in parts))
+    return torch.cat([piece for half in halves for piece in half], dim)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker of the pool: serves jobs from a pipe, each inside a process group of its own (see pool.py)."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+# What a rank says when the real fault is another rank's: never the root cause where there is another candidate.
+SECONDARY = ("Connection closed", "Connection reset", "Broken pipe", "Socket closed", "Connection refused")
+
+
+def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, store_port: int) -> None:
+    """Main function of a worker: answer (job) with ("ok", value) or ("error", ...) until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    fd = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
+    faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
+    threading.Thread(target=_exit_with_parent, args=(life,), daemon=True).start()
+    if root not in sys.path:
+        sys.path.insert(0, root)
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=60))
+    conn.send_bytes(pickle.dumps(("ready",)))
+    while True:
+        try:
+            request = conn.recv_bytes()
+        except (EOFError, OSError):
+            return
+        os.ftruncate(fd, 0)
+        answer = _job(worker, request, store)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        conn.send_bytes(answer)
+
+
+def _job(rank: int, request: bytes, store: object) -> bytes:
+    """Run one job and put the process back as it was. Returns the pickled answer."""
+    environment = dict(os.environ)
+    try:
+        number, world_size, timeout, payload = pickle.loads(request)
+        _begin(rank, world_size, f"job{number}", timeout, store)
+        fn, args, kwargs = pickle.loads(payload)
+        # By value: the tensor reductions of torch.multiprocessing would pass file descriptors of shared memory.
+        answer = pickle.dumps(("ok", fn(*args, **kwargs)))
+    except BaseException as error:  # SystemExit too: a refusal is an error of the job, not the worker's end
+        text = traceback.format_exc()
+        secondary = isinstance(error, RuntimeError) and any(phrase in text for phrase in SECONDARY)
+        answer = pickle.dumps(("error", secondary, time.monotonic(), text))
+    try:
+        _end(environment)
+    except BaseException:
+        answer = pickle.dumps(("error", False, time.monotonic(), "while cleaning up:\n" + traceback.format_exc()))
+    return answer
+
+
+def _begin(rank: int, world_size: int, prefix: str, timeout: float, store: object) -> None:
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(prefix, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _end(environment: dict[str, str]) -> None:
+    """Forget the groups and every global that megatron-core, torch and the environment keep."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel import random as core_random
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    core_random._CUDA_RNG_STATE_TRACKER = None
+    core_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.collect()
+
+
+def _exit_with_parent(life: Connection) -> None:
+    """End this process when the parent's end of ``life`` closes, whatever the main thread hangs in."""
+    try:
+        life.poll(None)
+    finally:
+        os._exit(1)

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Set everything up, then lint and test:  bash tests/run.sh [arguments of pytest]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON="$(bash scripts/setup.sh dev)"
+export PATH="${PYTHON%/*}:$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+lint=0
+"$PYTHON" -m ruff check . || lint=$?
+tests=0
+"$PYTHON" -m pytest -q "$@" || tests=$?
+exit $((tests ? tests : lint))

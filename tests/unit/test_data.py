@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets and blends through megatron-core, the checks before them, their cache, and mock data."""
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron.training.config import Config, DataConfig
+from megatron.training.data import build_datasets
+from megatron.training.mock_data import MockDataset
+from megatron.training.refusal import Refusal
+from megatron.training.tokenizer import build_tokenizer
+
+NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
+
+
+def write(prefix, documents=20, low=0, high=1000, seed=0):
+    """A small .bin/.idx; returns its prefix and its tokens."""
+    random = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    texts = [random.integers(low, high, random.integers(5, 60)) for _ in range(documents)]
+    for text in texts:
+        builder.add_document(text, [len(text)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix), np.concatenate(texts)
+
+
+def configure(**data):
+    config = Config()
+    config.data = DataConfig(seq_length=16, num_workers=0, **data)
+    config.run.seed = 7
+    return config
+
+
+def samples_of(dataset, count=None):
+    return [tuple(dataset[i]["tokens"].tolist()) for i in range(len(dataset) if count is None else count)]
+
+
+# --- datasets
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write(tmp_path / "corpus")
+
+
+def test_the_same_samples_as_cores_own_builder(corpus):
+    config = configure(data_path=[corpus[0]], split="80,10,10")
+    ours = build_datasets(config, NULL, (100, 5, 5))
+    core = GPTDatasetConfig(
+        random_seed=7,
+        sequence_length=16,
+        blend=([corpus[0]], None),
+        split="80,10,10",
+        path_to_cache="",
+        tokenizer=NULL,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    theirs = BlendedMegatronDatasetBuilder(GPTDataset, [100, 5, 5], lambda: True, core).build()
+    for mine, other, n in zip(ours, theirs, (100, 5, 5)):
+        assert samples_of(mine) == samples_of(other) and len(mine) >= n
+    sample = ours[0][3]
+    assert set(sample) == {"tokens", "labels", "loss_mask", "position_ids"}  # no mask
+    assert (
+        sample["tokens"].tolist()[1:] == sample["labels"].tolist()[:-1] and sample["loss_mask"].tolist() == [1.0] * 16
+    )
+
+
+def test_every_training_token_comes_once_an_epoch(corpus):
+    train, valid, test = build_datasets(configure(data_path=[corpus[0]], split="1,0,0"), NULL, (1, 3, 0))
+    assert valid is None and test is None
+    seen = np.sort([token for sample in samples_of(train) for token in sample])
+    assert len(seen) > len(corpus[1]) - 17
+    counts = np.bincount(corpus[1], minlength=1000) - np.bincount(seen, minlength=1000)
+    assert counts.min() >= 0
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_blends(tmp_path, grouped):
+    """Weights are kept, in any order of the flags; with and without a process group."""
+    low, _ = write(tmp_path / "low", high=500)
+    high, _ = write(tmp_path / "high", low=500)
+    other, _ = write(tmp_path / "other", low=990)
+    if grouped:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for threads in (1, 3):
+            config = configure(data_path=["3", low, "1", high], split="1", num_dataset_builder_threads=threads)
+            train, *_ = build_datasets(config, NULL, (400, 0, 0))
+            share = np.mean([max(sample) < 500 for sample in samples_of(train, 400)])
+            assert len(train) >= 400 and abs(share - 0.75) < 0.02
+        again, *_ = build_datasets(config, NULL, (400, 0, 0))
+        assert samples_of(again) == samples_of(train)
+        config = configure(train_data_path=["1", low, "1", high], valid_data_path=[other], test_data_path=["1", other])
+        train, valid, test = build_datasets(config, NULL, (40, 10, 10))
+        assert min(map(min, samples_of(valid) + samples_of(test))) >= 990 and len(train) >= 40
+        config = configure(data_path=[low, high], split="1")
+        train, *_ = build_datasets(config, NULL, (20, 0, 0))
+        assert {max(sample) < 500 for sample in samples_of(train)} == {True, False}
+        with pytest.raises(Refusal, match="the train data hold .* 5000 are needed; a blend is repeated only"):
+            build_datasets(config, NULL, (5000, 0, 0))
+    finally:
+        if grouped:
+            torch.distributed.destroy_process_group()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_blends_of_few_samples(tmp_path_factory, data):
+    """Long sequences mean few samples: core's margin for blends must still do."""
+    folder = tmp_path_factory.mktemp("blend")
+    count, size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 60))
+    path = []
+    for i in range(count):  # a sample a document: nothing to spare
+        builder = IndexedDatasetBuilder(f"{folder}/{i}.bin", dtype=np.uint16)
+        for _ in range(data.draw(st.integers(1, 9))):
+            builder.add_document(np.arange(17), [17])
+        builder.finalize(f"{folder}/{i}.idx")
+        path += [str(data.draw(st.sampled_from([1, 50, 1000]))), f"{folder}/{i}"]
+    config = configure(data_path=path, split="1")
+    config.data.seq_length = 17
+    for _ in range(2):  # built, then from the cache
+        train, *_ = build_datasets(config, NULL, (size, 0, 0))
+        assert len(train) >= size and len(train[size - 1]["tokens"]) == 17
+
+
+def test_cache(corpus, tmp_path, monkeypatch, caplog):
+    """Built once, whole or not at all, never mistaken for another's; and not needed."""
+    config = configure(data_path=[corpus[0]], split="9,1")
+    first = samples_of(build_datasets(config, NULL, (50, 5, 0))[0])
+    (folder,) = (tmp_path / "index-cache").iterdir()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert samples_of(build_datasets(config, NULL, (50, 5, 0))[0]) == first
+    assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+    write(tmp_path / "corpus", documents=8, seed=3)  # other data under the same name
+    fresh, _ = write(tmp_path / "fresh", documents=8, seed=3)
+    elsewhere = configure(data_path=[fresh], split="9,1", data_cache_path=str(tmp_path / "c"), mmap_bin_files=False)
+    train = build_datasets(config, NULL, (50, 5, 0))[0]
+    assert samples_of(train) == samples_of(build_datasets(elsewhere, NULL, (50, 5, 0))[0])
+    assert not list(tmp_path.glob("**/*.tmp"))
+
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    config.data.data_cache_path = str(blocked / "cache")
+    assert samples_of(build_datasets(config, NULL, (50, 5, 0))[0]) == samples_of(train)
+    assert "every rank builds in memory" in caplog.text
+    assert build_datasets(config, NULL, (50, 5, 0), needed=False) == (None, None, None)
+
+    config.data.data_cache_path = str(tmp_path / "interrupted")
+    monkeypatch.setattr(np, "save", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        build_datasets(config, NULL, (50, 5, 0))
+    assert not list((tmp_path / "interrupted").iterdir())
+
+
+def test_eod_mask_loss(tmp_path):
+    prefix, _ = write(tmp_path / "eod", low=990, high=1001)
+    train, *_ = build_datasets(configure(data_path=[prefix], split="1", eod_mask_loss=True), NULL, (20, 0, 0))
+    for i in range(20):
+        assert torch.equal(train[i]["loss_mask"], (train[i]["tokens"] != NULL.eod).float())
+
+
+def cut(path, size):
+    with open(path, "r+b") as file:
+        file.truncate(size)
+
+
+def test_refused_files(corpus, tmp_path):
+    def refused(match, **data):
+        with pytest.raises(Refusal, match=match) as refusal:
+            build_datasets(configure(**data), NULL, (10, 1, 1))
+        assert "\n" not in str(refusal.value)
+
+    prefix, path = corpus[0], [corpus[0]]
+    size = os.path.getsize(f"{prefix}.bin")
+    refused("--data-path /no/data: no such file: /no/data.bin", data_path=["/no/data"])
+    refused("--train-data-path /no/data: no such file", train_data_path=["/no/data"])
+    refused("no data: give --data-path")
+    refused("exclude each other", data_path=path, valid_data_path=path)
+    refused("exclude each other", train_data_path=path, split="1,1,1")
+    refused("exclude each other", data_path=path, mock_data=True)
+    refused("is empty", data_path=[])
+    refused("weight 0 of .* must be above 0", data_path=["0", prefix, "1", prefix])
+    for split in ("0,0,0", "9,-1", "1,2,3,4", "a,b", ""):
+        refused(f"--split {split}: give up to three", data_path=path, split=split)
+    refused("no training data: give train a share", data_path=path, split="0,1,1")
+    refused("the valid split gets 0 of 20 documents", data_path=path, split="99.9,0.05,0.05")
+    refused("no training data: give --train-data-path", valid_data_path=path)
+    cut(f"{prefix}.bin", size - 3)
+    refused(f"corpus.bin holds {size - 3} bytes, expected {size} from the .idx: truncated", data_path=path)
+    cut(f"{prefix}.bin", size + 10)
+    refused("not the file of this .idx", data_path=path)
+    cut(f"{prefix}.bin", size)
+    cut(f"{prefix}.idx", os.path.getsize(f"{prefix}.idx") - 1)
+    refused("corpus.idx holds .* bytes, expected .*: damaged", data_path=path)
+    cut(f"{prefix}.idx", 20)
+    refused("corpus.idx is not a Megatron index", data_path=path)
+    os.unlink(f"{prefix}.idx")
+    refused("no such file: .*corpus.idx", data_path=path)
+    wide, _ = write(tmp_path / "wide", high=3000)
+    refused(r"wide.bin: document \d+ holds token id \d{4}, outside the 1001 ids of NullTokenizer", data_path=[wide])
+    short, _ = write(tmp_path / "short", documents=1)
+    cut(tmp_path / "short.bin", 2 * 3)
+    builder = IndexedDatasetBuilder(f"{short}.bin", dtype=np.uint16)
+    builder.add_document([1, 2, 3], [3])
+    builder.finalize(f"{short}.idx")
+    refused("1 of 1 documents with 3 tokens, at least 17 are needed", train_data_path=[short, short])
+
+
+def test_a_single_document_trains_without_evaluation(tmp_path, caplog):
+    prefix, _ = write(tmp_path / "one", documents=1)
+    train, valid, test = build_datasets(configure(data_path=[prefix]), NULL, (10, 1, 1))
+    assert len(train) >= 10 and valid is None and test is None and "too few documents" in caplog.text
+
+
+# --- mock data
+
+
+def test_mock_data():
+    config = configure(mock_data=True)
+    train, valid, test = build_datasets(config, NULL, (50, 10, 0))
+    assert (len(train), len(valid), test) == (50, 10, None)
+    again, *_ = build_datasets(config, NULL, (70, 10, 0))
+    assert samples_of(again, 50) == samples_of(train)  # of the index, not of the size
+    assert len(set(samples_of(train) + samples_of(valid))) == 60
+    other = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=8))
+    assert samples_of(build_datasets(other, NULL, (50, 0, 0))[0]) != samples_of(train)
+
+
+@settings(max_examples=20, deadline=None)
+@given(vocab=st.integers(2, 200_000), length=st.sampled_from([1, 17, 5000]), index=st.integers(0, 2**40))
+def test_mock_data_of_any_vocabulary(vocab, length, index):
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), vocab)
+    config = configure(mock_data=True, eod_mask_loss=True)
+    config.data.seq_length = length
+    sample = MockDataset(config, tokenizer, 0, 1)[index]
+    tokens, labels = sample["tokens"], sample["labels"]
+    assert len(tokens) == len(labels) == length and torch.equal(tokens[1:], labels[:-1])
+    assert 0 <= int(tokens.min()) and int(tokens.max()) < tokenizer.vocab_size
+    assert torch.equal(sample["loss_mask"] == 0, tokens == tokenizer.eod)
+    if length == 5000 and vocab > 100:
+        assert (
+            int(tokens.max()) > vocab / 2 and 0.8 < float((labels == (tokens + 1) % (vocab + 1)).float().mean()) < 0.95
+        )

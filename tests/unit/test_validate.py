@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `complete` derives, and what it refuses: one line each, with the options and the way out."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.context_parallel.grid import abstract_grid
+from megatron.context_parallel.layout import SequenceLayout
+from megatron.training import validate
+from megatron.training.arguments import parse
+from megatron.training.config import Config
+from megatron.training.refusal import Refusal
+from megatron.training.validate import complete, data_parallel_size
+
+SMALL = (
+    "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 192 --max-position-embeddings 192 "
+    "--micro-batch-size 1 --attention-dropout 0 --train-iters 20 --lr 1e-3 --mock-data"
+)
+
+
+def build(flags: str, world_size: int = 1, without: str = "") -> Config:
+    words = SMALL.split()
+    for flag in without.split():
+        at = words.index(flag)
+        del words[at : at + (1 if flag == "--mock-data" else 2)]
+    return parse([*words, *flags.split()], world_size=world_size)
+
+
+def test_refusal_is_where_other_modules_look_for_it():
+    assert validate.Refusal is Refusal and issubclass(Refusal, ValueError)
+
+
+@pytest.fixture(autouse=True)
+def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same refusals on every machine."""
+    monkeypatch.setattr(validate, "transformer_engine_installed", lambda: False)
+
+
+# ---- what is derived
+
+
+def test_shape_defaults():
+    model = build("").model
+    assert (model.kv_channels, model.ffn_hidden_size, model.num_query_groups) == (8, 384, 12)
+    assert build("--swiglu").model.ffn_hidden_size == 256
+    assert build("--group-query-attention --num-query-groups 4").model.num_query_groups == 4
+    assert build("--group-query-attention").model.num_query_groups == 1
+    assert build("--kv-channels 7 --hidden-size 100").model.kv_channels == 7
+
+
+def test_complete_leaves_its_argument_alone():
+    config = parse(SMALL.split())
+    assert complete(config, 1).model.kv_channels == 8
+    assert config.model.kv_channels is None and config.notes == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "grid"),
+    [
+        ("", (1, 1)),
+        ("--ulysses-parallel-size 4", (4, 1)),
+        ("--ring-parallel-size 4", (1, 4)),
+        ("--ulysses-parallel-size 2 --ring-parallel-size 4", (2, 4)),
+        ("--context-parallel-size 8 --ulysses-parallel-size 2", (2, 4)),
+        ("--context-parallel-size 8 --ring-parallel-size 8", (1, 8)),
+        ("--context-parallel-size 8 --ring-parallel-size 4 --ulysses-parallel-size 2", (2, 4)),
+        ("--hierarchical-context-parallel-sizes 2 4 --context-parallel-size 8", (2, 4)),
+        ("--hierarchical-context-parallel-sizes 2 4", (2, 4)),
+        # context-parallel size alone: the largest Ulysses degree that neither splits nor copies a head
+        ("--context-parallel-size 4", (4, 1)),
+        ("--context-parallel-size 8", (4, 2)),
+        ("--context-parallel-size 4 --tensor-model-parallel-size 2", (2, 2)),
+        ("--context-parallel-size 4 --group-query-attention --num-query-groups 2", (2, 2)),
+        ("--context-parallel-size 8 --group-query-attention --num-query-groups 6", (2, 4)),
+        ("--context-parallel-size 4 --group-query-attention", (1, 4)),
+        (
+            "--context-parallel-size 2 --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
+            (1, 2),
+        ),
+    ],
+)
+def test_ulysses_and_ring(flags: str, grid: tuple[int, int]):
+    config = build(flags, world_size=8)
+    parallel = config.parallel
+    assert (parallel.ulysses_parallel_size, parallel.ring_parallel_size) == grid
+    assert parallel.context_parallel_size == prod(grid)
+    chosen = (
+        "--context-parallel-size" in flags and "ring-" not in flags and "ulysses-" not in flags and "hier" not in flags
+    )
+    assert any("is split into" in note for note in config.notes) == chosen
+    assert data_parallel_size(config, 8) == 8 // prod(grid) // parallel.tensor_model_parallel_size
+
+
+def test_sequence_parallel_without_tensor_parallel_is_switched_off():
+    config = build("--sequence-parallel")
+    assert not config.parallel.sequence_parallel and any("--sequence-parallel" in note for note in config.notes)
+    config = build("--sequence-parallel --tensor-model-parallel-size 2", 2)
+    assert config.parallel.sequence_parallel and not any("--sequence-parallel" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--num-virtual-stages-per-pipeline-rank 2", "--num-layers-per-virtual-pipeline-stage 2"]
+)
+def test_virtual_stages_in_both_spellings(flags: str):
+    config = build(f"{flags} --pipeline-model-parallel-size 2", 2)
+    assert config.parallel.num_virtual_stages_per_pipeline_rank == 2
+    assert config.parallel.num_layers_per_virtual_pipeline_stage == 2
+    assert config.data.global_batch_size == 2  # as many micro-batches as stages
+
+
+def test_one_virtual_stage_is_none():
+    parallel = build("--num-layers-per-virtual-pipeline-stage 4 --pipeline-model-parallel-size 2", 2).parallel
+    assert parallel.num_virtual_stages_per_pipeline_rank is None
+    assert parallel.num_layers_per_virtual_pipeline_stage is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage"),
+    [("", 0), ("--zero-stage 0", 0), ("--zero-stage 1", 1), ("--use-distributed-optimizer", 1)],
+)
+def test_zero(flags: str, stage: int):
+    parallel = build(flags).parallel
+    assert parallel.zero_stage == stage and parallel.use_distributed_optimizer == bool(stage)
+
+
+def test_recompute_activations_is_selective():
+    assert build("--recompute-activations").attention.recompute_granularity == "selective"
+
+
+def test_batch_and_schedule_defaults():
+    config = build("--micro-batch-size 3", 4)
+    assert config.data.global_batch_size == 12 and config.optimizer.lr_decay_iters == 20
+    config = build("--train-samples 100 --global-batch-size 8", without="--train-iters")
+    assert config.optimizer.lr_decay_samples == 100 and config.optimizer.lr_decay_iters is None
+
+
+def test_evaluation_alone_needs_no_schedule():
+    assert build("--skip-train", without="--train-iters --lr").optimizer.lr is None
+
+
+def test_named_gpt_has_as_many_positions_as_the_sequence():
+    flags = "--model gpt-2.7b --seq-length 65536 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data"
+    model = parse(flags.split(), world_size=1).model
+    assert model.max_position_embeddings == 65536 and model.vocab_size == 50256  # and the end of a document
+
+
+def test_rope_may_go_beyond_the_length_it_was_made_for():
+    config = build("--seq-length 384 --position-embedding-type rope")
+    assert any("--max-position-embeddings 192" in note for note in config.notes)
+
+
+def test_tokenizer_defaults():
+    assert build("--vocab-file a --merge-file b").data.tokenizer_type == "GPT2BPETokenizer"
+    assert build("--vocab-size 100").data.tokenizer_type == "NullTokenizer"
+    assert build("").data.tokenizer_type is None  # the tokenizer's own refusal names what is missing
+    assert build("--tokenizer-type ByteLevelTokenizer").model.vocab_size is None
+
+
+def test_full_mask_goes_with_zigzag():
+    assert build("--attention-mask full --ring-parallel-size 2", 2).parallel.context_parallel_balance == "zigzag"
+
+
+def test_transformer_engine_is_used_for_fp8(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(validate, "transformer_engine_installed", lambda: True)
+    assert build("--fp8-format hybrid").model.transformer_impl == "transformer_engine"
+    assert build("").model.transformer_impl == "auto"
+
+
+# ---- what is refused: flags, processes, words of the line
+
+REFUSALS = [
+    # the grid
+    ("--tensor-model-parallel-size 4 --ring-parallel-size 2", 4, "= 8 ranks larger 4 processes"),
+    ("--ulysses-parallel-size 3", 4, "--ulysses-parallel-size 3 ranks does not divide 4 processes"),
+    ("--pipeline-model-parallel-size 2", 1, "--pipeline-model-parallel-size 2 larger"),
+    ("--context-parallel-size 6 --ulysses-parallel-size 4", 12, "--context-parallel-size 6 --ulysses-parallel-size 4"),
+    (
+        "--context-parallel-size 8 --ulysses-parallel-size 2 --ring-parallel-size 2",
+        8,
+        "8 is not --ulysses-parallel-size 2",
+    ),
+    ("--hierarchical-context-parallel-sizes 2 2 --context-parallel-size 8", 8, "--context-parallel-size 8 is not"),
+    ("--hierarchical-context-parallel-sizes 2 2 2", 8, "--hierarchical-context-parallel-sizes two sizes"),
+    (
+        "--hierarchical-context-parallel-sizes 2 2 --ring-parallel-size 4",
+        8,
+        "--hierarchical-context-parallel-sizes agree",
+    ),
+    ("--ulysses-parallel-size 0", 1, "--ulysses-parallel-size 0 at least 1"),
+    # heads
+    ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 12 --tensor-model-parallel-size 8 use size 4"),
+    ("--ulysses-parallel-size 8", 8, "--ulysses-parallel-size 8 12 query heads use --ulysses-parallel-size 4 size 2"),
+    ("--tensor-model-parallel-size 2 --ulysses-parallel-size 4", 8, "6 query heads TP 2 use --ulysses-parallel-size 2"),
+    (
+        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 6",
+        4,
+        "--num-query-groups 6 --tensor-model-parallel-size 4 use 2",
+    ),
+    ("--group-query-attention --num-query-groups 5", 1, "--num-attention-heads 12 --num-query-groups 5"),
+    ("--num-query-groups 4", 1, "--num-query-groups 4 --group-query-attention add"),
+    ("--num-attention-heads 10", 1, "--hidden-size 96 --num-attention-heads 10 90 or 100 --kv-channels"),
+    ("--ffn-hidden-size 101 --tensor-model-parallel-size 2", 2, "--ffn-hidden-size 101 --tensor 100 or 102"),
+    ("--position-embedding-type rope --kv-channels 7", 1, "RoPE --rotary-percent --kv-channels"),
+    # the sequence
+    ("--ring-parallel-size 2 --seq-length 194", 2, "--seq-length 194 zigzag multiple of 4 192 or 196"),
+    (
+        "--ring-parallel-size 4 --context-parallel-balance contiguous --seq-length 190",
+        4,
+        "--seq-length contiguous 188 or 192",
+    ),
+    ("--ulysses-parallel-size 3 --ring-parallel-size 2 --seq-length 190", 6, "--seq-length 190 Ulysses 3 Ring 2 of 12"),
+    (
+        "--ring-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 188",
+        8,
+        "--seq-length 188 TP 4 sequence-parallel multiple of 8, 184 or 192",
+    ),
+    ("--seq-length 193", 1, "--max-position-embeddings 192 --seq-length 193 --position-embedding-type rope"),
+    # the pipeline
+    ("--pipeline-model-parallel-size 3", 3, "--num-layers 8 --pipeline-model-parallel-size 3 6 or 9"),
+    ("--num-virtual-stages-per-pipeline-rank 2", 1, "--pipeline-model-parallel-size above 1"),
+    ("--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2", 2, "--num-virtual 3 4 layers"),
+    (
+        "--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2",
+        2,
+        "--num-layers-per-virtual 3 4 layers",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+        "--num-virtual-stages-per-pipeline-rank 4",
+        2,
+        "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank one",
+    ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --global-batch-size 3",
+        2,
+        "--global-batch-size 3 micro-batches --pipeline-model-parallel-size 2 multiple of 2",
+    ),
+    # precision and memory
+    ("--attention-dropout 0.1", 1, "--attention-dropout 0.1 pass --attention-dropout 0"),
+    ("--bf16 --fp16", 1, "--bf16 --fp16"),
+    ("--fp8-format hybrid", 1, "--fp8-format hybrid Transformer Engine"),
+    ("--fp8-format hybrid --transformer-impl local", 1, "--fp8-format hybrid --transformer-impl transformer_engine"),
+    ("--transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine installed local"),
+    ("--grad-reduce-in-bf16", 1, "--grad-reduce-in-bf16 --bf16"),
+    ("--swiglu --squared-relu", 1, "--swiglu --squared-relu"),
+    ("--zero-stage 2", 1, "--zero-stage 2 not available yet --zero-stage 1"),
+    ("--zero-stage 3", 1, "--zero-stage 3 not available yet --zero-stage 1"),
+    ("--zero-stage 0 --use-distributed-optimizer", 1, "--use-distributed-optimizer --zero-stage 1"),
+    ("--zero-stage 1 --optimizer sgd", 1, "--optimizer sgd --zero-stage 0"),
+    ("--overlap-param-gather --overlap-grad-reduce", 1, "--overlap-param-gather --zero-stage 1"),
+    ("--overlap-param-gather --zero-stage 1", 1, "--overlap-param-gather --overlap-grad-reduce"),
+    ("--recompute-granularity full", 1, "--recompute-method uniform --recompute-num-layers 1"),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 9",
+        1,
+        "--recompute-num-layers 9 most 8",
+    ),
+    ("--recompute-method uniform", 1, "--recompute-method --recompute-granularity full"),
+    ("--recompute-activations --recompute-granularity full", 1, "--recompute-activations --recompute-granularity"),
+    # batches and schedule
+    (
+        "--global-batch-size 6 --micro-batch-size 2",
+        2,
+        "--global-batch-size 6 --micro-batch-size 2 x 2 multiple of 4, 4 or 8",
+    ),
+    ("--global-batch-size 8 --rampup-batch-size 2 4 10", 1, "--rampup-batch-size 2 4 --global-batch-size 8"),
+    ("--global-batch-size 8 --rampup-batch-size 8 4 10", 1, "--rampup-batch-size 8 4"),
+    ("--global-batch-size 8 --rampup-batch-size 2 2 10", 1, "--rampup-batch-size --train-samples"),
+    ("--train-samples 10", 1, "--train-iters --train-samples leave one out"),
+    ("--lr 0", 1, "--lr 0 above 0"),
+    ("--min-lr 1", 1, "--min-lr 1 --lr 0.001"),
+    ("--lr-warmup-init 1", 1, "--lr-warmup-init 1 --lr 0.001"),
+    ("--lr-warmup-iters 20", 1, "--lr-warmup-iters 20 --lr-decay-iters 20"),
+    ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", 1, "--lr-warmup-fraction --lr-warmup-iters"),
+    ("--lr-warmup-fraction 1", 1, "--lr-warmup-fraction 1"),
+    ("--lr-decay-samples 5", 1, "--lr-decay-samples --train-iters use --lr-decay-iters"),
+    ("--lr-warmup-samples 5", 1, "--lr-warmup-samples --train-iters use --lr-warmup-iters"),
+    ("--lr-decay-style WSD", 1, "WSD --lr-wsd-decay-iters"),
+    ("--decoupled-min-lr 1e-4", 1, "--decoupled-min-lr --decoupled-lr"),
+    ("--start-weight-decay 0.1", 1, "--start-weight-decay --weight-decay-incr-style"),
+    ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0.1", 1, "--weight-decay-incr-style"),
+    (
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        1,
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+    ),
+    ("--hidden-dropout 1", 1, "--hidden-dropout 1"),
+    ("--weight-decay -1", 1, "--weight-decay -1 negative"),
+    ("--log-interval 0", 1, "--log-interval 0 at least 1"),
+    ("--rotary-percent 1.5", 1, "--rotary-percent 1.5 at most 1"),
+    # data and checkpoints
+    ("--data-path a", 1, "--data-path --mock-data once"),
+    ("--train-data-path a", 1, "--train-data-path --mock-data once"),
+    ("--save-interval 5", 1, "--save-interval --save"),
+    ("--save a --save-retain-interval 5", 1, "--save-retain-interval --save-interval"),
+    ("--save a --save-interval 2 --save-retain-interval 5", 1, "--save-retain-interval 5 multiple --save-interval 2"),
+    ("--finetune", 1, "--finetune --load"),
+    ("--ckpt-step 0", 1, "--ckpt-step --load"),
+    ("--exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint --load"),
+    ("--log-progress", 1, "--log-progress --save"),
+    ("--manual-gc-interval 5", 1, "--manual-gc-interval --manual-gc"),
+]
+
+
+@pytest.mark.parametrize(("flags", "world_size", "words"), REFUSALS, ids=[case[0] for case in REFUSALS])
+def test_refusals(flags: str, world_size: int, words: str):
+    with pytest.raises(Refusal) as caught:
+        build(flags, world_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words.split()), message
+
+
+@pytest.mark.parametrize(
+    ("without", "flags", "words"),
+    [
+        ("--train-iters", "", "--train-iters --train-samples"),
+        ("--lr", "", "--lr"),
+        ("--mock-data", "", "--data-path --mock-data"),
+        ("--mock-data", "--data-path", "--data-path --mock-data"),
+        ("--mock-data", "--data-path a --valid-data-path b", "--data-path --valid-data-path"),
+        ("--mock-data", "--train-data-path a --split 9,1,0", "--split --train-data-path"),
+        ("--train-iters", "--train-samples 2 --global-batch-size 4", "--train-samples 2 --global-batch-size"),
+        ("--train-iters", "--train-samples 20 --lr-decay-iters 4", "--lr-decay-iters --train-samples"),
+        ("--train-iters", "--train-samples 20 --lr-warmup-samples 20", "--lr-warmup-samples 20 --lr-decay-samples 20"),
+    ],
+)
+def test_refusals_of_what_is_left_out(without: str, flags: str, words: str):
+    with pytest.raises(Refusal) as caught:
+        build(flags, without=without)
+    assert all(word in str(caught.value) for word in words.split()), caught.value
+
+
+def test_everything_missing_is_named_in_one_line():
+    with pytest.raises(Refusal) as caught:
+        complete(Config(), 1)
+    for (
+        name
+    ) in "num-layers hidden-size num-attention-heads seq-length max-position-embeddings micro-batch-size".split():
+        assert f"--{name}" in str(caught.value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.sampled_from(["zigzag", "contiguous"]),
+    st.integers(1, 400),
+    st.integers(1, 3),
+)
+def test_lengths_are_refused_exactly_where_the_layout_cannot_cut_them(
+    ulysses: int, ring: int, balance: str, length: int, tensor: int
+):
+    """The refusal's two lengths work, and what passes here passes there."""
+    config = parse(SMALL.split())
+    config.model.num_attention_heads, config.model.hidden_size = 360, 720
+    config.model.max_position_embeddings, config.data.seq_length = 10**6, length
+    config.parallel.ulysses_parallel_size, config.parallel.ring_parallel_size = ulysses, ring
+    config.parallel.context_parallel_balance, config.parallel.tensor_model_parallel_size = balance, tensor
+    config.parallel.sequence_parallel = True
+    world_size = ulysses * ring * tensor
+    try:
+        done = complete(config, world_size)
+    except Refusal as refusal:
+        assert f"--seq-length {length} cannot" in str(refusal)
+        config.data.seq_length = int(str(refusal).split()[-1])
+        done = complete(config, world_size)
+    grid = abstract_grid(ulysses=ulysses, ring=ring, tensor=tensor)
+    assert SequenceLayout(done.data.seq_length, grid, balance).local_length % tensor == 0

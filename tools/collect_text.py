@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Collect the text files below a folder into JSON lines, one {"text": ..., "path": ...} a file.
+
+Without --input, the sources of Python's standard library: real text that every machine has. Files come in the order of
+a hash of their relative paths, so that any part of the output is a fair sample, and the same one every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+
+from tqdm import tqdm
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.refusal import Refusal
+from megatron.training.text_files import whole_files
+
+SKIP = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", ".git")
+
+
+def find(root: str, suffixes: tuple[str, ...], skip: tuple[str, ...]) -> list[str]:
+    """Relative paths of the files below a folder, in the order of their hashes."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip]
+        found += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(suffixes)]
+    return sorted(found, key=lambda path: hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest())
+
+
+def collect(args: argparse.Namespace) -> str:
+    """Write the JSON lines; returns the closing line."""
+    if not os.path.isdir(args.input):
+        raise Refusal(f"--input {args.input}: no such folder")
+    paths = find(args.input, tuple(args.suffixes), tuple(args.skip))
+    files = total = unreadable = left_out = 0
+    with whole_files([args.output], args.overwrite) as (name,), open(name, "w", encoding="utf-8") as out:
+        for path in tqdm(paths, desc="collect", unit="file", disable=None):
+            try:
+                with open(os.path.join(args.input, path), encoding="utf-8") as file:
+                    text = file.read()
+            except (OSError, UnicodeDecodeError):
+                unreadable += 1
+                continue
+            size = len(text.encode("utf-8"))
+            if args.max_bytes is not None and total + size > args.max_bytes:
+                left_out += 1
+                continue
+            json.dump({"text": text, "path": path.encode("utf-8", "replace").decode()}, out, ensure_ascii=False)
+            out.write("\n")
+            files, total = files + 1, total + size
+        if not files:
+            raise Refusal(f"--input {args.input}: no text files ending in {' '.join(args.suffixes)}")
+    return (
+        f"{args.output}: {files:,} files, {total / 1e6:.1f} MB of text "
+        f"({left_out:,} left out by --max-bytes, {unreadable:,} not readable as UTF-8)"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    stdlib = sysconfig.get_paths()["stdlib"]
+    parser.add_argument("--input", default=stdlib, metavar="DIR", help="folder to search (default: %(default)s)")
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON-lines file to write")
+    parser.add_argument("--suffixes", nargs="+", default=[".py", ".txt", ".md", ".rst"], help="ends of file names")
+    parser.add_argument("--skip", nargs="*", default=list(SKIP), help="folders to leave out (default: %(default)s)")
+    parser.add_argument("--max-bytes", type=int, help="most text to take")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    args = parser.parse_args(argv)
+    try:
+        print(collect(args))
+    except Refusal as error:
+        print(f"collect_text.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

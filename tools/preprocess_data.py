@@ -1,0 +1,293 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenize JSON lines and .txt files (plain, .gz, .zst) into Megatron's PREFIX_KEY_document.bin/.idx.
+
+    python tools/preprocess_data.py --input data/*.jsonl.gz --output-prefix my/corpus --append-eod \\
+        --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --workers 8
+
+A document is a line's "text", or a whole .txt file. Documents keep the order of the input whatever --workers is, and
+the outputs appear under their names only when they are complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # core tells on import what is not installed
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.training.config import DataConfig
+from megatron.training.refusal import Refusal
+from megatron.training.text_files import BadRecord, Reader, Record, expand, is_plain_text, parse, whole_files
+from megatron.training.tokenizer import Tokenizer, build_tokenizer, check_vocab
+
+TOKENIZER_FLAGS = ("tokenizer_", "vocab_file", "merge_file", "tiktoken_")
+BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1
+REFUSED = {
+    "--split-sentences": "sentences matter to BERT only; documents are not split",
+    "--keep-newlines": "belongs to --split-sentences",
+    "--lang": "belongs to --split-sentences",
+    "--partitions": "not needed: --workers reads any number of files, in order",
+    "--keep-sequential-samples": "not needed: the order of the input is always kept",
+    "--find-optimal-num-workers": "not supported: try --workers",
+    "--workers-to-check": "belongs to --find-optimal-num-workers",
+    "--max-documents": "belongs to --find-optimal-num-workers",
+    "--performance-dir": "belongs to --find-optimal-num-workers",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker has to know."""
+
+    tokenizer: tuple[tuple[str, object], ...]
+    vocab_size: int | None = None
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+
+
+@dataclass
+class Encoded:
+    """Some records, encoded: for each key the tokens and the lengths of its documents."""
+
+    tokens: dict[str, np.ndarray] = field(default_factory=dict)
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    text_bytes: int = 0
+    empty: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+@functools.cache
+def tokenizer_of(settings: Settings) -> Tokenizer:
+    """One tokenizer a process."""
+    tokenizer = build_tokenizer(DataConfig(**dict(settings.tokenizer)), settings.vocab_size)
+    check_vocab(settings.vocab_size, tokenizer)
+    return tokenizer
+
+
+def encode(settings: Settings, records: list[Record]) -> Encoded:
+    """Tokenize some records; runs in a worker."""
+    tokenizer, encoded = tokenizer_of(settings), Encoded()
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
+    for record in records:
+        encoded.text_bytes += len(record.content)
+        try:
+            texts = parse(record, settings.keys)
+            ids = {key: _ids(tokenizer, text, settings.append_eod, dtype) for key, text in (texts or {}).items()}
+        except BadRecord as error:
+            encoded.bad.append(f"{record.where()}: {error}")
+            continue
+        encoded.empty += texts is None
+        for key, document in ids.items():
+            encoded.empty += not document.size
+            if document.size:
+                documents[key].append(document)
+    for key, arrays in documents.items():
+        encoded.lengths[key] = [array.size for array in arrays]
+        encoded.tokens[key] = np.concatenate([np.empty(0, dtype), *arrays])
+    return encoded
+
+
+def _ids(tokenizer: Tokenizer, text: str, append_eod: bool, dtype: type) -> np.ndarray:
+    """The tokens of a document, in the type of the file."""
+    try:
+        ids = np.array(tokenizer.tokenize(text), np.int64)
+    except Exception as error:  # words given to NullTokenizer, for one
+        raise BadRecord(f"{tokenizer.kind} cannot tokenize the text: {error}") from None
+    if not ids.size:
+        return ids.astype(dtype)
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        raise BadRecord(f"{tokenizer.kind} gave an id outside its {tokenizer.vocab_size}")
+    if ids.size >= LONGEST:
+        raise BadRecord(f"longer than the {LONGEST} tokens that a document may have: split it")
+    return np.append(ids, tokenizer.eod).astype(dtype) if append_eod else ids.astype(dtype)
+
+
+def batches(reader: Reader) -> Iterator[tuple[list[Record], int]]:
+    """Records in pieces of work, and how far the input is read with each."""
+    records: list[Record] = []
+    size = 0
+    for record in reader:
+        records.append(record)
+        size += len(record.content)
+        if size >= BATCH_BYTES or len(records) >= BATCH_RECORDS:
+            yield records, reader.bytes_read
+            records, size = [], 0
+    if records:
+        yield records, reader.bytes_read
+
+
+def encode_all(settings: Settings, reader: Reader, workers: int, method: str) -> Iterator[tuple[Encoded, int]]:
+    """Encode all batches, in order, over ``workers`` processes; only a few batches are held at a time."""
+    if workers == 1:
+        for records, position in batches(reader):
+            yield encode(settings, records), position
+        return
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        waiting: deque[tuple[Future, int]] = deque()
+        try:
+            for records, position in batches(reader):
+                waiting.append((pool.submit(encode, settings, records), position))
+                if len(waiting) > 3 * workers:
+                    future, position = waiting.popleft()
+                    yield future.result(), position
+            while waiting:
+                future, position = waiting.popleft()
+                yield future.result(), position
+        except BrokenProcessPool:
+            raise Refusal("a worker process died, perhaps for want of memory: try fewer --workers") from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Leave interrupts to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform == "linux" else "spawn") -> list[str]:
+    """Do what the command line asks; returns the summary, line by line."""
+    paths = expand(args.input)
+    if list(args.json_keys) != ["text"] and any(map(is_plain_text, paths)):
+        raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt files, which are one text")
+    tokenizer_flags = tuple((f.name, getattr(args, f.name)) for f in fields(DataConfig) if _of_tokenizer(f.name))
+    settings = Settings(tokenizer_flags, args.vocab_size, tuple(dict.fromkeys(args.json_keys)), args.append_eod)
+    tokenizer = tokenizer_of(settings)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
+    reader, total, start = Reader(paths), Encoded(), time.monotonic()
+    documents, tokens = dict.fromkeys(settings.keys, 0), dict.fromkeys(settings.keys, 0)
+    with whole_files([f"{p}.{end}" for p in prefixes for end in ("bin", "idx")], args.overwrite) as names:
+        with ExitStack() as stack:
+            builders = {key: IndexedDatasetBuilder(name, dtype) for key, name in zip(settings.keys, names[::2])}
+            for builder in builders.values():
+                stack.callback(_close, builder.data_file)
+            encoded_batches = encode_all(settings, reader, args.workers, method)
+            stack.callback(encoded_batches.close)
+            quiet = not sys.stderr.isatty()
+            bar = stack.enter_context(
+                tqdm(total=reader.bytes_total, unit="B", unit_scale=True, desc="read", disable=quiet)
+            )
+            for encoded, position in encoded_batches:
+                if encoded.bad and not args.skip_bad_lines:
+                    raise Refusal(f"{encoded.bad[0]}; give --skip-bad-lines to count such lines and go on")
+                before = sum(documents.values())
+                for key, builder in builders.items():
+                    pieces = np.split(encoded.tokens[key], np.cumsum(encoded.lengths[key])[:-1])
+                    for piece in pieces if encoded.lengths[key] else ():
+                        builder.add_document(piece, [piece.size])
+                    documents[key] += len(encoded.lengths[key])
+                    tokens[key] += encoded.tokens[key].size
+                total.text_bytes += encoded.text_bytes
+                total.empty += encoded.empty
+                total.bad += encoded.bad
+                done, seconds = sum(documents.values()), time.monotonic() - start
+                rate = f"{done / seconds:,.0f} docs/s, {total.text_bytes / seconds / 1e6:.1f} MB/s"
+                bar.set_postfix_str(rate, refresh=False)
+                bar.update(position - bar.n)
+                if quiet and done // args.log_interval > before // args.log_interval:
+                    print(f"{done} documents, {position / reader.bytes_total:.0%} read ({rate})", file=sys.stderr)
+            empty_keys = [key for key in settings.keys if not documents[key]]
+            if empty_keys:
+                raise Refusal(f'--input: no document with text under the key "{empty_keys[0]}"')
+            for builder, name in zip(builders.values(), names[1::2]):
+                builder.finalize(name)
+    seconds = time.monotonic() - start
+    summary = [
+        f"{prefix}.bin/.idx: {documents[key]:,} documents, {tokens[key]:,} tokens as {dtype.__name__}, "
+        f"{os.path.getsize(prefix + '.bin') / 1e6:,.1f} MB"
+        for prefix, key in zip(prefixes, settings.keys)
+    ]
+    summary.append(f"skipped: {total.empty} empty, {len(total.bad)} bad" + "".join(f"; {x}" for x in total.bad[:3]))
+    done = sum(documents.values())
+    summary.append(
+        f"{seconds:.1f} s with {args.workers} worker{'s' * (args.workers > 1)}: {done / seconds:,.0f} docs/s, "
+        f"{total.text_bytes / seconds / 1e6:.1f} MB/s, {sum(tokens.values()) / seconds:,.0f} tokens/s"
+    )
+    return summary
+
+
+def _close(file: object) -> None:
+    """Close an output that is given up; a full disk was reported already."""
+    try:
+        file.close()
+    except OSError:
+        pass
+
+
+def _of_tokenizer(name: str) -> bool:
+    return name.startswith(TOKENIZER_FLAGS)
+
+
+class _Refuse(argparse.Action):
+    """A flag of Megatron's that we refuse by name; --partitions 1 asks for nothing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, option: str | None = None) -> None:
+        if (option, values) != ("--partitions", ["1"]):
+            parser.error(f"{option} is not supported: {REFUSED[option]}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Megatron-LM's options; the tokenizer's are those of the training program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or globs")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_KEY_document.bin and .idx")
+    for f in fields(DataConfig):
+        if _of_tokenizer(f.name):
+            options = {key: f.metadata[key] for key in ("choices", "help") if key in f.metadata}
+            kind = f.metadata.get("type") or type(f.default)
+            parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, **options)
+    parser.add_argument("--vocab-size", type=int, help="for NullTokenizer, or to cut a TikTokenizer")
+    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parser.add_argument("--workers", type=int, default=cores, help="processes (default: %(default)s)")
+    parser.add_argument("--log-interval", type=int, default=1000, help="documents between lines where no terminal is")
+    parser.add_argument("--skip-bad-lines", action="store_true", help="count lines that cannot be read, and go on")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
+    for name in REFUSED:
+        parser.add_argument(name, nargs="*", action=_Refuse, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    args = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files go
+    try:
+        if args.workers < 1 or args.log_interval < 1:
+            raise Refusal("--workers and --log-interval must be at least 1")
+        print("\n".join(preprocess(args)))
+    except Refusal as error:
+        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("preprocess_data.py: interrupted, nothing written", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

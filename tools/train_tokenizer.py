@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Train a SentencePiece model (BPE with byte fallback, bos and eos) on JSON lines or .txt files.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --model-prefix tokenizer --vocab-size 2048
+
+writes tokenizer.model and tokenizer.vocab. Any text survives a round trip, white space and line ends included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.refusal import Refusal
+from megatron.training.text_files import BadRecord, Reader, expand, parse, whole_files
+
+LONGEST_LINE = 4192  # in bytes; SentencePiece drops longer ones
+
+
+def lines(args: argparse.Namespace) -> Iterator[str]:
+    """The first lines of the input, up to --input-bytes and --max-sentences, with a progress bar."""
+    size = count = 0
+    reader = Reader(expand(args.input))
+    with tqdm(total=min(args.input_bytes, reader.bytes_total), unit="B", unit_scale=True, disable=None) as bar:
+        for record in reader:
+            try:
+                text = (parse(record, (args.json_key,)) or {}).get(args.json_key, "")
+            except BadRecord as error:
+                raise Refusal(f"{record.where()}: {error}") from None
+            for line in text.splitlines():
+                length = len(line.encode("utf-8", "replace"))
+                if not line.strip() or length > LONGEST_LINE or "\0" in line:
+                    continue
+                if size + length > args.input_bytes or count == args.max_sentences:
+                    return
+                size, count = size + length, count + 1
+                yield line
+            bar.update(min(size, bar.total) - bar.n)
+
+
+def train(args: argparse.Namespace) -> str:
+    """Train and write the model; returns the closing line."""
+    import sentencepiece
+
+    start = time.monotonic()
+    targets = [f"{args.model_prefix}.{end}" for end in ("model", "vocab")]
+    with whole_files(targets, args.overwrite) as names:
+        sample = list(lines(args))
+        print(f"training on {len(sample):,} lines ...", file=sys.stderr)
+        with open(names[0], "wb") as model:
+            try:
+                sentencepiece.SentencePieceTrainer.train(
+                    sentence_iterator=iter(sample),
+                    model_writer=model,
+                    vocab_size=args.vocab_size,
+                    model_type="bpe",
+                    byte_fallback=True,
+                    normalization_rule_name="identity",
+                    remove_extra_whitespaces=False,
+                    add_dummy_prefix=False,
+                    allow_whitespace_only_pieces=True,
+                    split_digits=True,
+                    character_coverage=args.character_coverage,
+                    max_sentence_length=LONGEST_LINE,
+                    num_threads=1,
+                    minloglevel=2,
+                    unk_id=0,
+                    bos_id=1,
+                    eos_id=2,
+                    pad_id=-1,
+                )
+            except (RuntimeError, OSError) as error:
+                raise Refusal(f"--vocab-size {args.vocab_size}: {str(error).split(') ')[-1].strip()}") from error
+        processor = sentencepiece.SentencePieceProcessor(model_file=names[0])
+        with open(names[1], "w", encoding="utf-8") as vocab:
+            for i in range(processor.vocab_size()):
+                vocab.write(f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}\n")
+        text = "\n".join(sample[:2000])
+        bytes_a_token = len(text.encode()) / max(1, len(processor.encode(text)))
+    return (
+        f"{targets[0]}: {processor.vocab_size():,} pieces, {bytes_a_token:.2f} bytes a token, "
+        f"trained in {time.monotonic() - start:.1f} s"
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or globs")
+    parser.add_argument("--json-key", default="text", help="key of the text")
+    parser.add_argument("--model-prefix", required=True, help="PREFIX.model and PREFIX.vocab are written")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="pieces (default: %(default)s)")
+    parser.add_argument("--input-bytes", type=int, default=4_000_000, help="most text to train on")
+    parser.add_argument("--max-sentences", type=int, default=200_000, help="most lines to train on")
+    parser.add_argument("--character-coverage", type=float, default=0.9995, help="the rest becomes bytes")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
+    args = parser.parse_args(argv)
+    try:
+        print(train(args))
+    except Refusal as error:
+        print(f"train_tokenizer.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
