@@ -12,8 +12,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    # With an explicit root and the bare namespace in the list, `pip install -e .` is a plain path entry (setuptools would
-    # use import hooks otherwise): megatron/ here and megatron/core of megatron-core stay one namespace package.
+    # With an explicit root and the bare namespace in the list, `pip install -e .` is a plain path entry and not one of
+    # setuptools' import hooks: megatron/ here and megatron/core of megatron-core stay one ordinary namespace package.
     package_dir={"": "."},
     packages=find_namespace_packages(
         include=[

@@ -83,11 +83,12 @@ install_torch() {
         if log="$("$OURS" -m pip install -qq "$wanted" 2>&1)"; then
             return
         fi
-        if ! grep -q "No matching distribution found for torch" <<<"$log"; then
-            stop "pip could not install $wanted:"$'\n'"$log"
+        # only a list of versions without the wanted one lets the next try begin: never CUDA packages by a network error
+        if ! grep -q "No matching distribution found for torch" <<<"$log" || grep -q "from versions: none" <<<"$log"; then
+            break
         fi
     done
-    stop "the package index has no torch for $("$OURS" -V):"$'\n'"$log"
+    stop "pip could not install $wanted for $("$OURS" -V):"$'\n'"$log"
 }
 
 install_rest() {
@@ -99,7 +100,7 @@ install_rest() {
     if "$OURS" -c 'import setuptools, sys; sys.exit(int(setuptools.__version__.split(".")[0]) < 71)' 2>/dev/null; then
         isolation="--no-build-isolation" # nothing to download for the build
     fi
-    say "installing the other packages${EXTRAS:+, with the extras $EXTRAS}"
+    say "installing the other packages${EXTRAS:+, with the extras $EXTRAS} (minutes, the first time)"
     echo "torch==$torch" >"$VENV/constraints.txt"
     (cd "$ROOT" && "$OURS" -m pip install -qq $isolation -c "$VENV/constraints.txt" -e "$target" >&2) ||
         stop "pip could not install the packages of setup.py; its reason is above"

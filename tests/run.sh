@@ -9,7 +9,8 @@ export PATH="${PYTHON%/*}:$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 lint=0
-"$PYTHON" -m ruff check . || lint=$?
+"$PYTHON" -m ruff check --output-format concise . || lint=$?
 tests=0
 "$PYTHON" -m pytest -q "$@" || tests=$?
+if ((lint)); then echo "ruff check found what is listed above the tests: exit code $lint" >&2; fi
 exit $((tests ? tests : lint))

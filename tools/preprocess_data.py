@@ -74,6 +74,12 @@ class Encoded:
     bad: list[str] = field(default_factory=list)
 
 
+class Bar(tqdm):
+    """A progress bar without a thread of its own, since workers are forked while it stands."""
+
+    monitor_interval = 0
+
+
 @functools.cache
 def tokenizer_of(settings: Settings) -> Tokenizer:
     """One tokenizer a process."""
@@ -187,7 +193,7 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
             stack.callback(encoded_batches.close)
             quiet = not sys.stderr.isatty()
             bar = stack.enter_context(
-                tqdm(total=reader.bytes_total, unit="B", unit_scale=True, desc="read", disable=quiet)
+                Bar(total=reader.bytes_total or None, unit="B", unit_scale=True, desc="read", disable=quiet)
             )
             for encoded, position in encoded_batches:
                 if encoded.bad and not args.skip_bad_lines:
@@ -207,7 +213,7 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
                 bar.set_postfix_str(rate, refresh=False)
                 bar.update(position - bar.n)
                 if quiet and done // args.log_interval > before // args.log_interval:
-                    print(f"{done} documents, {position / reader.bytes_total:.0%} read ({rate})", file=sys.stderr)
+                    print(f"{done} documents, {position / 1e6:.1f} MB read ({rate})", file=sys.stderr)
             empty_keys = [key for key in settings.keys if not documents[key]]
             if empty_keys:
                 raise Refusal(f'--input: no document with text under the key "{empty_keys[0]}"')

@@ -16,6 +16,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.config import Config
 from megatron.training.setup import compute_dtype
@@ -80,12 +81,50 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config) -
         config_overrides=get_standard_config_overrides(core_settings),
         use_gloo_process_groups=dist.get_backend() != "gloo",
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        fill_states(part)
     core = chunks[0].module.config
     core.grad_scale_func = optimizer.scale_loss
     core.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:
         core.no_sync_func = _for_each_chunk([chunk.no_sync for chunk in chunks])
     return optimizer
+
+
+def fill_states(optimizer: MegatronOptimizer) -> None:
+    """Give PyTorch's Adam or SGD the states that it would make in its first step.
+
+    core's checkpoints read and write them, and take for granted that they are there; with SGD core has no function of
+    its own for that. A step from these zeros is the step from no state at all.
+    """
+    inner = optimizer.optimizer
+    adam = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+    if not adam and not isinstance(inner, torch.optim.SGD):
+        return
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if adam:
+                state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
+                inner.state[parameter] = {**state, "exp_avg_sq": torch.zeros_like(parameter)}
+            else:
+                inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    optimizer.init_state_fn = lambda *_: None
+    if adam and isinstance(optimizer, DistributedOptimizer):
+        _let_steps_load(optimizer)
+
+
+def _let_steps_load(optimizer: DistributedOptimizer) -> None:
+    """Work around two faults of core 0.16.1 with PyTorch's Adam: ``step`` is missing where it copies loaded states, and
+    after loading all parameters share one ``step`` tensor, which each of them then counts up."""
+    copy_states = optimizer._set_main_param_and_optimizer_states
+
+    def copy_states_with_step(model_param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = optimizer.model_param_group_index_map[model_param]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][index]]
+        state["step"] = state["step"].clone()
+        copy_states(model_param, {"step": state["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = copy_states_with_step
 
 
 def _for_each_chunk(functions: list) -> object:

@@ -72,15 +72,16 @@ class Reader:
         for path in self.paths:
             try:
                 with open(path, "rb") as raw, _unpacked(path, raw) as stream:
+                    size = os.path.getsize(path)  # 0 for a pipe, which cannot tell its position
                     if is_plain_text(path):
                         content = stream.read()
-                        self.bytes_read = before + raw.tell()
+                        self.bytes_read = before + size
                         yield Record(path, 0, content)
                     else:
                         for number, line in enumerate(stream, 1):
-                            self.bytes_read = before + raw.tell()
+                            self.bytes_read = before + (raw.tell() if size else 0)
                             yield Record(path, number, line)
-                    before += raw.seek(0, os.SEEK_END)
+                    before += size
             except (OSError, EOFError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
 

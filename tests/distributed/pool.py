@@ -188,7 +188,9 @@ class Pool:
         for rank in ranks:
             os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         time.sleep(0.5)
-        return "\n".join(f"--- rank {rank}, output and Python stacks:\n{_tail(self._workers[rank].log)}" for rank in ranks)
+        return "\n".join(
+            f"--- rank {rank}, output and Python stacks:\n{_tail(self._workers[rank].log)}" for rank in ranks
+        )
 
     def _kill(self, numbers: Any) -> None:
         gone = [self._workers.pop(n) for n in list(numbers) if n in self._workers]
@@ -203,7 +205,13 @@ class Pool:
 def _ensure_fork_server() -> None:
     """Start the fork server without GPUs in sight: a CUDA context would not survive the fork, and gloo needs none."""
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    settings = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_GLOO_LAZY_INIT": "1",  # connect on first use: megatron-core's dozens of groups in a third of the time
+    }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -132,8 +132,8 @@ def test_exception_names_rank_and_line(pool: Pool, rank: int) -> None:
 def test_hang_ends_at_the_timeout_with_stacks(pool: Pool) -> None:
     pool.run(draw, 4)
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"no answer after 5 s from ranks \[0, 1, 2, 3\]") as caught:
-        pool.run(leave_out, 4, 2, timeout=5)
+    with pytest.raises(RankError, match=r"no answer after 3 s from ranks \[0, 1, 2, 3\]") as caught:
+        pool.run(leave_out, 4, 2, timeout=3)
     assert "in leave_out" in str(caught.value)
     assert time.monotonic() - started < 10
     assert len(pool.run(sum_of_ranks, 8, torch.ones(1))) == 8
@@ -190,4 +190,5 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    stat = Path(f"/proc/{pid}/stat")  # a zombie that nobody waited for has ended as well
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"

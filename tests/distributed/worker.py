@@ -77,7 +77,9 @@ def _begin(rank: int, world_size: int, prefix: str, timeout: float, store: objec
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

@@ -86,6 +86,15 @@ def test_every_training_token_comes_once_an_epoch(corpus):
     assert counts.min() >= 0
 
 
+def test_no_token_is_taken_for_padding(tmp_path):
+    """Core masks every label, and zeroes every token, that equals the tokenizer's pad; Llama's is often a real one."""
+    prefix, _ = write(tmp_path / "few", high=4)
+    train, *_ = build_datasets(configure(data_path=[prefix], split="1"), NULL, (20, 0, 0))
+    assert (
+        all(train[i]["loss_mask"].min() == 1 for i in range(20)) and len({t for s in samples_of(train) for t in s}) == 4
+    )
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_blends(tmp_path, grouped):
     """Weights are kept, in any order of the flags; with and without a process group."""

@@ -223,6 +223,15 @@ def test_write_error(tmp_path):
     assert not any("Traceback" in line for line in lines) and outputs(tmp_path) == []
 
 
+def test_a_pipe(tmp_path):
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    process = start(tmp_path, fifo)
+    fifo.write_bytes(jsonl(DOCUMENTS))
+    process.join(60)
+    assert process.exitcode == 0 and read(str(tmp_path / "out_text_document")) == TOKENS
+
+
 def test_sigterm(tmp_path):
     """In the middle of the work: nothing left behind."""
     fifo = tmp_path / "slow.jsonl"
@@ -232,7 +241,7 @@ def test_sigterm(tmp_path):
         writer.write(jsonl(DOCUMENTS))
         writer.flush()
         deadline = time.monotonic() + 60
-        while not outputs(tmp_path) and time.monotonic() < deadline:
+        while process.is_alive() and not outputs(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert outputs(tmp_path)
         process.terminate()

@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Llama 3 70B on sequences of 131,072 tokens, 16 nodes of 8 GPUs with 80 GB under Slurm:
+# TP 4 x Ulysses 2 inside a node, Ring 4 across nodes, PP 4. Submit it from the root of the repository:
+#
+#   DATA_PATH=data/text_document TOKENIZER=path/to/Meta-Llama-3-70B sbatch examples/llama/pretrain_llama3_70b_slurm.sh
+#
+# Account, partition and container options come from your site. Without DATA_PATH it trains on random tokens. More nodes
+# become data parallelism.
+#SBATCH --job-name=llama3-70b
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/../..}"
+if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
+export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/llama3_70b}
+TENSORBOARD_DIR=${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}
+DATA_PATH=${DATA_PATH:-}
+TOKENIZER=${TOKENIZER:-}
+
+GPUS_PER_NODE=8
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=${MASTER_PORT:-6000}
+
+TP_SIZE=4
+ULYSSES_SIZE=2
+RING_SIZE=4
+PP_SIZE=4
+SEQ_LENGTH=131072
+MICRO_BATCH_SIZE=1
+GLOBAL_BATCH_SIZE=64
+
+DISTRIBUTED_ARGS=(
+    --nproc-per-node "$GPUS_PER_NODE"
+    --nnodes "$SLURM_NNODES"
+    --rdzv-id "$SLURM_JOB_ID"
+    --rdzv-backend c10d
+    --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
+)
+
+MODEL_ARGS=(
+    --model llama3-70b
+    --max-position-embeddings "$SEQ_LENGTH"
+)
+
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size "$TP_SIZE"
+    --sequence-parallel
+    --ulysses-parallel-size "$ULYSSES_SIZE"
+    --ring-parallel-size "$RING_SIZE"
+    --context-parallel-balance zigzag
+    --pipeline-model-parallel-size "$PP_SIZE"
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+)
+
+TRAINING_ARGS=(
+    --bf16
+    --micro-batch-size "$MICRO_BATCH_SIZE"
+    --global-batch-size "$GLOBAL_BATCH_SIZE"
+    --seq-length "$SEQ_LENGTH"
+    --train-iters 10000
+    --lr 1.5e-4
+    --min-lr 1.5e-5
+    --lr-decay-style cosine
+    --lr-warmup-iters 500
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.95
+    --clip-grad 1.0
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
+)
+
+if [ -n "$DATA_PATH" ]; then
+    DATA_ARGS=(
+        --data-path "$DATA_PATH"
+        --split 99,1,0
+        --tokenizer-type HuggingFaceTokenizer
+        --tokenizer-model "$TOKENIZER"
+        --num-workers 2
+    )
+else
+    DATA_ARGS=(--mock-data)
+fi
+
+LOGGING_ARGS=(
+    --log-interval 1
+    --log-throughput
+    --tensorboard-dir "$TENSORBOARD_DIR"
+    --log-jsonl "$CHECKPOINT_PATH/log.jsonl"
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
+    --save-interval 200
+    --eval-interval 500
+    --eval-iters 4
+    --distributed-timeout-minutes 30
+)
+
+mkdir -p "$CHECKPOINT_PATH"
+srun --kill-on-bad-exit=1 torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
+    "${MODEL_ARGS[@]}" \
+    "${PARALLEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${LOGGING_ARGS[@]}" \
+    "$@"

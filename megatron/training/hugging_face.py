@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama as Hugging Face writes it and as we do: settings from and to config.json, tensors by name and layout.
+
+Nothing here touches a file of weights; see `hf_checkpoint.py` and `safetensors_files.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.training.config import ModelConfig
+from megatron.training.models import LLAMA, derive_shape
+from megatron.training.refusal import Refusal
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALING = ("rope_theta", "rope_scaling", "rope_parameters")
+# What megatron-core's RoPE scaling of Llama 3 fixes; its factor is free.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Settings that every Llama shares, and what else its layers must not have.
+FIXED = {
+    **{name: LLAMA[name] for name in ("position_embedding_type", "normalization", "swiglu")},
+    **dict.fromkeys(
+        ("add_qkv_bias", "qk_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"), False
+    ),
+    "apply_residual_connection_post_layernorm": False,
+    "rotary_percent": 1.0,
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json. Raises Refusal where it is missing or not a JSON object."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(config, dict):
+        raise Refusal(f"{path}: not a JSON object")
+    return config
+
+
+def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+    """(our settings, vocabulary size) of a Llama's config.json; ``where`` names it in messages.
+
+    Raises:
+        Refusal: not a plain Llama, or something in it that this project cannot run.
+    """
+    _plain_llama(config, where)
+
+    def whole(name: str, default: int) -> int:
+        value = config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise Refusal(f"{where}: {name} {value!r} is no positive whole number")
+        return value
+
+    heads, hidden = whole("num_attention_heads", 32), whole("hidden_size", 4096)
+    groups = whole("num_key_value_heads", heads)
+    if heads % groups:
+        raise Refusal(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise Refusal(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}: head_dim is missing")
+    biases = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if biases[0] != biases[1]:
+        raise Refusal(
+            f"{where}: attention_bias {biases[0]} with mlp_bias {biases[1]} is not supported: "
+            "megatron-core's linear layers have biases everywhere or nowhere"
+        )
+    model = ModelConfig(
+        num_layers=whole("num_hidden_layers", 32),
+        hidden_size=hidden,
+        ffn_hidden_size=whole("intermediate_size", 11008),
+        num_attention_heads=heads,
+        group_query_attention=groups != heads,
+        num_query_groups=groups,
+        kv_channels=whole("head_dim", hidden // heads),
+        max_position_embeddings=whole("max_position_embeddings", 2048),
+        norm_epsilon=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
+        add_bias_linear=biases[0],
+        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **{name: value for name, value in FIXED.items() if name in LLAMA},
+        **_rope(config, where),
+    )
+    if model.kv_channels % 2:
+        raise Refusal(f"{where}: head_dim {model.kv_channels} is odd, and RoPE rotates pairs")
+    return derive_shape(model), whole("vocab_size", 32000)
+
+
+def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a model of ours, with the keys that transformers 4 and 5 both read.
+
+    Raises:
+        Refusal: the model is not a Llama; the message names the settings.
+    """
+    wrong = [f"--{name.replace('_', '-')} {getattr(model, name)}" for name in FIXED if getattr(model, name) != FIXED[name]]
+    if wrong:
+        raise Refusal(f"the checkpoint is no Llama, which Hugging Face's LlamaForCausalLM needs: {', '.join(wrong)}")
+    linear = model.rotary_seq_len_interpolation_factor
+    if linear and model.use_rope_scaling:
+        raise Refusal("--rotary-seq-len-interpolation-factor with --use-rope-scaling: config.json can name only one")
+    scaling: dict[str, Any] | None = None
+    if linear:
+        scaling = {"rope_type": "linear", "factor": linear}
+    elif model.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": float(model.rotary_base),
+        "rope_scaling": scaling,
+        "attention_bias": model.add_bias_linear,
+        "mlp_bias": model.add_bias_linear,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def updated_config(original: dict[str, Any], where: object, dtype: torch.dtype, new: dict[str, Any]) -> dict[str, Any]:
+    """``original`` with what has changed since: ``new`` is :func:`config_json` of the trained model.
+
+    Args:
+        where: names the original in messages.
+        dtype: dtype of the weights that came with the original.
+    """
+    then = config_json(*settings(original, where), dtype)
+    ignored = ("architectures", "bos_token_id", "eos_token_id")
+    changed = {name: value for name, value in new.items() if then[name] != value and name not in ignored}
+    result = dict(original)
+    if any(name in SCALING for name in changed):
+        result = {name: value for name, value in result.items() if name not in SCALING}
+        changed |= {name: new[name] for name in SCALING if name in new}
+    if "torch_dtype" in changed and "dtype" in original:
+        changed["dtype"] = changed.pop("torch_dtype")
+    return result | changed
+
+
+def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
+    """The flags that describe the model to pretrain_gpt.py, and to pretrain_llama.py where :func:`program` says so."""
+    names = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"]
+    names += ["group_query_attention", "num_query_groups"] if model.group_query_attention else []
+    names += ["kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base"]
+    names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
+    names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
+    names += ["normalization", "norm_epsilon", "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights"]
+    names += ["hidden_dropout", "attention_dropout"]
+    words: list[str] = []
+    for name in names:
+        value = getattr(model, name)
+        if name == "add_bias_linear":
+            words += [] if value else ["--disable-bias-linear"]
+        elif isinstance(value, bool):
+            words += ["--" + name.replace("_", "-")] if value else []
+        else:
+            words += ["--" + name.replace("_", "-"), f"{value!r}" if isinstance(value, float) else str(value)]
+    return words + {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
+
+
+def program(model: ModelConfig) -> str:
+    """Tied embeddings and biases are pretrain_gpt.py's defaults, which no flag of pretrain_llama.py brings back."""
+    tied = not model.untie_embeddings_and_output_weights
+    return "pretrain_gpt.py" if tied or model.add_bias_linear else "pretrain_llama.py"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one of our tensors, and the Hugging Face tensors they are made of.
+
+    Our checkpoints hold the layers of a kind as one tensor [layers, ...]; in ``mlp.linear_fc1`` the gate's rows lie above
+    the other half's.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the Hugging Face tensors
+    layer: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of these rows."""
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+
+def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
+    """All weights of a model, layer by layer."""
+    hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    heads, groups = model.num_attention_heads * size, model.num_query_groups * size
+    yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
+    for layer in range(model.num_layers):
+
+        def piece(
+            ours: str,
+            theirs: Sequence[str],
+            *shapes: tuple[int, ...],
+            layer: int = layer,
+            part: tuple[int, int] = (0, 1),
+        ) -> Piece:
+            names = tuple(f"model.layers.{layer}.{name}" for name in theirs)
+            return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part)
+
+        kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
+        yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
+        for kind in kinds:
+            tail = (hidden,) if kind == "weight" else ()
+            qkv = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
+            yield piece(f"self_attention.linear_qkv.{kind}", qkv, (heads, *tail), (groups, *tail), (groups, *tail))
+            tail = (heads,) if kind == "weight" else ()
+            yield piece(f"self_attention.linear_proj.{kind}", [f"self_attn.o_proj.{kind}"], (hidden, *tail))
+        yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))
+        for kind in kinds:
+            tail = (hidden,) if kind == "weight" else ()
+            for part, name in enumerate(("gate_proj", "up_proj")):
+                yield piece(f"mlp.linear_fc1.{kind}", [f"mlp.{name}.{kind}"], (ffn, *tail), part=(part, 2))
+            tail = (ffn,) if kind == "weight" else ()
+            yield piece(f"mlp.linear_fc2.{kind}", [f"mlp.down_proj.{kind}"], (hidden, *tail))
+    yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
+    if model.untie_embeddings_and_output_weights:
+        yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
+
+
+def fuse(tensors: Sequence[Tensor], groups: int) -> Tensor:
+    """Our rows from a piece's Hugging Face tensors: q, k and v go by query group [its queries, its key, its value]."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([x.unflatten(0, (groups, -1)) for x in tensors], dim=1).flatten(0, 1)
+
+
+def split(piece: Piece, rows: Tensor, groups: int) -> list[Tensor]:
+    """A piece's Hugging Face tensors from our rows; the way back of :func:`fuse`."""
+    if len(piece.names) == 1:
+        return [rows]
+    parts = rows.unflatten(0, (groups, -1)).split([shape[0] // groups for shape in piece.shapes], dim=1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def saved_settings(saved: dict[str, Any]) -> ModelConfig:
+    """The model settings that a checkpoint holds."""
+    known = {field.name for field in fields(ModelConfig)}
+    return derive_shape(ModelConfig(**{name: value for name, value in saved.items() if name in known}))
+
+
+def _plain_llama(config: dict[str, Any], where: object) -> None:
+    """Refuse other models, and Llamas whose weights are more or other than a Llama's."""
+    kind = config.get("model_type")
+    if kind != "llama":
+        raise Refusal(f"{where}: model_type {kind!r} is not supported: only llama")
+    if "auto_map" in config:
+        raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run; only plain llama")
+    if (names := config.get("architectures")) not in (None, ["LlamaForCausalLM"]):
+        raise Refusal(f"{where}: architectures {names} is not supported: only LlamaForCausalLM")
+    if config.get("quantization_config"):
+        raise Refusal(f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise Refusal(f"{where}: hidden_act {act} is not supported: only silu")
+
+
+def _rope(config: dict[str, Any], where: object) -> dict[str, Any]:
+    """Settings of RoPE, from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise Refusal(f"{where}: rope_parameters by layer type are not supported")
+    theta = _number(rope.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta", where)
+    if theta != int(theta):
+        raise Refusal(f"{where}: rope_theta {theta} is not supported: --rotary-base is a whole number")
+    if (share := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1.0):
+        raise Refusal(f"{where}: partial_rotary_factor {share} is not supported for llama")
+    result: dict[str, Any] = {"rotary_base": int(theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "linear":
+        result["rotary_seq_len_interpolation_factor"] = _number(rope.get("factor"), "factor of rope_scaling", where)
+    elif kind == "llama3":
+        for name, fixed in LLAMA3.items():
+            if (value := rope.get(name, config.get(name))) != fixed:
+                raise Refusal(f"{where}: rope_scaling llama3 with {name} {value}: megatron-core's is fixed at {fixed:g}")
+        result |= {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": _number(rope.get("factor"), "factor of rope_scaling", where),
+        }
+    elif kind != "default":
+        raise Refusal(f"{where}: rope_scaling of type {kind} is not supported: only default, linear and llama3")
+    return result
+
+
+def _number(value: object, name: str, where: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise Refusal(f"{where}: {name} {value!r} is no positive number")
+    return float(value)

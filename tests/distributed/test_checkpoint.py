@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: exact resume, any grid to any grid, and nothing lost when writing fails."""
+
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.training_runs import make_job, train_job
+
+GQA = "--group-query-attention --num-query-groups 2"
+
+
+def train_and_save(flags, folder, steps_before, steps_after):
+    """Train, save, go on; the losses after the save."""
+    from megatron.training import checkpoint
+
+    job = make_job(flags)
+    before, _, _ = train_job(job, steps_before)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    after, _, _ = train_job(job, steps_after)
+    return before, after
+
+
+def resume(flags, folder, steps):
+    job = make_job(f"{flags} --load {folder}")
+    first = job.progress.iteration
+    return first, train_job(job, steps)[0]
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (1, "--hidden-dropout 0.1 --bf16"),
+        (1, "--optimizer sgd"),
+        (2, "--zero-stage 1 --hidden-dropout 0.1"),
+        (4, "--ulysses-parallel-size 2 --ring-parallel-size 2 --hidden-dropout 0.1"),
+        (4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024"),
+    ],
+)
+def test_a_resumed_run_goes_on_exactly(pool, tmp_path, world, flags):
+    _, uninterrupted = pool.run(train_and_save, world, f"{GQA} {flags}", str(tmp_path), 3, 3, timeout=120)[0]
+    first, resumed = pool.run(resume, world, f"{GQA} {flags}", str(tmp_path), 3, timeout=120)[0]
+    assert first == 3
+    assert resumed == uninterrupted  # to the last bit
+
+
+GRIDS = {
+    "one process": (1, ""),
+    "ZeRO 1, R 2": (4, "--zero-stage 1 --ring-parallel-size 2"),
+    "TP 2, U 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2"),
+    "PP 2, ZeRO 1": (4, "--pipeline-model-parallel-size 2 --zero-stage 1"),
+    "TP 2, PP 2, ZeRO 1": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1"),
+}
+
+
+@pytest.mark.parametrize(
+    "saved_on, loaded_on",
+    [
+        ("one process", "TP 2, U 2"),
+        ("ZeRO 1, R 2", "TP 2, PP 2, ZeRO 1"),
+        ("TP 2, PP 2, ZeRO 1", "ZeRO 1, R 2"),
+        ("PP 2, ZeRO 1", "ZeRO 1, R 2"),
+        ("TP 2, U 2", "one process"),
+    ],
+)
+def test_any_grid_reads_what_another_wrote(pool, tmp_path, saved_on, loaded_on):
+    world, flags = GRIDS[saved_on]
+    _, uninterrupted = pool.run(train_and_save, world, f"{GQA} {flags}", str(tmp_path), 3, 3, timeout=120)[0]
+    world, flags = GRIDS[loaded_on]
+    first, resumed = pool.run(resume, world, f"{GQA} {flags}", str(tmp_path), 3, timeout=120)[0]
+    assert first == 3
+    assert resumed == pytest.approx(uninterrupted, rel=1e-5)
+
+
+def save_where_files_cannot_grow(flags, folder):
+    """Save once, then again with a limit on file sizes, as on a full disk; the message of the failure."""
+    from megatron.training import checkpoint
+
+    job = make_job(flags)
+    train_job(job, 1)
+    state = (job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, *state)
+    train_job(job, 1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        checkpoint.save(folder, job.progress, *state)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return None
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(pool, tmp_path):
+    messages = pool.run(save_where_files_cannot_grow, 2, f"{GQA} --ring-parallel-size 2", str(tmp_path), timeout=120)
+    assert all(message and "no checkpoint was written" in message for message in messages), messages
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    first, _ = pool.run(resume, 2, f"{GQA} --ring-parallel-size 2", str(tmp_path), 1)[0]
+    assert first == 1
+
+
+def refusal_of(flags):
+    from megatron.training.validate import Refusal
+
+    try:
+        make_job(flags)
+    except Refusal as refusal:
+        return str(refusal)
+    return None
+
+
+def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
+    folder = str(tmp_path)
+    pool.run(train_and_save, 1, GQA, folder, 1, 0)
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
+    assert "another model" in told and "--num-layers 4 there, 2 here" in told
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
+    assert "iter_0000007 is missing" in told and "--ckpt-step" in told
+    shutil.rmtree(Path(folder) / "iter_0000001")
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}")
+    assert "iter_0000001 is missing or incomplete" in told
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}/nothing --exit-on-missing-checkpoint")
+    assert "holds no checkpoint" in told
+
+
+def weights_only(flags, folder):
+    job = make_job(f"{flags} --load {folder} --finetune")
+    return job.progress.iteration, train_job(job, 1)[0]
+
+
+def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
+    _, after = pool.run(train_and_save, 1, GQA, str(tmp_path), 3, 1)[0]
+    for world, flags in ((1, GQA), (2, f"{GQA} --zero-stage 1 --bf16"), (2, f"{GQA} --tensor-model-parallel-size 2")):
+        first, losses = pool.run(weights_only, world, flags, str(tmp_path))[0]
+        assert first == 0
+        assert losses[0] < 5.5  # a fresh model starts at 5.72
+
+
+def test_older_checkpoints_are_removed(tmp_path):
+    from megatron.training.checkpoint import remove_older
+
+    for iteration in (2, 4, 6, 8, 10):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    remove_older(str(tmp_path), 4, latest=10)
+    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [4, 8, 10]

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch scripts of examples/llama and examples/gpt: every flag they end up with is read and accepted."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+arguments = pytest.importorskip("megatron.training.arguments")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted([*ROOT.glob("examples/llama/*.sh"), *ROOT.glob("examples/gpt/*.sh")])
+STUBS = {
+    "torchrun": 'printf "%s\\n" "$@" >"$CAPTURED"',
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    "scontrol": "printf 'node0\\nnode1\\n'",
+}
+REAL_DATA = {"DATA_PATH": "data/text_document", "TOKENIZER": "tokenizer", "VOCAB_FILE": "v.json", "MERGE_FILE": "m.txt"}
+
+
+@pytest.mark.parametrize("data", [{}, REAL_DATA], ids=["mock", "real"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_launch_script(script: Path, data: dict[str, str], tmp_path: Path) -> None:
+    words = launch(script, tmp_path, data, "--seed", "7")
+    entry = next(n for n, word in enumerate(words) if word.startswith("pretrain_"))
+    launcher, argv = words[:entry], words[entry + 1 :]
+    world_size = int(option(launcher, "--nproc-per-node")) * int(option(launcher, "--nnodes", "1"))
+
+    config = arguments.parse(argv, defaults=entry_defaults(words[entry]), world_size=world_size)
+
+    assert config.run.seed == 7
+    assert config.data.mock_data == (not data or "tiny" in script.stem)
+    parallel = config.parallel
+    sizes = parallel.ulysses_parallel_size, parallel.ring_parallel_size, parallel.context_parallel_size
+    assert sizes[0] * sizes[1] == sizes[2]
+    grid = parallel.tensor_model_parallel_size * sizes[2] * parallel.pipeline_model_parallel_size
+    assert world_size == grid, "the header of each script describes a grid without data parallelism"
+
+
+def test_there_are_scripts_for_every_way_to_launch() -> None:
+    text = {path: path.read_text() for path in SCRIPTS}
+    assert all(t.splitlines()[1] == "# SPDX-License-Identifier: Apache-2.0" for t in text.values())
+    for way in ("--standalone", "--node-rank", "srun"):
+        assert any(way in t for t in text.values()), way
+
+
+def launch(script: Path, folder: Path, data: dict[str, str], *flags: str) -> list[str]:
+    """Run a script in a copy of the tree with stubs for the launchers; the words that torchrun was given."""
+    copy = folder / "repository" / script.relative_to(ROOT)
+    copy.parent.mkdir(parents=True)
+    shutil.copy(script, copy)
+    stubs = folder / "stubs"
+    stubs.mkdir()
+    for name, body in STUBS.items():
+        (stubs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (stubs / name).chmod(0o755)
+    nodes = re.search(r"#SBATCH --nodes=(\d+)", script.read_text())
+    env = {
+        "PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}",
+        "CAPTURED": str(folder / "captured"),
+        "SLURM_NNODES": nodes[1] if nodes else "",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        **data,
+    }
+    done = subprocess.run(["bash", str(copy), *flags], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return (folder / "captured").read_text().splitlines()
+
+
+def option(words: list[str], name: str, default: str | None = None) -> str | None:
+    return words[words.index(name) + 1] if name in words else default
+
+
+def entry_defaults(entry: str) -> dict[str, object]:
+    """What an entry point sets before the flags (LLAMA in pretrain_llama.py)."""
+    return runpy.run_path(str(ROOT / entry), run_name="entry").get("LLAMA", {})
