@@ -28,6 +28,7 @@ setup(
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
         "einops",  # megatron-core's hierarchical groups need it and do not declare it
+        "psutil>=5",  # so do its checkpoints
         "numpy",
         # data and tokenizers
         "sentencepiece>=0.2",

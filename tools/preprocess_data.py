@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -177,7 +177,9 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
     paths = expand(args.input)
     if list(args.json_keys) != ["text"] and any(map(is_plain_text, paths)):
         raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt files, which are one text")
-    tokenizer_flags = tuple((f.name, getattr(args, f.name)) for f in fields(DataConfig) if _of_tokenizer(f.name))
+    tokenizer_flags = tuple(
+        (f.name, getattr(args, f.name)) for f in fields(DataConfig) if f.name.startswith(TOKENIZER_FLAGS)
+    )
     settings = Settings(tokenizer_flags, args.vocab_size, tuple(dict.fromkeys(args.json_keys)), args.append_eod)
     tokenizer = tokenizer_of(settings)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
@@ -191,10 +193,8 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
                 stack.callback(_close, builder.data_file)
             encoded_batches = encode_all(settings, reader, args.workers, method)
             stack.callback(encoded_batches.close)
-            quiet = not sys.stderr.isatty()
-            bar = stack.enter_context(
-                Bar(total=reader.bytes_total or None, unit="B", unit_scale=True, desc="read", disable=quiet)
-            )
+            quiet, size = not sys.stderr.isatty(), reader.bytes_total or None
+            bar = stack.enter_context(Bar(total=size, unit="B", unit_scale=True, desc="read", disable=quiet))
             for encoded, position in encoded_batches:
                 if encoded.bad and not args.skip_bad_lines:
                     raise Refusal(f"{encoded.bad[0]}; give --skip-bad-lines to count such lines and go on")
@@ -236,14 +236,14 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
 
 def _close(file: object) -> None:
     """Close an output that is given up; a full disk was reported already."""
-    try:
+    with suppress(OSError):
         file.close()
-    except OSError:
-        pass
 
 
-def _of_tokenizer(name: str) -> bool:
-    return name.startswith(TOKENIZER_FLAGS)
+def _stop(*_: object) -> None:
+    """End by an exception, so that temporary files go, and undisturbed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 class _Refuse(argparse.Action):
@@ -263,7 +263,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_KEY_document.bin and .idx")
     for f in fields(DataConfig):
-        if _of_tokenizer(f.name):
+        if f.name.startswith(TOKENIZER_FLAGS):
             options = {key: f.metadata[key] for key in ("choices", "help") if key in f.metadata}
             kind = f.metadata.get("type") or type(f.default)
             parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, **options)
@@ -282,7 +282,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
     args = build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files go
+    signal.signal(signal.SIGTERM, _stop)
     try:
         if args.workers < 1 or args.log_interval < 1:
             raise Refusal("--workers and --log-interval must be at least 1")

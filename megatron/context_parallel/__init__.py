@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism for any PyTorch program: Ulysses, Ring and their grid (USP), exact and load-balanced.
 
-    import megatron.context_parallel as cp
+import megatron.context_parallel as cp
 
-    grid = cp.initialize_grid(ulysses=2, ring=2)
-    layout = cp.SequenceLayout(seq_length, grid)
-    x = layout.shard(tokens, dim=1)
-    out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
+grid = cp.initialize_grid(ulysses=2, ring=2)
+layout = cp.SequenceLayout(seq_length, grid)
+x = layout.shard(tokens, dim=1)
+out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
 from megatron.context_parallel.grid import Axis, Grid, abstract_grid, current_grid, initialize_grid

@@ -103,11 +103,13 @@ def initialize_grid(
     world = dist.get_world_size()
     model = tensor * ulysses * ring * pipeline
     if min(tensor, ulysses, ring, pipeline) < 1:
-        raise ValueError(f"grid sizes must be at least 1: tensor {tensor}, ulysses {ulysses}, ring {ring}, pipeline {pipeline}")
+        raise ValueError(
+            f"grid sizes must be at least 1: tensor {tensor}, ulysses {ulysses}, ring {ring}, pipeline {pipeline}"
+        )
     if world % model:
         raise ValueError(
-            f"a grid of tensor {tensor} x ulysses {ulysses} x ring {ring} x pipeline {pipeline} = {model} ranks does not "
-            f"divide the {world} processes: start a multiple of {model}, or make the grid smaller"
+            f"a grid of tensor {tensor} x ulysses {ulysses} x ring {ring} x pipeline {pipeline} = {model} ranks "
+            f"does not divide the {world} processes: start a multiple of {model}, or make the grid smaller"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,

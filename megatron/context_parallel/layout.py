@@ -45,7 +45,8 @@ class SequenceLayout:
             below, above = self.seq_length // unit * unit, (self.seq_length // unit + 1) * unit
             raise ValueError(
                 f"--seq-length {self.seq_length} cannot be cut over Ulysses {self.grid.ulysses.size} x Ring "
-                f"{self.grid.ring.size} ({self.balance}): use a multiple of {unit}, for example {below or above} or {above}"
+                f"{self.grid.ring.size} ({self.balance}): use a multiple of {unit}, for example "
+                f"{below or above} or {above}"
             )
 
     @property

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention masks, as answers about positions.
 
-A mask never sees a rank or a backend: it is asked about two runs of consecutive positions (spans), and the tiles follow.
+A mask never sees a rank or a backend: it is asked about two runs of consecutive positions (spans); tiles follow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which (query block, key block) pairs to compute, and how each is masked: the one source of truth for work done.
 
-Ring steps, zigzag balance and chunk loops are all the same thing: compare the positions of two blocks. Empty tiles never
-appear, so they are neither computed nor sent, and counting tiles counts FLOPs.
+Ring steps, zigzag balance and chunk loops are all the same thing: compare the positions of two blocks. Empty tiles
+never appear, so they are neither computed nor sent, and counting tiles counts FLOPs.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.context_parallel import kernels
-from megatron.context_parallel.tiled import tiled_attention
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Causal, Mask
 from megatron.context_parallel.ring import RingSource, ring_plan
+from megatron.context_parallel.tiled import tiled_attention
 from megatron.context_parallel.ulysses import ulysses_attention
 
 
@@ -41,7 +41,9 @@ def attention(
         KernelUnavailable: the kernel cannot run here.
     """
     if q.size(0) != layout.local_length or k.size(0) != layout.local_length:
-        raise ValueError(f"q and k have {q.size(0)} and {k.size(0)} tokens, the layout gives a rank {layout.local_length}")
+        raise ValueError(
+            f"q and k have {q.size(0)} and {k.size(0)} tokens, the layout gives a rank {layout.local_length}"
+        )
     tile_kernel = kernels.select(kernel, device=q.device, dtype=q.dtype, head_dim=q.size(3))
     plan = ring_plan(layout, mask)
     factor = q.size(3) ** -0.5 if scale is None else scale

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run megatron-core on a CPU.
 
-megatron-core is written for GPUs: it asks ``torch.cuda.current_device()``, makes tensors on ``"cuda"`` and compares type
-names with ``"torch.cuda.FloatTensor"``. On a CPU we compile the functions of the modules below once more with these
+megatron-core is written for GPUs: it asks ``torch.cuda.current_device()``, makes tensors on ``"cuda"`` and compares
+type names with ``"torch.cuda.FloatTensor"``. On a CPU we compile the functions of the modules below once more with these
 *words* exchanged (``torch.cuda`` -> ``torch.cpu``, ``"cuda"`` -> ``"cpu"``, ``"torch.cuda.FloatTensor"`` ->
 ``"torch.FloatTensor"``). Nothing outside megatron-core is touched, nothing is wrapped, and a step costs nothing more.
 """
@@ -61,6 +61,7 @@ def run_core_on_cpu() -> None:
     for name in MODULES:
         _exchange_in_module(importlib.import_module(f"megatron.core.{name}"))
     _use_cpu_random_state()
+    _load_loss_scale_on_cpu()
 
 
 def processor_name() -> str:
@@ -136,3 +137,15 @@ def _use_cpu_random_state() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
+
+
+def _load_loss_scale_on_cpu() -> None:
+    """core loads the loss scale with ``.cuda(device)``; ``.cpu`` takes no device."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    def load_state_dict(scaler: DynamicGradScaler, state: dict[str, Any]) -> None:
+        scaler._scale = state["scale"].to("cpu")
+        scaler._growth_tracker = state["growth_tracker"]
+        scaler._hysteresis_tracker = state["hysteresis_tracker"]
+
+    DynamicGradScaler.load_state_dict = load_state_dict

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and resume through megatron-core's dist_checkpointing: any grid writes, any grid reads.
 
-A checkpoint is written beside its final name and renamed when it is whole, so a full disk or a kill never harms the ones
-before it. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM.
+A checkpoint is written beside its final name and renamed when it is whole, so a full disk or a kill never harms the
+ones before it. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import random as core_random
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron.training.config import CheckpointConfig, Config
 from megatron.training.validate import Refusal
 
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# Copied for every call: core writes process groups into it.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
 SHAPES = (
@@ -76,7 +78,7 @@ def save(
     """
     name = name or f"iter_{progress.iteration:07d}"
     final, partial = Path(folder) / name, Path(folder) / f".{name}.partial"
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -86,8 +88,8 @@ def save(
     _raise_together(error, folder)
     try:
         state = _state(chunks, optimizer, schedule, progress, config, loading=False)
-        dist_checkpointing.save(state, str(partial), content_metadata=METADATA)
-    except Exception as problem:  # core raises its own kinds for what happened on other ranks
+        dist_checkpointing.save(state, str(partial), content_metadata=dict(METADATA))
+    except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
         error = problem
     try:
         _raise_together(error, folder)
@@ -177,7 +179,9 @@ def load(
     weights_only = settings.finetune or pretrained
     with_optimizer = settings.load_optim and not weights_only
     if with_optimizer and "optimizer" not in common:
-        raise Refusal(f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to go on without it")
+        raise Refusal(
+            f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to go on without it"
+        )
     with_rng = settings.load_rng and not weights_only and common.get("rng_world_size") == dist.get_world_size()
     state = _state(
         chunks,
@@ -223,14 +227,15 @@ def _state(
     state: dict[str, Any] = {
         "config": asdict(config),
         "progress": asdict(progress),
+        "vocab_size": getattr(unwrap(chunks[0]), "real_vocab_size", None),  # the weights' vocabulary is padded
         "rng_world_size": dist.get_world_size() if config.checkpoint.save_rng else None,
     }
     models = {}
     for chunk, key in zip(chunks, _chunk_keys(chunks)):
-        models[key] = unwrap(chunk).sharded_state_dict(metadata=METADATA)
+        models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
-        state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=METADATA)
+        state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
         if schedule is not None:
             state["schedule"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
@@ -271,7 +276,7 @@ def _check_model(saved: dict[str, Any], config: Config, path: Path) -> None:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
 
 
-def _raise_together(error: Exception | None, folder: str) -> None:
+def _raise_together(error: BaseException | None, folder: str) -> None:
     """If any rank has failed, every rank raises: nobody is left waiting."""
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, None if error is None else f"{type(error).__name__}: {error}")

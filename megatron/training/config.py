@@ -66,7 +66,9 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
     vocab_size: int | None = flag(None, "vocabulary size; default the tokenizer's", type=int)
     transformer_impl: str = flag(
-        "auto", "layers from megatron-core (local) or Transformer Engine", choices=["auto", "local", "transformer_engine"]
+        "auto",
+        "layers from megatron-core (local) or Transformer Engine",
+        choices=["auto", "local", "transformer_engine"],
     )
     fp8_format: str | None = flag(None, "FP8 through Transformer Engine", type=str, choices=["e4m3", "hybrid"])
     fp8_recipe: str = flag("delayed", "FP8 scaling recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise"])
@@ -239,9 +241,7 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "folder to save checkpoints in", type=str)
     save_interval: int | None = flag(None, "iterations between checkpoints", type=int)
-    save_retain_interval: int | None = flag(
-        None, "keep older checkpoints only at multiples of this", type=int
-    )
+    save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
     finetune: bool = flag(False, "load the weights only and start at iteration 0")

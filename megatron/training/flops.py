@@ -72,12 +72,14 @@ def peak_flops(config: Config, device: torch.device) -> float:
     return gemm_rate(device, dtype)
 
 
-def gemm_rate(device: torch.device, dtype: torch.dtype = torch.float32, size: int = 1024, seconds: float = 0.3) -> float:
+def gemm_rate(
+    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 1024, seconds: float = 0.3
+) -> float:
     """Measured FLOP/s of a square matrix product, the best of several runs."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, end = float("inf"), time.perf_counter() + seconds
     torch.mm(a, b)
-    while time.perf_counter() < end:
+    best, end = float("inf"), time.perf_counter() + seconds
+    while best == float("inf") or time.perf_counter() < end:
         _wait(device)
         start = time.perf_counter()
         torch.mm(a, b)

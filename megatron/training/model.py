@@ -6,6 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.enums import Fp8Recipe  # noqa: I001  (megatron.context_parallel.spec silences core's import first)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers as core_layers
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,12 +20,6 @@ from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Causal, Full, Mask
 from megatron.context_parallel.position import LayoutRotaryEmbedding
 from megatron.context_parallel.spec import AttentionSettings, block_spec
-from megatron.core.enums import Fp8Recipe  # noqa: I001  (megatron.context_parallel.spec silences core's import first)
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import layers as core_layers
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import Config
 from megatron.training.tokenizer import padded_vocab_size
 from megatron.training.weights import initialize_weights
@@ -42,7 +42,8 @@ class LongContextGPT(GPTModel):
         first = self.pg_collection.tp.rank() * logits.size(-1)
         real = max(min(self.real_vocab_size - first, logits.size(-1)), 0)
         if real < logits.size(-1):
-            logits[..., real:] = torch.finfo(logits.dtype).min
+            # Past autograd: its gradient is zero anyway (softmax is), and recording the write copies all of it.
+            logits.detach()[..., real:] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
 
 
@@ -111,7 +112,9 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     )
 
 
-def build_model(config: Config, grid: Grid, layout: SequenceLayout, vocab_size: int, device: torch.device) -> list[GPTModel]:
+def build_model(
+    config: Config, grid: Grid, layout: SequenceLayout, vocab_size: int, device: torch.device
+) -> list[GPTModel]:
     """This rank's model chunks (one, or one a virtual pipeline stage), with their initial weights, on ``device``.
 
     Args:

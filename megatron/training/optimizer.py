@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -18,6 +16,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
 from megatron.training.config import Config
 from megatron.training.setup import compute_dtype
 

@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
         defaults: settings that differ from Megatron-LM's for this entry point, as {"section.field": value}.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     try:
         config = parse(argv, defaults, world_size())
@@ -118,9 +119,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     iterations, samples = length_of_run(config, batch_sizes)
     evaluations = iterations // config.run.eval_interval + 1 if config.run.eval_interval else 1
     held_out = config.run.eval_iters * config.data.global_batch_size
-    datasets = build_datasets(
-        config, tokenizer, (samples, evaluations * held_out, held_out), needed=runtime.reads_data
-    )
+    datasets = build_datasets(config, tokenizer, (samples, evaluations * held_out, held_out), needed=runtime.reads_data)
     model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
     chunks = wrap_for_data_parallelism(model, config)
     optimizer = build_optimizer(chunks, config)
@@ -132,9 +131,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     elif config.checkpoint.load:
         config.notes.append(f"--load {config.checkpoint.load} holds no checkpoint: starting from iteration 0")
     batch_sizes.update(progress.consumed_train_samples, False)
-    return Job(
-        config, runtime, chunks, optimizer, schedule, progress, datasets, batch_sizes, iterations, vocab_size
-    )
+    return Job(config, runtime, chunks, optimizer, schedule, progress, datasets, batch_sizes, iterations, vocab_size)
 
 
 def length_of_run(config: Config, batch_sizes: Any) -> tuple[int, int]:
@@ -245,7 +242,11 @@ def training_loop(job: Job, reporter: Any, stopper: Stopper) -> bool:
         }
         reporter.step(row, learning_rate=learning_rate, loss_scale=scale_of(job), extra=extras(job, result))
         _stop_on_nan(config, result.lm_loss, progress.iteration)
-        if config.run.manual_gc and config.run.manual_gc_interval and progress.iteration % config.run.manual_gc_interval == 0:
+        if (
+            config.run.manual_gc
+            and config.run.manual_gc_interval
+            and progress.iteration % config.run.manual_gc_interval == 0
+        ):
             gc.collect()
         if config.run.eval_interval and progress.iteration % config.run.eval_interval == 0:
             evaluate_on(job, reporter, "validation", job.datasets[1])

@@ -56,6 +56,8 @@ def start(config: Config) -> Runtime:
     Raises:
         Refusal: device, kernel or grid cannot be had.
     """
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+
     parallel = config.parallel
     try:
         where = platform.select(config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend)
@@ -77,6 +79,7 @@ def start(config: Config) -> Runtime:
         backend=where.backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # core's schedules ask for it, and warn if it is not there
     layout = SequenceLayout(config.data.seq_length, grid, parallel.context_parallel_balance)
     seed_everything(config.run.seed, grid)
     return Runtime(where, grid, layout)

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import get_data_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
 from megatron.training.config import Config
 from megatron.training.data import shard_batch
 from megatron.training.setup import Runtime

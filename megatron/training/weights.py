@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config import Config
 
 OUTPUT_LAYERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
@@ -23,7 +23,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of a model chunk: global layer numbers, tied output weights named as the embedding."""
+    """(canonical name, parameter) of a chunk: global layer numbers, tied output weights named as the embedding."""
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)

@@ -60,7 +60,18 @@ CASES = [
 @pytest.mark.parametrize("ulysses, ring, heads, kv_heads, batch, balance, mask", CASES)
 def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, batch, balance, mask):
     errors = pool.run(
-        compare_with_dense, ulysses * ring, ulysses, ring, heads, kv_heads, batch, 48, balance, mask, "math", torch.float64
+        compare_with_dense,
+        ulysses * ring,
+        ulysses,
+        ring,
+        heads,
+        kv_heads,
+        batch,
+        48,
+        balance,
+        mask,
+        "math",
+        torch.float64,
     )
     assert max(max(rank) for rank in errors) < 1e-10, errors
 
@@ -79,7 +90,18 @@ def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, b
 def test_uneven_heads_and_odd_grids(pool, ulysses, ring, heads, kv_heads, length):
     for balance in ("zigzag", "contiguous"):
         errors = pool.run(
-            compare_with_dense, ulysses * ring, ulysses, ring, heads, kv_heads, 2, length, balance, "causal", "math", torch.float64
+            compare_with_dense,
+            ulysses * ring,
+            ulysses,
+            ring,
+            heads,
+            kv_heads,
+            2,
+            length,
+            balance,
+            "causal",
+            "math",
+            torch.float64,
         )
         assert max(max(rank) for rank in errors) < 1e-10, errors
 
@@ -88,9 +110,7 @@ def test_uneven_heads_and_odd_grids(pool, ulysses, ring, heads, kv_heads, length
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
 def test_the_fast_cpu_kernel(pool, ulysses, ring, dtype, tolerance):
     # bf16 keeps 8 bits, 2**-8 = 4e-3; a gradient rounds a handful of times.
-    errors = pool.run(
-        compare_with_dense, ulysses * ring, ulysses, ring, 8, 2, 2, 256, "zigzag", "causal", "cpu", dtype
-    )
+    errors = pool.run(compare_with_dense, ulysses * ring, ulysses, ring, 8, 2, 2, 256, "zigzag", "causal", "cpu", dtype)
     assert max(max(rank) for rank in errors) < tolerance, errors
 
 
@@ -123,7 +143,9 @@ def grid_coordinates(tensor, ulysses, ring, pipeline):
     return [axis.rank for axis in axes], [axis.size for axis in axes], grid.context.rank, grid.world_size
 
 
-@pytest.mark.parametrize("tensor, ulysses, ring, pipeline", [(2, 2, 2, 1), (1, 2, 1, 2), (2, 1, 2, 2), (1, 1, 4, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "tensor, ulysses, ring, pipeline", [(2, 2, 2, 1), (1, 2, 1, 2), (2, 1, 2, 2), (1, 1, 4, 1), (1, 1, 1, 1)]
+)
 def test_rank_order_is_tp_ulysses_ring_dp_pp(pool, tensor, ulysses, ring, pipeline):
     results = pool.run(grid_coordinates, 8, tensor, ulysses, ring, pipeline)
     for rank, ((t, u, r, d, p), sizes, context, world) in enumerate(results):

@@ -11,6 +11,8 @@ import pytest
 from tests.distributed.training_runs import make_job, train_job
 
 GQA = "--group-query-attention --num-query-groups 2"
+T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+P2 = "--pipeline-model-parallel-size 2"
 
 
 def train_and_save(flags, folder, steps_before, steps_after):
@@ -37,8 +39,14 @@ def resume(flags, folder, steps):
         (1, "--optimizer sgd"),
         (2, "--zero-stage 1 --hidden-dropout 0.1"),
         (4, "--ulysses-parallel-size 2 --ring-parallel-size 2 --hidden-dropout 0.1"),
-        (4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1"),
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024"),
+        (
+            4,
+            f"{P2} --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1 --micro-batch-size 1",
+        ),
+        (
+            4,
+            f"{T2} --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024",
+        ),
     ],
 )
 def test_a_resumed_run_goes_on_exactly(pool, tmp_path, world, flags):

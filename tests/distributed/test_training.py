@@ -77,7 +77,10 @@ GPT_CASES = [
     (2, MHA, f"{cp(1, 2)} --attention-mask full"),
     (2, MHA, f"{cp(1, 2)} --optimizer sgd --lr 0.03 --weight-decay 0.1"),
 ]
-ALWAYS_ONE_PROCESS = ("--attention-mask full", "--optimizer sgd --lr 0.03 --weight-decay 0.1")  # these change the numbers
+ALWAYS_ONE_PROCESS = (
+    "--attention-mask full",
+    "--optimizer sgd --lr 0.03 --weight-decay 0.1",
+)  # these change the numbers
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,9 @@ def check(pool, on_one_process, world, model, grid, llama):
     losses, norms, grads = on_one_process(f"{model} {changes}", llama)
     assert losses[0] - losses[-1] > 0.1, "the reference does not learn"
     seen = set()
-    for rank, (mine, my_norms, my_grads) in enumerate(pool.run(run_training, world, f"{model} {grid}", llama, timeout=180)):
+    for rank, (mine, my_norms, my_grads) in enumerate(
+        pool.run(run_training, world, f"{model} {grid}", llama, timeout=180)
+    ):
         assert mine == pytest.approx(losses, rel=1e-5), f"losses of rank {rank}"
         assert my_norms == pytest.approx(norms, rel=1e-4), f"gradient norms of rank {rank}"
         for name, grad in my_grads.items():

@@ -55,7 +55,9 @@ def test_shards_put_back_in_order_give_the_whole(case, dim):
 @given(grids)
 def test_the_ulysses_ranks_of_a_ring_rank_hold_its_sequence_in_order(case):
     ulysses, ring, balance, times = case
-    layout = SequenceLayout(length_unit(ulysses, ring, balance) * times, abstract_grid(ulysses=ulysses, ring=ring), balance)
+    layout = SequenceLayout(
+        length_unit(ulysses, ring, balance) * times, abstract_grid(ulysses=ulysses, ring=ring), balance
+    )
     for r in range(ring):
         joined = [rank.positions for rank in all_ranks(layout) if rank.grid.ring.rank == r]
         spans = torch.cat([torch.arange(*span) for span in layout.ring_spans(r)])
@@ -66,7 +68,9 @@ def test_the_ulysses_ranks_of_a_ring_rank_hold_its_sequence_in_order(case):
 @given(grids, st.booleans())
 def test_tiles_cover_exactly_the_mask(case, causal):
     ulysses, ring, balance, times = case
-    layout = SequenceLayout(length_unit(ulysses, ring, balance) * times, abstract_grid(ulysses=ulysses, ring=ring), balance)
+    layout = SequenceLayout(
+        length_unit(ulysses, ring, balance) * times, abstract_grid(ulysses=ulysses, ring=ring), balance
+    )
     mask = Causal() if causal else Full()
     for q_rank in range(ring):
         for k_rank in range(ring):

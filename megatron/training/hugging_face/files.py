@@ -74,7 +74,9 @@ def parse_header(text: str) -> Header:
     return Header(text, entries, metadata)
 
 
-def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> Header:
+def make_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> Header:
     """A header for {name: (dtype, shape)}, the data in that order."""
     table: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     end = 0

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama as Hugging Face writes it and as we do: settings from and to config.json, tensors by name and layout.
-
-Nothing here touches a file of weights; see `hf_checkpoint.py` and `safetensors_files.py`.
-"""
+"""A Llama's settings: from config.json, to config.json, and as flags."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.training.config import ModelConfig
 from megatron.training.models import LLAMA, derive_shape
@@ -65,7 +60,9 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     if heads % groups:
         raise Refusal(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
     if config.get("head_dim") is None and hidden % heads:
-        raise Refusal(f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}: head_dim is missing")
+        raise Refusal(
+            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}: head_dim is missing"
+        )
     biases = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if biases[0] != biases[1]:
         raise Refusal(
@@ -100,7 +97,9 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
     Raises:
         Refusal: the model is not a Llama; the message names the settings.
     """
-    wrong = [f"--{name.replace('_', '-')} {getattr(model, name)}" for name in FIXED if getattr(model, name) != FIXED[name]]
+    wrong = [
+        f"--{name.replace('_', '-')} {getattr(model, name)}" for name in FIXED if getattr(model, name) != FIXED[name]
+    ]
     if wrong:
         raise Refusal(f"the checkpoint is no Llama, which Hugging Face's LlamaForCausalLM needs: {', '.join(wrong)}")
     linear = model.rotary_seq_len_interpolation_factor
@@ -135,14 +134,18 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
     }
 
 
-def updated_config(original: dict[str, Any], where: object, dtype: torch.dtype, new: dict[str, Any]) -> dict[str, Any]:
+def updated_config(
+    original: dict[str, Any], where: object, dtype: torch.dtype | None, new: dict[str, Any]
+) -> dict[str, Any]:
     """``original`` with what has changed since: ``new`` is :func:`config_json` of the trained model.
 
     Args:
         where: names the original in messages.
-        dtype: dtype of the weights that came with the original.
+        dtype: dtype of the weights that came with the original; None if only it says so.
     """
-    then = config_json(*settings(original, where), dtype)
+    then = config_json(*settings(original, where), dtype or torch.float32)
+    if dtype is None:
+        then["torch_dtype"] = original.get("dtype", original.get("torch_dtype"))
     ignored = ("architectures", "bos_token_id", "eos_token_id")
     changed = {name: value for name, value in new.items() if then[name] != value and name not in ignored}
     result = dict(original)
@@ -179,79 +182,6 @@ def program(model: ModelConfig) -> str:
     """Tied embeddings and biases are pretrain_gpt.py's defaults, which no flag of pretrain_llama.py brings back."""
     tied = not model.untie_embeddings_and_output_weights
     return "pretrain_gpt.py" if tied or model.add_bias_linear else "pretrain_llama.py"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of one of our tensors, and the Hugging Face tensors they are made of.
-
-    Our checkpoints hold the layers of a kind as one tensor [layers, ...]; in ``mlp.linear_fc1`` the gate's rows lie above
-    the other half's.
-    """
-
-    key: str
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]  # of the Hugging Face tensors
-    layer: int | None = None
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of these rows."""
-        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-
-
-def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
-    """All weights of a model, layer by layer."""
-    hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
-    heads, groups = model.num_attention_heads * size, model.num_query_groups * size
-    yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
-    for layer in range(model.num_layers):
-
-        def piece(
-            ours: str,
-            theirs: Sequence[str],
-            *shapes: tuple[int, ...],
-            layer: int = layer,
-            part: tuple[int, int] = (0, 1),
-        ) -> Piece:
-            names = tuple(f"model.layers.{layer}.{name}" for name in theirs)
-            return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part)
-
-        kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
-        yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
-        for kind in kinds:
-            tail = (hidden,) if kind == "weight" else ()
-            qkv = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
-            yield piece(f"self_attention.linear_qkv.{kind}", qkv, (heads, *tail), (groups, *tail), (groups, *tail))
-            tail = (heads,) if kind == "weight" else ()
-            yield piece(f"self_attention.linear_proj.{kind}", [f"self_attn.o_proj.{kind}"], (hidden, *tail))
-        yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))
-        for kind in kinds:
-            tail = (hidden,) if kind == "weight" else ()
-            for part, name in enumerate(("gate_proj", "up_proj")):
-                yield piece(f"mlp.linear_fc1.{kind}", [f"mlp.{name}.{kind}"], (ffn, *tail), part=(part, 2))
-            tail = (ffn,) if kind == "weight" else ()
-            yield piece(f"mlp.linear_fc2.{kind}", [f"mlp.down_proj.{kind}"], (hidden, *tail))
-    yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-    if model.untie_embeddings_and_output_weights:
-        yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
-
-
-def fuse(tensors: Sequence[Tensor], groups: int) -> Tensor:
-    """Our rows from a piece's Hugging Face tensors: q, k and v go by query group [its queries, its key, its value]."""
-    if len(tensors) == 1:
-        return tensors[0]
-    return torch.cat([x.unflatten(0, (groups, -1)) for x in tensors], dim=1).flatten(0, 1)
-
-
-def split(piece: Piece, rows: Tensor, groups: int) -> list[Tensor]:
-    """A piece's Hugging Face tensors from our rows; the way back of :func:`fuse`."""
-    if len(piece.names) == 1:
-        return [rows]
-    parts = rows.unflatten(0, (groups, -1)).split([shape[0] // groups for shape in piece.shapes], dim=1)
-    return [part.flatten(0, 1) for part in parts]
 
 
 def saved_settings(saved: dict[str, Any]) -> ModelConfig:
@@ -292,7 +222,9 @@ def _rope(config: dict[str, Any], where: object) -> dict[str, Any]:
     elif kind == "llama3":
         for name, fixed in LLAMA3.items():
             if (value := rope.get(name, config.get(name))) != fixed:
-                raise Refusal(f"{where}: rope_scaling llama3 with {name} {value}: megatron-core's is fixed at {fixed:g}")
+                raise Refusal(
+                    f"{where}: rope_scaling llama3 with {name} {value}: megatron-core's is fixed at {fixed:g}"
+                )
         result |= {
             "use_rope_scaling": True,
             "rope_scaling_factor": _number(rope.get("factor"), "factor of rope_scaling", where),

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""It is Llama: the same weights in Hugging Face's LlamaForCausalLM and here give the same logits.
+
+The way is the user's: save_pretrained, tools/convert_hf.py, the flags it prints, ``--load``; then one forward pass.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tools.convert_hf import main as convert
+
+LENGTH, VOCABULARY = 64, 301
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass
+class Case:
+    """A converted model, and what Hugging Face's says to some tokens."""
+
+    flags: list[str]
+    folder: str
+    tokens: Tensor  # int64 [2, LENGTH]
+    logits: Tensor  # fp32 [2, LENGTH, VOCABULARY]
+
+
+def make(folder: Path, **settings: object) -> Case:
+    """A random Llama, saved, converted and asked; its weights are large, so that each part of it shows in the logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    given = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16384,
+        "initializer_range": 0.2,
+        "attn_implementation": "eager",
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(given | settings))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(-1.5, 1.5)
+        tokens = torch.randint(VOCABULARY, (2, LENGTH))
+        logits = model(tokens).logits
+    model.save_pretrained(folder / "hf", max_shard_size="200KB")
+    with redirect_stdout(io.StringIO()) as out:
+        assert convert(["--from-hf", str(folder / "hf"), "--to", str(folder / "ours")]) == 0
+    flags = shlex.split(out.getvalue().splitlines()[-1])[1:]
+    return Case(flags, str(folder / "ours"), tokens, logits)
+
+
+def largest_difference(case: Case, grid: list[str]) -> float:
+    """Between the logits of the model here, on a grid, and Hugging Face's; on every rank of that grid."""
+    from megatron.training import checkpoint
+    from megatron.training.arguments import parse
+    from megatron.training.model import build_model
+    from megatron.training.setup import start
+
+    run = ["--device", "cpu", "--seq-length", str(LENGTH), "--micro-batch-size", "2", "--train-iters", "1", "--lr", "1"]
+    config = parse([*case.flags, *run, "--mock-data", *grid], world_size=dist.get_world_size())
+    runtime = start(config)
+    model = build_model(config, runtime.grid, runtime.layout, VOCABULARY, runtime.device)
+    no_optimizer = SimpleNamespace(reload_model_params=lambda: None)
+    checkpoint.load(checkpoint.find(config.checkpoint), model, no_optimizer, None, config)
+    layout, tensor = runtime.layout, runtime.grid.tensor
+    with torch.no_grad():
+        mine = (
+            model[0]
+            .eval()(
+                input_ids=layout.shard(case.tokens, 1),
+                position_ids=layout.positions.expand(2, -1),
+                attention_mask=None,
+            )
+            .contiguous()
+        )  # [2, s_local, padded vocabulary / TP]
+    parts = [torch.empty_like(mine) for _ in range(tensor.size)]
+    dist.all_gather(parts, mine, group=tensor.group)
+    logits = layout.gather(torch.cat(parts, -1)[..., :VOCABULARY].contiguous(), 1)
+    assert logits.shape == case.logits.shape
+    return float((logits - case.logits).abs().max())
+
+
+def check(pool, world_size: int, case: Case, grid: str = "") -> None:
+    assert case.logits.std() > 0.5  # else the tolerance says little
+    differences = pool.run(largest_difference, world_size, case, shlex.split(grid))
+    assert max(differences) < 1e-4, differences
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Grouped queries, untied embeddings: one model for all grids."""
+    return make(tmp_path_factory.mktemp("gqa"))
+
+
+CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    "world_size, grid",
+    [
+        (1, ""),
+        (4, f"{CP} --context-parallel-balance contiguous"),
+        (8, f"--tensor-model-parallel-size 2 {CP}"),
+        (8, f"--tensor-model-parallel-size 2 --sequence-parallel {CP}"),
+    ],
+)
+def test_grids(pool, gqa: Case, world_size: int, grid: str) -> None:
+    check(pool, world_size, gqa, grid)
+
+
+def test_llama3_scaling(pool, tmp_path: Path) -> None:
+    """Wavelengths below, inside and above the range that is interpolated; and the scaling shows in the logits."""
+    rope = {"rope_theta": 500000.0, "rope_type": "llama3", **LLAMA3}
+    case = make(tmp_path, head_dim=32, rope_parameters=rope)
+    check(pool, 1, case)
+    plain = make(tmp_path / "plain", head_dim=32, rope_parameters={"rope_theta": 500000.0, "rope_type": "default"})
+    assert (plain.logits - case.logits).abs().max() > 1e-2
+
+
+def test_linear_scaling_and_mqa(pool, tmp_path: Path) -> None:
+    rope = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
+    check(pool, 1, make(tmp_path, rope_parameters=rope, num_key_value_heads=1))
+
+
+def test_tied_embeddings(pool, tmp_path: Path) -> None:
+    case = make(tmp_path, tie_word_embeddings=True, num_key_value_heads=8)
+    check(pool, 1, case)
+    check(pool, 2, case, "--tensor-model-parallel-size 2")
+
+
+def test_biases(pool, tmp_path: Path) -> None:
+    check(pool, 2, make(tmp_path, attention_bias=True, mlp_bias=True), "--tensor-model-parallel-size 2")

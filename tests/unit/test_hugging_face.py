@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/convert_hf.py: every file of a Llama comes back bit for bit, and what cannot is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.training.arguments import parse
+from megatron.training.config import ModelConfig
+from megatron.training.hugging_face import files, llama, tensors
+from megatron.training.hugging_face.folders import HEADERS
+from megatron.training.refusal import Refusal
+from pretrain_llama import LLAMA
+from tools.convert_hf import main
+
+RUN = ["--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def save_llama(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **settings: Any) -> Path:
+    """A random Llama as transformers saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    given = {
+        "vocab_size": 67,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**(given | settings))).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder, max_shard_size=shard)
+    (folder / "tokenizer.json").write_text('{"not": "read"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One Llama for the tests that change it in a copy."""
+    return save_llama(tmp_path_factory.mktemp("llama"), shard="10KB")
+
+
+@pytest.fixture(scope="module")
+def ours(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That Llama as our checkpoint."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "ours"
+    assert main(["--from-hf", str(small), "--to", str(folder)]) == 0
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def there_and_back(source: Path, tmp_path: Path) -> Path:
+    assert main(["--from-hf", str(source), "--to", str(tmp_path / "ours")]) == 0
+    assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")]) == 0
+    return tmp_path / "back"
+
+
+def refused(capsys: pytest.CaptureFixture, tmp_path: Path, *argv: object) -> str:
+    """The one line of a conversion that fails, after which nothing of the output is there."""
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main([str(word) for word in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+    assert sorted(tmp_path.rglob("*")) == before
+    return err
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shard", ["1GB", "6KB"])
+@pytest.mark.parametrize("kv_heads, tied", [(4, False), (2, True), (2, False), (1, False)])
+def test_round_trip(tmp_path: Path, dtype: torch.dtype, shard: str, kv_heads: int, tied: bool) -> None:
+    source = save_llama(tmp_path / "in", dtype, shard, num_key_value_heads=kv_heads, tie_word_embeddings=tied)
+    assert (len(list(source.glob("*.safetensors"))) > 1) == (shard == "6KB")
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"head_dim": 6},
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}},
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.5}},
+    ],
+    ids=str,
+)
+def test_round_trip_of_variants(tmp_path: Path, settings: dict[str, Any]) -> None:
+    source = save_llama(tmp_path / "in", **settings)
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+
+
+def test_round_trip_with_tensors_that_transformers_ignores(tmp_path: Path) -> None:
+    """Old checkpoints hold RoPE's frequencies, and tied ones the output layer, a copy of the embedding."""
+    source = save_llama(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.rand(2)
+    save_file(weights, source / "model.safetensors", {"format": "pt", "note": "é"})
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+
+    assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "fp32"), "--dtype", "fp32"]) == 0
+    wide = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert wide.keys() == weights.keys()
+    assert all(torch.equal(wide[name], weights[name].float()) for name in weights)
+
+
+def test_our_layout(ours: Path, small: Path) -> None:
+    """By query group, its queries, its key, its value; the gate above the other half; no padding is stored."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    theirs = {}
+    for path in small.glob("*.safetensors"):
+        theirs |= load_file(path)
+    q, k, v = (theirs[f"model.layers.2.self_attn.{name}_proj.weight"] for name in "qkv")
+    gate, up = (theirs[f"model.layers.2.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mine = dist_checkpointing.load_plain_tensors(str(ours / "release"))
+    finally:
+        dist.destroy_process_group()
+    qkv = mine["decoder.layers.self_attention.linear_qkv.weight"]
+    assert qkv.shape == (3, 32, 16)  # heads of 4: 2 queries, 1 key, 1 value, twice
+    assert torch.equal(qkv[2], torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]]))
+    assert torch.equal(mine["decoder.layers.mlp.linear_fc1.weight"][2], torch.cat([gate, up]))
+    assert torch.equal(mine["output_layer.weight"], theirs["lm_head.weight"])
+
+
+@pytest.mark.parametrize("groups, heads", [(1, 4), (2, 4), (4, 4), (3, 12)])
+def test_fuse_and_split(groups: int, heads: int) -> None:
+    shapes = tuple((n * 6, 5) for n in (heads, groups, groups))
+    parts = [torch.randn(shape) for shape in shapes]
+    piece = tensors.Piece("key", ("q", "k", "v"), shapes)
+    back = tensors.split(piece, tensors.fuse(parts, groups), groups)
+    assert all(torch.equal(x, y) for x, y in zip(parts, back))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_key_value_heads": 4, "head_dim": 6},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-6},
+        {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}},
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.5}},
+    ],
+    ids=str,
+)
+def test_printed_flags_give_the_model(tmp_path: Path, capsys: pytest.CaptureFixture, settings: dict[str, Any]) -> None:
+    source = save_llama(tmp_path / "in", torch.bfloat16, **settings)
+    capsys.readouterr()
+    assert main(["--from-hf", str(source), "--to", str(tmp_path / "ours")]) == 0
+    program, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    defaults = LLAMA if program == "pretrain_llama.py" else {}
+    config = parse([*flags, *RUN], defaults, world_size=1)
+    wanted, _ = llama.settings(llama.read_config(source / "config.json"), "")
+    assert config.model == wanted
+    assert config.optimizer.bf16 and not config.optimizer.fp16
+    assert config.checkpoint.load == str(tmp_path / "ours") and config.checkpoint.finetune
+    assert config.data.tokenizer_model == str(tmp_path / "ours" / "hf")
+
+
+def test_a_new_config_and_new_files(tmp_path: Path, ours: Path, small: Path) -> None:
+    """A checkpoint of a training run has no hf/: the same weights and meaning come out."""
+    from transformers import LlamaForCausalLM
+
+    trained = shutil.copytree(ours, tmp_path / "trained", ignore=lambda *_: ["hf"])
+    assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back")]) == 0
+    assert sorted(contents(tmp_path / "back")) == ["config.json", "model.safetensors"]
+    models = [LlamaForCausalLM.from_pretrained(path) for path in (small, tmp_path / "back")]
+    assert all(torch.equal(x, y) for x, y in zip(*(model.parameters() for model in models)))
+    tokens = torch.arange(20)[None]
+    assert torch.equal(*(model(tokens).logits for model in models))
+
+
+def test_several_files_and_their_index(tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(files.plan_files, "__defaults__", (8000,))
+    trained = shutil.copytree(ours, tmp_path / "trained", ignore=lambda *_: ["hf"])
+    assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back"), "--dtype", "bf16"]) == 0
+    index = json.loads((tmp_path / "back" / files.INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 1 and len(index["weight_map"]) == 30
+    _, loading = LlamaForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(loading.values())
+
+
+def test_what_changed_in_training_is_in_config_json(tmp_path: Path, ours: Path, small: Path, capsys) -> None:
+    """The original's config.json stays, but for what is different now."""
+    trained = shutil.copytree(ours, tmp_path / "trained")
+    common = torch.load(trained / "release" / "common.pt", weights_only=False)
+    common["config"]["model"] |= {"max_position_embeddings": 4096, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
+    torch.save(common, trained / "release" / "common.pt")
+    assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back"), "--dtype", "bf16"]) == 0
+    assert "note: max_position_embeddings 128 of the original config.json is now 4096" in capsys.readouterr().out
+    before, after = (json.loads((path / "config.json").read_text()) for path in (small, tmp_path / "back"))
+    changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    rope = {"rope_parameters", "rope_theta", "rope_scaling"}
+    assert changed == {"max_position_embeddings", "dtype"} | rope
+    assert (after["max_position_embeddings"], after["dtype"]) == (4096, "bfloat16")
+    assert llama.settings(after, "")[0].rope_scaling_factor == 8.0
+
+
+def test_dtype(tmp_path: Path, small: Path, ours: Path) -> None:
+    assert main(["--from-hf", str(small), "--to", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    assert main(["--from", str(tmp_path / "bf16"), "--to-hf", str(tmp_path / "back")]) == 0
+    for path in small.glob("*.safetensors"):
+        before, after = load_file(path), load_file(tmp_path / "back" / path.name)
+        assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    index = json.loads((tmp_path / "back" / files.INDEX).read_text())
+    before = json.loads((small / files.INDEX).read_text())
+    assert index["metadata"]["total_size"] * 2 == before["metadata"]["total_size"]
+    assert index["weight_map"] == before["weight_map"]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_rope_of_transformers_4_and_5(new: bool) -> None:
+    scaling = {"factor": 32.0, **llama.LLAMA3}
+    if new:
+        config = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", **scaling}}
+    else:
+        config = {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **scaling}}
+    model, _ = llama.settings({"model_type": "llama", **config}, "")
+    assert (model.rotary_base, model.use_rope_scaling, model.rope_scaling_factor) == (500000, True, 32.0)
+    again, _ = llama.settings(llama.config_json(model, 32000, torch.float32), "")
+    assert again == model
+
+
+CONFIGS = [
+    ({"model_type": "mistral"}, "model_type 'mistral' is not supported: only llama"),
+    ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map asks for code from the checkpoint"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu is not supported: only silu"),
+    ({"attention_bias": True}, "attention_bias True with mlp_bias False is not supported"),
+    ({"mlp_bias": True}, "attention_bias False with mlp_bias True is not supported"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type yarn is not supported"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic is not supported"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0: megatron-core's is fixed at 1"),
+    ({"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0: megatron-core's is fixed at 4"),
+    ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "is fixed at 8192"),
+    ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor of rope_scaling '8' is no positive number"),
+    ({"rope_parameters": {"full": {"rope_theta": 1e4}}}, "by layer type"),
+    ({"rope_parameters": {"rope_theta": 10000.5}}, "rope_theta 10000.5 is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ({"num_hidden_layers": 4}, "9 tensors that config.json asks for are missing: model.layers.3.input_"),
+    ({"num_hidden_layers": 2}, "9 tensors are none of the Llama that config.json describes: model.layers.2.input_"),
+    ({"num_hidden_layers": "3"}, "num_hidden_layers '3' is no positive whole number"),
+    ({"hidden_size": 0}, "hidden_size 0 is no positive whole number"),
+    ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+    ({"head_dim": 5}, "head_dim 5 is odd"),
+    ({"head_dim": None, "num_attention_heads": 6}, "hidden_size 16 is no multiple of num_attention_heads 6"),
+    ({"vocab_size": 68}, "model.embed_tokens.weight is [67, 16], and [68, 16] by config.json"),
+    ({"intermediate_size": 32}, "by config.json"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps 'x' is no positive number"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but lm_head.weight differs"),
+]
+
+
+@pytest.mark.parametrize("change, message", CONFIGS, ids=[str(change) for change, _ in CONFIGS])
+def test_refuses_config(tmp_path: Path, small: Path, capsys, change: dict[str, Any], message: str) -> None:
+    source = shutil.copytree(small, tmp_path / "in")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    error = refused(capsys, tmp_path, "--from-hf", source, "--to", tmp_path / "ours")
+    assert message in error and str(source) in error
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a folder, all in one file afterwards."""
+    weights: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+        path.unlink()
+    (folder / files.INDEX).unlink()
+    change(weights)
+    save_file(weights, folder / files.SINGLE)
+
+
+def truncate(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def rewrite_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / files.INDEX).read_text())
+    change(index["weight_map"])
+    (folder / files.INDEX).write_text(json.dumps(index))
+
+
+def second(folder: Path) -> Path:
+    """The second of its files of weights."""
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+NORM = "model.norm.weight"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (shutil.rmtree, "config.json: No such file"),
+    (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    (lambda f: (f / "config.json").write_text("{"), "config.json: "),
+    (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
+    (lambda f: second(f).unlink(), "safetensors: no such file"),
+    (lambda f: truncate(second(f), 5), "truncated, or no safetensors file (5 bytes)"),
+    (lambda f: truncate(second(f), 300), "truncated"),
+    (lambda f: truncate(second(f), second(f).stat().st_size - 1), "it is truncated: "),
+    (lambda f: second(f).write_bytes(second(f).read_bytes() + b"x"), "it is too long: "),
+    (lambda f: second(f).write_bytes(b"\3\0\0\0\0\0\0\0abc"), "its header cannot be read"),
+    (lambda f: (f / files.INDEX).unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+    (lambda f: (f / files.INDEX).write_text("{}"), "no weight_map can be read"),
+    (lambda f: rewrite_index(f, lambda m: m.pop(NORM)), f"it does not agree with the files about {NORM}"),
+    (lambda f: rewrite_index(f, lambda m: m.update(more=second(f).name)), "does not agree with the files about more"),
+    (lambda f: rewrite_index(f, lambda m: m.update({NORM: "../x"})), "names files outside of its folder"),
+    (lambda f: edit(f, lambda w: w.pop(NORM)), f"1 tensors that config.json asks for are missing: {NORM}"),
+    (lambda f: edit(f, lambda w: w.update(odd=torch.ones(1))), "config.json describes: odd"),
+    (lambda f: edit(f, lambda w: w.update({NORM: torch.ones(15)})), f"{NORM} is [15], and [16] by config.json"),
+    (lambda f: edit(f, lambda w: w.update({NORM: w[NORM].half()})), "weights in F16, F32 are not supported"),
+    (lambda f: edit(f, lambda w: w.update({n: t.double() for n, t in w.items()})), "weights in F64 are not supported"),
+]
+
+
+@pytest.mark.parametrize("damage, message", DAMAGES, ids=[message for _, message in DAMAGES])
+def test_refuses_damage(tmp_path: Path, small: Path, capsys, damage: Callable[[Path], object], message: str) -> None:
+    source = shutil.copytree(small, tmp_path / "in")
+    damage(source)
+    assert message in refused(capsys, tmp_path, "--from-hf", source, "--to", tmp_path / "ours")
+
+
+def test_refuses_outputs_and_flags(tmp_path: Path, small: Path, ours: Path, capsys) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for there in (tmp_path / "full", tmp_path / "full" / "file"):
+        assert "not empty" in refused(capsys, tmp_path, "--from-hf", small, "--to", there)
+        assert "not empty" in refused(capsys, tmp_path, "--from", ours, "--to-hf", there)
+    assert "Not a directory" in refused(capsys, tmp_path, "--from", ours, "--to-hf", tmp_path / "full" / "file" / "x")
+    for argv in (
+        [],
+        ["--from-hf", small],
+        ["--from", ours, "--to", tmp_path],
+        ["--from-hf", small, "--to-hf", tmp_path],
+    ):
+        assert "give --from-hf DIR --to DIR, or --from DIR --to-hf DIR" in refused(capsys, tmp_path, *argv)
+    new = tmp_path / "new"
+    assert "go with --from" in refused(capsys, tmp_path, "--from-hf", small, "--to", new, "--ckpt-step", 3)
+    assert "no config.json" in refused(capsys, tmp_path, "--from", ours, "--to-hf", new, "--hf-files", tmp_path)
+    assert "--dtype" in refused(capsys, tmp_path, "--from", ours, "--to-hf", new, "--dtype", "int4")
+
+
+def test_an_empty_output_folder_is_taken(tmp_path: Path, small: Path, ours: Path) -> None:
+    (tmp_path / "new").mkdir()
+    assert main(["--from", str(ours), "--to-hf", str(tmp_path / "new")]) == 0
+    assert contents(tmp_path / "new") == contents(small)
+
+
+def edit_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    common = torch.load(folder / "release" / "common.pt", weights_only=False)
+    change(common)
+    torch.save(common, folder / "release" / "common.pt")
+
+
+LOST: list[tuple[Callable[[Path], object], str]] = [
+    (shutil.rmtree, "no checkpoint there (latest_checkpointed_iteration.txt is missing)"),
+    (lambda f: (f / "release" / "metadata.json").unlink(), "is missing or incomplete"),
+    (lambda f: (f / "release" / "common.pt").write_bytes(b"x"), "cannot be read: "),
+    (lambda f: (f / "release" / "common.pt").unlink(), "cannot be read: "),
+    (lambda f: (f / "release" / "__0_0.distcp").unlink(), "cannot be read: "),
+    (lambda f: truncate(f / "release" / "__0_0.distcp", 9000), "cannot be read: "),
+    (lambda f: truncate(f / "release" / ".metadata", 200), "cannot be read: "),
+    (lambda f: (f / "hf" / HEADERS).write_text('{"a": "b"}'), "its header cannot be read"),
+    (lambda f: edit_common(f, lambda c: c.pop("config")), "was not written by this program"),
+    (lambda f: edit_common(f, lambda c: c["config"]["model"].update(num_layers=4)), "is [3, 16], and [4, 16]"),
+    (lambda f: edit_common(f, lambda c: c["config"]["model"].update(add_bias_linear=True)), "not those of a Llama"),
+    (lambda f: edit_common(f, lambda c: c["config"]["model"].update(swiglu=False)), "no Llama"),
+    (lambda f: edit_common(f, lambda c: c.update(vocab_size=68)), "is [67, 16], and [68, 16]"),
+]
+
+
+@pytest.mark.parametrize("damage, message", LOST, ids=[f"{n}: {message}" for n, (_, message) in enumerate(LOST)])
+def test_refuses_checkpoints(tmp_path: Path, ours: Path, capsys, damage: Callable[[Path], Any], message: str) -> None:
+    source = shutil.copytree(ours, tmp_path / "in")
+    damage(source)
+    assert message in refused(capsys, tmp_path, "--from", source, "--to-hf", tmp_path / "back")
+
+
+def test_no_such_iteration(tmp_path: Path, ours: Path, capsys) -> None:
+    error = refused(capsys, tmp_path, "--from", ours, "--to-hf", tmp_path / "back", "--ckpt-step", 7)
+    assert "iter_0000007 is missing or incomplete" in error
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+        ({"position_embedding_type": "learned_absolute"}, "--position-embedding-type learned_absolute"),
+        ({"add_qkv_bias": True}, "--add-qkv-bias True"),
+        ({"qk_layernorm": True, "rotary_percent": 0.5}, "--qk-layernorm True, --rotary-percent 0.5"),
+        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0}, "can name only one"),
+    ],
+    ids=str,
+)
+def test_refuses_other_models(settings: dict[str, Any], message: str) -> None:
+    shape = ModelConfig(**LLAMA_SHAPE | settings)
+    with pytest.raises(Refusal, match=message):
+        llama.config_json(shape, 67, torch.float32)
+
+
+LLAMA_SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "swiglu": True} | {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+}
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, small: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensors, "fuse", full)
+    error = refused(capsys, tmp_path, "--from-hf", small, "--to", tmp_path / "ours")
+    assert "No space left on device" in error
+
+
+def test_headers_are_checked() -> None:
+    header = files.make_header({"a": ("F32", (2, 3)), "b": ("BF16", (5,))})
+    assert len(header.text.encode()) % 8 == 0 and header.size == 8 + len(header.text) + 34
+    assert files.parse_header(header.text) == header
+    for text in ("{", "[]", '{"a": 1}', header.text.replace("[24,34]", "[25,35]"), header.text.replace("[5]", "[6]")):
+        with pytest.raises(ValueError, match="header"):
+            files.parse_header(text)

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Turn a Hugging Face Llama folder (config.json, *.safetensors, tokenizer) into a checkpoint for training, and back.
+
+    python tools/convert_hf.py --from-hf Llama-3.1-8B --to llama-8b      # then train with --load llama-8b --finetune
+    python tools/convert_hf.py --from checkpoints --to-hf my-llama
+
+Bit for bit: without training in between, every file comes back as it was. Nothing is downloaded, no code of a
+checkpoint is run, and memory holds a layer, not the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.refusal import Refusal
+
+
+def convert(args: argparse.Namespace) -> list[str]:
+    """Do what the flags ask for; returns the closing lines. Raises Refusal."""
+    from tqdm import tqdm
+
+    from megatron.training.hugging_face.llama import DTYPES
+
+    begin = time.monotonic()
+    dtype = DTYPES.get(args.dtype)
+    with ExitStack() as stack:
+
+        def bar(total: int) -> Callable[[], Any]:
+            return stack.enter_context(tqdm(total=total, unit=" tensors", disable=None)).update
+
+        if args.from_hf:
+            from megatron.training.hugging_face.incoming import from_hugging_face
+
+            lines = from_hugging_face(args.from_hf, args.to, dtype, bar)
+        else:
+            from megatron.training.hugging_face.outgoing import to_hugging_face
+
+            lines = to_hugging_face(args.from_, args.to_hf, dtype, bar, args.ckpt_step, args.hf_files)
+    return [f"{lines[0]}; {time.monotonic() - begin:.1f} s", *lines[1:]]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line."""
+
+    def error(self, message: str) -> Any:
+        raise Refusal(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face folder to read")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="checkpoint folder to write; must be new or empty")
+    parser.add_argument("--from", dest="from_", type=Path, metavar="DIR", help="checkpoint folder to read")
+    parser.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face folder to write; must be new or empty")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: as it is)")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read of --from (default: the latest)")
+    parser.add_argument(
+        "--hf-files",
+        type=Path,
+        metavar="DIR",
+        help="config.json, tokenizer and the like for --to-hf (default: hf/ in --from; else a new config.json)",
+    )
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse flags that do not go together."""
+    there, back = (args.from_hf, args.to), (args.from_, args.to_hf)
+    if not (all(there) and not any(back)) and not (all(back) and not any(there)):
+        raise Refusal("give --from-hf DIR --to DIR, or --from DIR --to-hf DIR")
+    if args.from_hf and (args.ckpt_step is not None or args.hf_files):
+        raise Refusal("--ckpt-step and --hf-files go with --from DIR --to-hf DIR")
+    if args.hf_files and not (args.hf_files / "config.json").exists():
+        raise Refusal(f"--hf-files {args.hf_files}: no config.json there")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    try:
+        args = build_parser().parse_args(argv)
+        check(args)
+        print("\n".join(convert(args)))
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that unfinished folders go
+    sys.exit(main())

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the loss of one run or several from their --log-jsonl files, and sum them up in a table.
+
+python tools/plot_run.py out/quickstart/log.jsonl --output out/quickstart/loss.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[Row]]:
+    """(training rows, evaluation rows) of a log. A torn last line, of a run that was killed, is left out."""
+    training, evaluation = [], []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        (training if "lm_loss" in row else evaluation).append(row)
+    if not training:
+        raise ValueError(f"{path} holds no training step")
+    return training, evaluation
+
+
+def draw(logs: dict[str, tuple[list[Row], list[Row]]], output: Path, resumed: Sequence[int] = ()) -> None:
+    """Loss over training tokens, one line a run; points where it was evaluated, ticks where it was resumed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    for name, (training, evaluation) in logs.items():
+        seen, tokens = 0, {}
+        for row in training:
+            seen += row["tokens"]
+            tokens[row["iteration"]] = seen
+        (line,) = axes.plot(list(tokens.values()), [row["lm_loss"] for row in training], label=name, linewidth=1.3)
+        points = [(tokens[row["iteration"]], row["validation_loss"]) for row in evaluation if "validation_loss" in row]
+        if points:
+            axes.scatter(
+                *zip(*points), color=line.get_color(), edgecolor="black", zorder=3, label=f"{name}: validation"
+            )
+        for index, iteration in enumerate(i for i in resumed if i in tokens):
+            label = "resumed from the checkpoint" if index == 0 else None
+            axes.axvline(tokens[iteration], color="grey", linestyle="--", linewidth=0.8, label=label)
+    axes.set(xlabel="training tokens", ylabel="loss (nats a token)", title="Training loss")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(output)
+    pyplot.close(figure)
+
+
+def summary(training: list[Row], evaluation: list[Row]) -> list[tuple[str, str]]:
+    """What a run came to, as (what, how much)."""
+    first, last = training[0]["lm_loss"], training[-1]["lm_loss"]
+    rest = training[2:] or training  # the first two steps are measured, and slower for it
+    values = [
+        ("iterations", str(training[-1]["iteration"])),
+        ("training tokens", f"{sum(row['tokens'] for row in training):,}"),
+        ("loss, first to last step", f"{first:.3f} to {last:.3f} ({first - last:+.3f} lower)".replace("+", "")),
+    ]
+    for name in ("validation", "test"):
+        losses = [row[f"{name}_loss"] for row in evaluation if f"{name}_loss" in row]
+        if losses:
+            values.append((f"{name} loss", f"{losses[-1]:.3f}"))
+    return [
+        *values,
+        ("time a step (median)", f"{statistics.median(row['iteration_ms'] for row in rest):.0f} ms"),
+        ("tokens a second (median)", f"{statistics.median(row['tokens_per_second'] for row in rest):,.0f}"),
+        ("MFU (median)", f"{100 * statistics.median(row['mfu'] for row in rest):.0f} %"),
+        ("peak memory of a rank", f"{max(row['device_peak_bytes'] for row in training) / 2**20:.0f} MiB of tensors"),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="--log-jsonl files")
+    parser.add_argument("--output", type=Path, help="picture to write; default loss.png beside the first log")
+    parser.add_argument("--resumed", type=int, nargs="*", default=[], help="iterations to mark as resumed from")
+    parser.add_argument("--fell-by", type=float, help="fail unless every loss fell by as many nats")
+    options = parser.parse_args(argv)
+    output = options.output or options.logs[0].with_name("loss.png")
+    try:
+        names = [path.stem if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
+        logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
+        draw(logs, output, options.resumed)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    from rich.console import Console
+    from rich.table import Table
+
+    for name, rows in logs.items():
+        table = Table(title=name if len(logs) > 1 else None, show_header=False)
+        for what, how_much in summary(*rows):
+            table.add_row(what, how_much)
+        table.add_row("picture", str(output))
+        Console().print(table)
+    falls = {name: rows[0][0]["lm_loss"] - rows[0][-1]["lm_loss"] for name, rows in logs.items()}
+    if options.fell_by is not None and min(falls.values()) < options.fell_by:
+        print(
+            f"error: the loss fell by {min(falls.values()):.3f} nats, at least {options.fell_by} wanted",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
