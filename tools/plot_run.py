@@ -63,14 +63,20 @@ def draw(logs: dict[str, tuple[list[Row], list[Row]]], output: Path, resumed: Se
     pyplot.close(figure)
 
 
+def first_and_last(training: list[Row]) -> tuple[float, float]:
+    """Loss of the first step, and the mean of the last five: batches differ from one to the next."""
+    last = [row["lm_loss"] for row in training[-5:]]
+    return training[0]["lm_loss"], sum(last) / len(last)
+
+
 def summary(training: list[Row], evaluation: list[Row]) -> list[tuple[str, str]]:
     """What a run came to, as (what, how much)."""
-    first, last = training[0]["lm_loss"], training[-1]["lm_loss"]
+    first, last = first_and_last(training)
     rest = training[2:] or training  # the first two steps are measured, and slower for it
     values = [
         ("iterations", str(training[-1]["iteration"])),
         ("training tokens", f"{sum(row['tokens'] for row in training):,}"),
-        ("loss, first to last step", f"{first:.3f} to {last:.3f} ({first - last:+.3f} lower)".replace("+", "")),
+        ("loss", f"{first:.3f} at first, {last:.3f} at last: {first - last:.3f} lower"),
     ]
     for name in ("validation", "test"):
         losses = [row[f"{name}_loss"] for row in evaluation if f"{name}_loss" in row]
@@ -110,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
             table.add_row(what, how_much)
         table.add_row("picture", str(output))
         Console().print(table)
-    falls = {name: rows[0][0]["lm_loss"] - rows[0][-1]["lm_loss"] for name, rows in logs.items()}
+    falls = {name: first - last for name, (first, last) in ((n, first_and_last(r[0])) for n, r in logs.items())}
     if options.fell_by is not None and min(falls.values()) < options.fell_by:
         print(
             f"error: the loss fell by {min(falls.values()):.3f} nats, at least {options.fell_by} wanted",

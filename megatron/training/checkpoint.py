@@ -175,6 +175,9 @@ def load(
     settings = config.checkpoint
     common = dist_checkpointing.load_common_state_dict(str(path))
     _check_model(common.get("config", {}).get("model", {}), config, path)
+    saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
+    if saved is not None and saved != here:
+        raise Refusal(f"checkpoint {path} has a vocabulary of {saved} tokens, the tokenizer here {here}: use its tokenizer")
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
     weights_only = settings.finetune or pretrained
     with_optimizer = settings.load_optim and not weights_only

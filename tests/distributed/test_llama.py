@@ -35,7 +35,7 @@ class Case:
 
 
 def make(folder: Path, **settings: object) -> Case:
-    """A random Llama, saved, converted and asked; its weights are large, so that each part of it shows in the logits."""
+    """A random Llama, saved, converted and asked. Its weights are large, so that all of it shows in the logits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)

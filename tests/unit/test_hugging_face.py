@@ -227,6 +227,18 @@ def test_what_changed_in_training_is_in_config_json(tmp_path: Path, ours: Path, 
     assert llama.settings(after, "")[0].rope_scaling_factor == 8.0
 
 
+def test_a_tokenizer_with_fewer_ids_does_not_cut_the_vocabulary(tmp_path: Path, ours: Path, small: Path) -> None:
+    trained = shutil.copytree(ours, tmp_path / "trained")
+    edit_common(trained, lambda common: common.update(vocab_size=60))
+    assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back")]) == 0
+    assert contents(tmp_path / "back") == contents(small)
+
+    shutil.rmtree(trained / "hf")
+    assert main(["--from", str(trained), "--to-hf", str(tmp_path / "new")]) == 0
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["vocab_size"] == 60
+    assert load_file(tmp_path / "new" / files.SINGLE)["lm_head.weight"].shape == (60, 16)
+
+
 def test_dtype(tmp_path: Path, small: Path, ours: Path) -> None:
     assert main(["--from-hf", str(small), "--to", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
     assert main(["--from", str(tmp_path / "bf16"), "--to-hf", str(tmp_path / "back")]) == 0

@@ -76,12 +76,26 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        raise Refusal(f"checkpoint {path} cannot be read: {_reason(error)}") from error
+        raise Refusal(f"checkpoint {path} cannot be read: {_reason(cause(error))}") from error
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error inside torch's CheckpointException; an interruption inside it is raised again.
+
+    Closing a file that a full disk or an interruption left incomplete is an error of its own, which hides the first.
+    """
+    if not isinstance(error, CheckpointException):
+        return error
+    chain = [next(iter(error.failures.values()))[0]]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    first = [link for link in chain if isinstance(link, (OSError, KeyboardInterrupt, SystemExit))]
+    if first and not isinstance(first[-1], OSError):
+        raise first[-1]
+    return first[-1] if first else chain[0]
 
 
 def _reason(error: BaseException) -> str:
-    while isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(text.split())[:300]
 

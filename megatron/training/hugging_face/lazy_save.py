@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
+from megatron.training.hugging_face.folders import cause
 from megatron.training.hugging_face.tensors import Piece
 
 Compute = Callable[[ShardedTensor], Tensor]
@@ -48,10 +49,10 @@ class LazySave(SaveShardedStrategy):
         # without reading ahead, which GPUs would get a stream for
         writer = torch_checkpoint.FileSystemWriter(str(checkpoint_dir), thread_count=1, per_thread_copy_ahead=0)
         try:
-            torch_checkpoint.save({}, storage_writer=writer, planner=planner)
+            torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
         except torch_checkpoint.CheckpointException as error:  # a BaseException that wraps the reason
-            reason = next(iter(error.failures.values()))[0]
-            raise OSError(f"{checkpoint_dir} could not be written: {reason}") from error
+            reason = cause(error)
+            raise OSError(getattr(reason, "strerror", None) or str(reason)) from error
 
 
 class _LazyPlanner(SavePlanner):

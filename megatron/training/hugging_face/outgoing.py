@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.training import checkpoint
     from megatron.training.hugging_face.lazy_save import sharded
 
+ROWS = "embedding.word_embeddings.weight"
+
 
 def to_hugging_face(
     source: Path,
@@ -73,11 +76,7 @@ def to_hugging_face(
         if "model" not in common.get("config", {}):
             raise Refusal(f"checkpoint {path} was not written by this program: it holds no settings of its model")
         model = llama.saved_settings(common["config"]["model"])
-        vocab_size = common.get("vocab_size") or (original or {}).get("vocab_size")
-        if not vocab_size:
-            raise Refusal(
-                f"{path} does not say how large its vocabulary is: give --hf-files, a folder with a config.json"
-            )
+        vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
         pieces = list(tensors.pieces(model, vocab_size))
         config = llama.config_json(model, vocab_size, torch.float32)  # refuses what is no Llama
         kept = _check_stored(path, stored, pieces, model)
@@ -114,6 +113,17 @@ def to_hugging_face(
         f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
     )
     return [summary, *notes]
+
+
+def _vocabulary(
+    path: Path, trained: int | None, original: dict[str, Any] | None, stored: dict[str, ShardedTensor]
+) -> int:
+    """The rows to write: the original's, where the tokenizer of the training had fewer ids; the rest is padding."""
+    there = (original or {}).get("vocab_size")
+    if trained is None and there is None:
+        raise Refusal(f"{path} does not say how large its vocabulary is: give --hf-files, a folder with a config.json")
+    rows = stored[ROWS].global_shape[0] if ROWS in stored else 0
+    return there if trained is None or (there and trained < there <= rows) else trained
 
 
 def _check_stored(path: Path, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig) -> torch.dtype:
