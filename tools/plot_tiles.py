@@ -77,12 +77,13 @@ def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
                 axes.barh(line, layout.seq_length, color=PALE, height=0.8, left=0)
                 axes.text(-0.02 * layout.seq_length, line, f"R {r}   U {u}", ha="right", va="center", color=INK)
                 shade = colour(r, ring, 0.55 * u / max(ulysses - 1, 1))
-                for start, stop in layout.spans(ulysses=u, ring=r):
+                held = layout.spans(ulysses=u, ring=r)
+                for start, stop in held:
                     for y, height in ((0, 1.1), (line, 0.8)):
                         axes.barh(
                             y, stop - start, left=start, color=shade, height=height, edgecolor="white", linewidth=0.8
                         )
-                    if lines <= 16:
+                    if lines <= 16 and len(held) == 1:
                         beside = stop < 0.8 * layout.seq_length
                         gap = 0.012 * layout.seq_length
                         axes.text(
@@ -92,9 +93,10 @@ def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
         axes.text(-0.02 * layout.seq_length, 0, "sequence", ha="right", va="center", color=INK)
         axes.set_title(layout.balance, fontsize=13, color=INK, pad=10)
         axes.set(ylim=(2.0 + ring * (ulysses + 0.4), -0.9), xlim=(0, layout.seq_length))
+        axes.set_xticks(*_ticks(layout))
         axes.set_xlabel("position in the sequence", color=INK)
-        _frame(axes)
         axes.set_yticks([])
+        _frame(axes)
     u, r = layouts[0].grid.ulysses.size, layouts[0].grid.ring.size
     figure.suptitle(f"Who holds which tokens: Ulysses {u} x Ring {r}", fontsize=15, color=INK)
 
@@ -115,6 +117,8 @@ def draw_tiles(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
                     x, y = (sum(c) / len(corners) for c in zip(*corners))
                     top.text(x, y, str(hop), ha="center", va="center", fontsize=8, color=_ink_on(shade))
         top.set(xlim=(0, length), ylim=(length, 0), aspect="equal")
+        top.set_xticks(*_ticks(layout))
+        top.set_yticks(*_ticks(layout))
         top.set_xlabel("key position", color=INK)
         top.set_ylabel("query position", color=INK)
         _frame(top)
@@ -130,7 +134,9 @@ def draw_tiles(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
         below.axvline(1, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
         slowest = max(plan.pairs for plan in plans) / mean
         busiest = max(busiest, slowest)
-        top.set_title(f"{layout.balance}: the busiest rank does {slowest:.2f} x the mean", fontsize=12, color=INK, pad=8)
+        top.set_title(
+            f"{layout.balance}: the busiest rank does {slowest:.2f} x the mean", fontsize=12, color=INK, pad=8
+        )
         below.set_xlabel("work of a ring rank, 1 = mean", color=INK)
         below.set_yticks(range(ring), [f"R {rank}" for rank in range(ring)])
         below.set_ylim(ring - 0.4, -0.6)
@@ -156,11 +162,11 @@ def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
         share = sent / (ring * (ring - 1) * block) if ring > 1 else 0.0
         towards = "up" if plans[0].next == 1 % ring else "down"
         axes.set_title(
-            f"{layout.balance}: blocks travel {towards} the ranks,\n{share:.0%} of all rows are sent",
+            f"{layout.balance}: blocks travel {towards} the ranks,\n{share:.0%} of what a full ring would send",
             fontsize=12, color=INK, pad=10,
         )  # fmt: skip
         axes.set_xticks([hop + 0.44 for hop in range(ring)], ["own block", *(f"hop {hop}" for hop in range(1, ring))])
-        axes.set_yticks([rank + 0.4 for rank in range(ring)], [f"R {rank}" for rank in range(ring)])
+        axes.set_yticks([rank + 0.25 for rank in range(ring)], [f"R {rank}" for rank in range(ring)])
         axes.set(xlim=(-0.1, ring), ylim=(ring, -0.15))
         axes.xaxis.tick_top()
         _frame(axes)
@@ -185,6 +191,16 @@ def _draw_hop(axes: Any, plan: RingPlan, number: int, hop: Hop, ring: int, block
         )
     else:
         axes.text(number + width / 2, plan.rank + height / 2, "idle", fontsize=8, color=GREY, va="center", ha="center")
+
+
+def _ticks(layout: SequenceLayout) -> tuple[list[int], list[str]]:
+    """Where the blocks begin, if they are few, and how that is written."""
+    fitting = (n for n in (2 * layout.grid.ring.size, 8, 4, 1) if n <= 8 and layout.seq_length % n == 0)
+    parts = next(fitting)
+    places = [layout.seq_length * part // parts for part in range(parts + 1)]
+    if all(place % 1024 == 0 for place in places):
+        return places, [f"{place // 1024}K" for place in places]
+    return places, [f"{place:,}" for place in places]
 
 
 def _fade(hop: int, ring: int) -> float:
@@ -218,7 +234,7 @@ def figure_size(show: str, ulysses: int, ring: int, columns: int) -> tuple[float
     if show == "layout":
         return 5.4 * columns, 1.9 + 0.34 * ring * (ulysses + 0.4)
     if show == "ring":
-        return max(4.0, 1.25 * ring + 0.6) * columns, 1.6 + 0.72 * ring
+        return max(5.4, 1.25 * ring + 0.6) * columns, 1.6 + 0.72 * ring
     return 5.4 * columns, 6.4 + 0.17 * ring
 
 

@@ -148,6 +148,8 @@ def _initialize_world(backend: str | None, timeout: timedelta) -> None:
     import torch
 
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.grid import Grid
 from megatron.context_parallel.masks import Span
@@ -132,6 +133,7 @@ class _Gather(torch.autograd.Function):
         return whole.movedim(0, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         layout = ctx.layout
         parts = grad.movedim(ctx.dim, 0)[layout.order.to(grad.device)].contiguous()

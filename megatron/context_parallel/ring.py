@@ -147,7 +147,7 @@ class RingSource:
 
     def __init__(self, plan: RingPlan, axis: Axis) -> None:
         self.plan, self.axis = plan, axis
-        self.grads: tuple[Tensor, Tensor] | None = None
+        self._grads: tuple[Tensor, Tensor] | None = None
 
     @property
     def single_tile(self) -> bool:
@@ -171,7 +171,8 @@ class RingSource:
     def blocks_with_grads(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Iterator[KeyBlock]:
         """As :meth:`blocks`; the caller adds the gradients of its tiles to each block before asking for the next.
 
-        Gradients are summed in ``dtype`` and travel on with their block; after the last block :meth:`grads` has ours.
+        Gradients are summed in ``dtype`` and travel on with their block; after the last block :meth:`take_grads` has
+        ours.
         """
         hops = self.plan.hops
         kv = torch.stack((k, v), dim=1) if len(hops) > 1 else None
@@ -206,7 +207,14 @@ class RingSource:
         grads_transfer.wait()
         if coming_home is not None:
             _add_rows(own, ((0, own.size(0)),), coming_home, self.plan.grads_home[1])
-        self.grads = own[:, 0], own[:, 1]
+        self._grads = own[:, 0], own[:, 1]
+
+    def take_grads(self) -> tuple[Tensor, Tensor]:
+        """dk, dv of this rank's own block, once the last block is done. The source lets go of them."""
+        if self._grads is None:
+            raise RuntimeError("gradients are there only after the last block of blocks_with_grads")
+        grads, self._grads = self._grads, None
+        return grads
 
     def _with_grads(self, k: Tensor, v: Tensor, kv: Tensor | None, hop: Hop, grad: Tensor, index: int) -> KeyBlock:
         """The block of a hop, with the rows of ``grad`` that its tiles may touch."""

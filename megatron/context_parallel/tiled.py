@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.kernels.base import Kernel
 from megatron.context_parallel.ring import KeyBlock, RingSource
@@ -87,38 +88,39 @@ class _TiledAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         source = ctx.source
+
+        def tile_grads(tile: Tile, block: KeyBlock) -> list[Tensor]:
+            rows = slice(*tile.q)
+            grads = ctx.kernel.backward(
+                _heads_first(dout[rows]),
+                *_rows_of(tile, q, block),
+                _heads_first(out[rows]),
+                lse[rows].permute(1, 2, 0),
+                causal=tile.kind == "causal",
+                mask=None,
+                scale=ctx.scale,
+            )
+            return [grad.permute(2, 0, 1, 3) for grad in grads]
+
+        if source.single_tile:  # nothing to add up
+            (block,) = source.blocks(k, v)
+            (tile,) = block.tiles
+            return *tile_grads(tile, block), None, None, None
         dq: Tensor | None = None
-        whole = (0, q.size(0)), (0, k.size(0))
         for block in source.blocks_with_grads(k, v, sum_dtype(q.dtype)):
             for tile in block.tiles:
-                q_tile, k_tile, v_tile = _rows_of(tile, q, block)
-                rows = slice(*tile.q)
-                dq_tile, dk_tile, dv_tile = (
-                    grad.permute(2, 0, 1, 3)
-                    for grad in ctx.kernel.backward(
-                        _heads_first(dout[rows]),
-                        q_tile,
-                        k_tile,
-                        v_tile,
-                        _heads_first(out[rows]),
-                        lse[rows].permute(1, 2, 0),
-                        causal=tile.kind == "causal",
-                        mask=None,
-                        scale=ctx.scale,
-                    )
-                )
-                if (tile.q, tile.k) == whole and source.single_tile:
-                    return dq_tile, dk_tile, dv_tile, None, None, None
-                if dq is None and tile.q == whole[0]:
+                dq_tile, dk_tile, dv_tile = tile_grads(tile, block)
+                if dq is None and tile.q == (0, q.size(0)):
                     dq = dq_tile.to(sum_dtype(q.dtype))
                 else:
                     dq = torch.zeros_like(q, dtype=sum_dtype(q.dtype)) if dq is None else dq
-                    dq[rows] += dq_tile
+                    dq[slice(*tile.q)] += dq_tile
                 block.add_grad(tile, dk_tile, dv_tile)
-        dk, dv = source.grads
+        dk, dv = source.take_grads()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 

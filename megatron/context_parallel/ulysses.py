@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ulysses: all-to-all over heads around any attention (DeepSpeed-Ulysses paper, sections 3.1 and 3.4).
 
-Before attention each rank holds some tokens of all heads; after the all-to-all it holds all tokens (of its ring rank) of
-some heads. Queries, keys and values travel in one fused all-to-all; where there are fewer key/value heads than ranks they
-are replicated, each rank gets just the heads its queries need, and their gradients are summed.
+Before attention each rank holds some tokens of all heads; after the all-to-all it holds all tokens (of its ring rank)
+of some heads. Queries, keys and values travel in one fused all-to-all; where there are fewer key/value heads than
+ranks they are replicated, each rank gets just the heads its queries need, and their gradients are summed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.grid import Axis
 
@@ -98,6 +99,7 @@ class _SequenceToHeads(torch.autograd.Function):
         return tuple(torch.cat(pieces) for pieces in zip(*received))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         plan, axis = ctx.plan, ctx.axis
         q_length, k_length = ctx.lengths
@@ -130,6 +132,7 @@ class _HeadsToSequence(torch.autograd.Function):
         return torch.cat(received.chunk(axis.size), dim=2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         sent = torch.cat(grad.chunk(ctx.axis.size, dim=2))
         received = torch.empty_like(sent)

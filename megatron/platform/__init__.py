@@ -18,15 +18,6 @@ class Platform:
     device: torch.device
     backend: str
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished its work."""
-        if self.name == "cuda":
-            torch.cuda.synchronize()
-
-    def empty_cache(self) -> None:
-        if self.name == "cuda":
-            torch.cuda.empty_cache()
-
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.name == "cuda" else cpu.processor_name()
 

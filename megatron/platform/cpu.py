@@ -2,7 +2,7 @@
 """Run megatron-core on a CPU.
 
 megatron-core is written for GPUs: it asks ``torch.cuda.current_device()``, makes tensors on ``"cuda"`` and compares
-type names with ``"torch.cuda.FloatTensor"``. On a CPU we compile the functions of the modules below once more with these
+type names with ``"torch.cuda.FloatTensor"``. On a CPU the functions of the modules below are compiled again with these
 *words* exchanged (``torch.cuda`` -> ``torch.cpu``, ``"cuda"`` -> ``"cpu"``, ``"torch.cuda.FloatTensor"`` ->
 ``"torch.FloatTensor"``). Nothing outside megatron-core is touched, nothing is wrapped, and a step costs nothing more.
 """

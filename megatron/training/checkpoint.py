@@ -53,6 +53,21 @@ SHAPES = (
 )
 
 
+# Settings that change the network but no shape: weights may be taken over on purpose, a run may not go on.
+FORMULAS = (
+    "squared_relu",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+)
+
+
 @dataclass
 class Progress:
     """How far a run has come."""
@@ -87,6 +102,7 @@ def save(
         error = problem
     _raise_together(error, folder)
     try:
+        gather_parameters(chunks, config)
         state = _state(chunks, optimizer, schedule, progress, config, loading=False)
         dist_checkpointing.save(state, str(partial), content_metadata=dict(METADATA))
     except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
@@ -120,8 +136,9 @@ def _publish(partial: Path, final: Path, tracker: Path, name: str) -> None:
 
 def remove_older(folder: str, keep_multiple_of: int, latest: int) -> None:
     """Remove checkpoints before ``latest`` whose iteration is not a multiple of ``keep_multiple_of`` (rank 0)."""
-    for path in Path(folder).glob("iter_*"):
-        iteration = int(path.name.removeprefix("iter_"))
+    for path in Path(folder).glob("iter_[0-9]*"):
+        number = path.name.removeprefix("iter_")
+        iteration = int(number) if number.isdigit() else latest  # not ours: iter_0000010.bak
         if iteration < latest and iteration % keep_multiple_of:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -174,12 +191,14 @@ def load(
     """
     settings = config.checkpoint
     common = dist_checkpointing.load_common_state_dict(str(path))
-    _check_model(common.get("config", {}).get("model", {}), config, path)
-    saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
-    if saved is not None and saved != here:
-        raise Refusal(f"checkpoint {path} has a vocabulary of {saved} tokens, the tokenizer here {here}: use its tokenizer")
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
     weights_only = settings.finetune or pretrained
+    _check_model(common.get("config", {}).get("model", {}), config, path, weights_only)
+    saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
+    if saved is not None and saved != here:
+        raise Refusal(
+            f"checkpoint {path} has a vocabulary of {saved} tokens, the tokenizer here {here}: use its tokenizer"
+        )
     with_optimizer = settings.load_optim and not weights_only
     if with_optimizer and "optimizer" not in common:
         raise Refusal(
@@ -201,12 +220,19 @@ def load(
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
         if schedule is not None:
-            schedule.load_state_dict(loaded["schedule"])
+            _load_schedule(schedule, loaded["schedule"], path)
     else:
         optimizer.reload_model_params()
     if with_rng:
         _set_random_state(loaded["rng"])
     return Progress() if weights_only else Progress(**loaded["progress"])
+
+
+def gather_parameters(chunks: Sequence[nn.Module], config: Config) -> None:
+    """Under --overlap-param-gather a step's new weights arrive with the next forward pass only: fetch them now."""
+    if config.parallel.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
@@ -269,14 +295,30 @@ def _set_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _check_model(saved: dict[str, Any], config: Config, path: Path) -> None:
-    wrong = [
-        f"--{name.replace('_', '-')} {saved[name]} there, {getattr(config.model, name)} here"
-        for name in SHAPES
-        if name in saved and saved[name] != getattr(config.model, name)
-    ]
+def _load_schedule(schedule: OptimizerParamScheduler, saved: dict[str, Any], path: Path) -> None:
+    try:
+        schedule.load_state_dict(saved)
+    except AssertionError as error:  # core's way to say that the flags differ from the checkpoint's
+        raise Refusal(
+            f"checkpoint {path} has another schedule ({' '.join(str(error).split())}): pass "
+            "--override-opt-param-scheduler to take the flags, or --use-checkpoint-opt-param-scheduler"
+        ) from None
+
+
+def _check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:
+    """Refuse weights of other shapes, and a run that would go on as another network; new ones may start from them."""
+
+    def differing(names: Sequence[str]) -> list[str]:
+        return [
+            f"--{name.replace('_', '-')} {saved[name]} there, {getattr(config.model, name)} here"
+            for name in names
+            if name in saved and saved[name] != getattr(config.model, name)
+        ]
+
+    wrong = differing(SHAPES if weights_only else (*SHAPES, *FORMULAS))
     if wrong:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
+    config.notes += [f"weights of another network: {change}" for change in differing(FORMULAS)]
 
 
 def _raise_together(error: BaseException | None, folder: str) -> None:

@@ -67,7 +67,7 @@ class ModelConfig:
     vocab_size: int | None = flag(None, "vocabulary size; default the tokenizer's", type=int)
     transformer_impl: str = flag(
         "auto",
-        "layers from megatron-core (local) or Transformer Engine",
+        "layers from megatron-core (local) or Transformer Engine; auto: the latter on GPUs where it is installed",
         choices=["auto", "local", "transformer_engine"],
     )
     fp8_format: str | None = flag(None, "FP8 through Transformer Engine", type=str, choices=["e4m3", "hybrid"])

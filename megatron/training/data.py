@@ -29,6 +29,7 @@ from megatron.training import data_files
 from megatron.training.config import Config
 from megatron.training.mock_data import MockDataset
 from megatron.training.refusal import Refusal
+from megatron.training.setup import together
 from megatron.training.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,11 @@ def build_datasets(
         create_attention_mask=False,
     )
     samples = list(samples)
-    files = _plan(core, tokenizer, samples, default_split=data.split is None)
+
+    def plan() -> list:
+        return _plan(core, tokenizer, samples, default_split=data.split is None)
+
+    files = together(plan) if torch.distributed.is_initialized() else plan()
     if not any(samples):
         return None, None, None
     folder = data_files.cache_folder(data, files, {**settings, "samples": samples})

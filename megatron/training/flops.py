@@ -59,7 +59,7 @@ def step_flops(config: Config, vocab_size: int) -> StepFlops:
 
 
 def peak_flops(config: Config, device: torch.device) -> float:
-    """FLOP/s that one device could do at best: --peak-tflops, the GPU's data sheet, or this CPU's measured GEMM rate."""
+    """FLOP/s that one device could do: --peak-tflops, the GPU's data sheet, or this CPU's measured GEMM rate."""
     if config.logging.peak_tflops:
         return config.logging.peak_tflops * 1e12
     if device.type == "cuda":

@@ -52,7 +52,8 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
     dtype = torch.bfloat16 if optimizer.bf16 else torch.float16 if optimizer.fp16 else torch.float32
     gated = model.swiglu
-    activation = functional.silu if gated else squared_relu if model.squared_relu else functional.gelu
+    activation = functional.silu if gated else squared_relu if model.squared_relu else gelu
+    overlap_p2p = on_gpu and virtual_stages(config) is not None
     fp8: dict[str, Any] = {}
     if model.fp8_format:
         fp8 = {
@@ -101,12 +102,12 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         recompute_num_layers=attention.recompute_num_layers,
         recompute_modules=["core_attn"] if attention.recompute_granularity == "selective" else None,
         # Fused elementwise kernels are compiled by torch.compile: GPUs only.
-        bias_activation_fusion=on_gpu and not model.squared_relu,
+        bias_activation_fusion=on_gpu and gated,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=on_gpu and core_layers._grad_accum_fusion_available,
-        batch_p2p_comm=on_gpu,
-        overlap_p2p_comm=on_gpu and virtual_stages(config) is not None,
+        batch_p2p_comm=on_gpu and not overlap_p2p,
+        overlap_p2p_comm=overlap_p2p,
         deallocate_pipeline_outputs=True,
         **fp8,
     )
@@ -175,6 +176,11 @@ def virtual_stages(config: Config) -> int | None:
         layers = config.model.num_layers // parallel.pipeline_model_parallel_size
         return layers // parallel.num_layers_per_virtual_pipeline_stage
     return None
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU by tanh, as in GPT-2 and in Megatron-LM's fused kernel; the same formula on every device."""
+    return functional.gelu(x, approximate="tanh")
 
 
 def squared_relu(x: Tensor) -> Tensor:

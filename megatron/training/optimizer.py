@@ -31,7 +31,7 @@ def wrap_for_data_parallelism(chunks: Sequence[nn.Module], config: Config) -> li
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.zero_stage == 1,
         bucket_size=parallel.ddp_bucket_size,
-        check_for_nan_in_grad=config.optimizer.check_for_nan_in_loss_and_grad and not config.optimizer.fp16,
+        check_for_nan_in_grad=False,  # the loop looks at the loss and the gradient norm, on all ranks together
     )
     return [
         DistributedDataParallel(chunk.config, settings, _in_compute_dtype(chunk, config), disable_bucketing=index > 0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -59,8 +60,7 @@ class Reporter:
         """Report one training step; ``row`` is what goes to --log-jsonl."""
         if not self.active:
             return
-        if self.jsonl:
-            _write_row(self.jsonl, row)
+        self._write_row(row)
         iteration = row["iteration"]
         self.window.append(row)
         self.skipped += bool(extra.pop("skipped", False))
@@ -79,9 +79,21 @@ class Reporter:
             return
         perplexity = math.exp(min(loss, 20.0))
         self.say(f" {name} loss at iteration {iteration}: lm loss {loss:.6E} | perplexity {perplexity:.6E}")
-        if self.jsonl:
-            _write_row(self.jsonl, {"iteration": iteration, f"{name}_loss": loss})
         self._scalars({f"{name}_loss": loss}, iteration)
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        """Write a row; where that fails (a full disk) the run goes on without the log."""
+        if self.jsonl is None:
+            return
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        try:
+            self.jsonl.write(json.dumps(finite) + "\n")
+            self.jsonl.flush()
+        except OSError as error:
+            self.say(f" WARNING: --log-jsonl {self.jsonl.name}: {error.strerror}; going on without it")
+            with contextlib.suppress(OSError):
+                self.jsonl.close()
+            self.jsonl = None
 
     def close(self) -> None:
         for writer in (self.bar, self.tensorboard, self.jsonl):
@@ -126,13 +138,13 @@ def duration(seconds: float) -> str:
 
 def _open_for_rows(path: str, first_iteration: int) -> TextIO:
     """Open a JSONL file to go on after ``first_iteration``: rows that this run will write again are dropped."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     kept: list[str] = []
-    if os.path.exists(path) and first_iteration > 0:
-        with open(path) as file:
-            kept = [line for line in file if _iteration_of(line) <= first_iteration]
     beside = f"{path}.partial"
     try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        if os.path.exists(path) and first_iteration > 0:
+            with open(path) as file:
+                kept = [line for line in file if _iteration_of(line) <= first_iteration]
         with open(beside, "w") as file:
             file.writelines(kept)
         os.replace(beside, path)
@@ -147,11 +159,6 @@ def _iteration_of(line: str) -> float:
         return json.loads(line)["iteration"]
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _write_row(file: TextIO, row: dict[str, Any]) -> None:
-    file.write(json.dumps(row) + "\n")
-    file.flush()
 
 
 def _start_wandb(config: Config) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +18,9 @@ from megatron.context_parallel import kernels
 from megatron.context_parallel.grid import Grid, initialize_grid
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.training.config import Config
-from megatron.training.validate import Refusal
+from megatron.training.validate import Refusal, transformer_engine_installed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,6 @@ class Runtime:
         return self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
-def world_size() -> int:
-    """Processes of this run, before torch.distributed starts."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def start(config: Config) -> Runtime:
     """Choose the device, make the process groups and seed the random states.
 
@@ -70,6 +65,9 @@ def start(config: Config) -> Runtime:
     except ValueError as error:
         raise Refusal(str(error)) from None
     config.attention.attention_kernel = kernel.name
+    if config.model.transformer_impl == "auto":
+        on_gpu = where.name == "cuda" and transformer_engine_installed()
+        config.model.transformer_impl = "transformer_engine" if on_gpu else "local"
     grid = initialize_grid(
         ulysses=parallel.ulysses_parallel_size,
         ring=parallel.ring_parallel_size,
@@ -100,6 +98,28 @@ def seed_everything(seed: int, grid: Grid) -> None:
     np.random.seed(own)
     torch.manual_seed(own)
     tensor_parallel.model_parallel_cuda_manual_seed(own)
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank; if it is refused on any, it is refused on all, and nobody waits for anybody.
+
+    Raises:
+        Refusal: of the first rank that refused; ``everywhere`` is set, so that one rank tells it for all.
+    """
+    result, told = None, None
+    try:
+        result = action()
+    except Refusal as refusal:
+        told = str(refusal)
+    lines: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, told)
+    refused = [(index, line) for index, line in enumerate(lines) if line]
+    if refused:
+        index, line = refused[0]
+        refusal = Refusal(line if index == 0 else f"{line} (rank {index})")
+        refusal.everywhere = True
+        raise refusal
+    return result
 
 
 def stop() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,10 @@ class StepResult:
     skipped: bool = False  # fp16 overflow: no update was made
 
 
+class Diverged(ArithmeticError):
+    """The loss or the gradient norm is not finite; raised on every rank alike."""
+
+
 def forward_step(runtime: Runtime, batches: Batches, model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Run the model on the next micro-batch; returns its output and the function that makes a loss of it."""
     batch: dict[str, Tensor | None] = {"tokens": None, "position_ids": None, "labels": None, "loss_mask": None}
@@ -50,8 +55,8 @@ def sum_of_losses(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tens
     """
     mask = loss_mask.reshape(-1).float()
     losses = loss.reshape(-1).float() * mask
-    tokens = mask.sum()
-    report = torch.stack((losses.detach().double().sum(), tokens.double()))
+    tokens = mask.sum(dtype=torch.float64)
+    report = torch.stack((losses.detach().double().sum(), tokens))
     return losses.sum(), tokens.to(torch.int), report
 
 
@@ -69,10 +74,15 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = _run_schedule(runtime, chunks, batches, config, num_microbatches, forward_only=False)
+    loss, tokens = mean_loss(reports, runtime)
+    watch = config.optimizer.check_for_nan_in_loss_and_grad and not config.optimizer.fp16
+    if watch and not math.isfinite(loss):
+        raise Diverged("loss", loss)
     updated, grad_norm, zeros = optimizer.step()
+    if watch and not math.isfinite(grad_norm or 0.0):
+        raise Diverged("gradient norm", grad_norm)
     if updated:
         schedule.step(num_microbatches * config.data.micro_batch_size * runtime.grid.data.size)
-    loss, tokens = mean_loss(reports, runtime)
     return StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated)
 
 

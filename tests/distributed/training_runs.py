@@ -29,7 +29,7 @@ RUN = (
 def make_job(flags: str, llama: bool = True) -> Any:
     """The job that ``pretrain_llama.py`` (or ``pretrain_gpt.py``) would train with these flags."""
     from megatron.training.arguments import parse
-    from megatron.training.pretrain import prepare
+    from megatron.training.job import prepare
     from megatron.training.setup import start
 
     logging.disable(logging.WARNING)
@@ -40,7 +40,7 @@ def make_job(flags: str, llama: bool = True) -> Any:
 
 def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train some steps: losses, gradient norms, and the gradients of the first step by canonical name."""
-    from megatron.training.pretrain import batches_for
+    from megatron.training.job import batches_for
     from megatron.training.step import train_step
 
     grads: dict[str, torch.Tensor] = {}

@@ -21,7 +21,9 @@ print(took_effect, max(others))
 
 
 def run(**environment: str) -> list[str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))} | environment
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))
+    } | environment
     answer = subprocess.run([sys.executable, "-c", COUNT_FAULTS], env=env, capture_output=True, text=True, check=True)
     return answer.stdout.split()
 

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training job: everything a run builds before its first step and holds between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import get_model_parallel_group
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import nn
+from torch.utils.data import Dataset
+
+from megatron.training import checkpoint
+from megatron.training.config import Config
+from megatron.training.data import build_datasets, micro_batches
+from megatron.training.model import build_model
+from megatron.training.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from megatron.training.setup import Runtime, together
+from megatron.training.tokenizer import Tokenizer, build_tokenizer, check_vocab
+from megatron.training.validate import data_parallel_size
+
+
+@dataclass
+class Job:
+    """Made by :func:`prepare`."""
+
+    config: Config
+    runtime: Runtime
+    chunks: list[nn.Module]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler | None
+    progress: checkpoint.Progress
+    datasets: tuple[Dataset | None, Dataset | None, Dataset | None]
+    batch_sizes: Any  # core's calculator of micro-batches a step
+    iterations: int
+    vocab_size: int
+
+
+def prepare(config: Config, runtime: Runtime) -> Job:
+    """Tokenizer, data, model, optimizer and checkpoint of a run.
+
+    Raises:
+        Refusal: on every rank alike, before the first collective that another rank would wait in.
+    """
+
+    def look() -> tuple[Any, Tokenizer, int]:
+        found = checkpoint.find(config.checkpoint)
+        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        return found, tokenizer, check_vocab(config.model.vocab_size, tokenizer)
+
+    found, tokenizer, vocab_size = together(look)
+    ranks = data_parallel_size(config, dist.get_world_size())
+    batch_sizes = _build_num_microbatches_calculator(
+        dist.get_rank(),
+        config.data.rampup_batch_size,
+        config.data.global_batch_size,
+        config.data.micro_batch_size,
+        ranks,
+        False,
+    )
+    iterations, samples = length_of_run(config, batch_sizes)
+    held_out = config.run.eval_iters * config.data.global_batch_size
+    wanted = (samples, evaluations(config, iterations) * held_out, held_out)
+    datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
+    model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
+    chunks = wrap_for_data_parallelism(model, config)
+    optimizer = build_optimizer(chunks, config)
+    schedule = None if config.run.skip_train else build_schedule(optimizer, config)
+    progress = checkpoint.Progress()
+    if found:
+        progress = checkpoint.load(found, chunks, optimizer, schedule, config)
+        config.notes.append(f"loaded {found}, going on after iteration {progress.iteration}")
+    elif config.checkpoint.load:
+        config.notes.append(f"--load {config.checkpoint.load} holds no checkpoint: starting from iteration 0")
+    batch_sizes.update(progress.consumed_train_samples, False)
+    return Job(config, runtime, chunks, optimizer, schedule, progress, datasets, batch_sizes, iterations, vocab_size)
+
+
+def length_of_run(config: Config, batch_sizes: Any) -> tuple[int, int]:
+    """(iterations, samples) of the whole run, whichever of the two was given; none for --skip-train."""
+    if config.run.skip_train:
+        return 0, 0
+    wanted_samples, wanted_iterations = config.run.train_samples, config.run.train_iters
+    if config.data.rampup_batch_size is None:
+        batch = config.data.global_batch_size
+        iterations = wanted_samples // batch if wanted_samples is not None else wanted_iterations
+        return iterations, iterations * batch
+    iterations, samples = 0, 0
+    while samples < wanted_samples if wanted_samples is not None else iterations < wanted_iterations:
+        batch_sizes.update(samples, False)
+        samples += batch_sizes.get_current_running_global_batch_size()
+        iterations += 1
+    batch_sizes.update(0, False)
+    return iterations, samples
+
+
+def evaluations(config: Config, iterations: int) -> int:
+    """How many different stretches of the validation data a run of ``iterations`` evaluates on."""
+    return iterations // config.run.eval_interval + 1 if config.run.eval_interval else 1
+
+
+def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) -> Any:
+    """An iterator over micro-batches, or one a virtual stage; None where this pipeline stage reads no data."""
+    config, runtime = job.config, job.runtime
+
+    def iterator() -> Iterator[dict[str, torch.Tensor]] | None:
+        if not runtime.reads_data or dataset is None:
+            return None
+        return micro_batches(
+            dataset,
+            consumed_samples=consumed,
+            micro_batch_size=config.data.micro_batch_size,
+            data_parallel_rank=runtime.grid.data.rank,
+            data_parallel_size=runtime.grid.data.size,
+            num_workers=workers,
+            dataloader_type=config.data.dataloader_type,
+            seed=config.run.seed,
+        )
+
+    return [iterator() for _ in job.chunks] if len(job.chunks) > 1 else iterator()
+
+
+def describe(job: Job) -> Iterator[str]:
+    """What rank 0 says before training."""
+    config, runtime = job.config, job.runtime
+    parameters = sum(parameter.numel() for chunk in job.chunks for parameter in chunk.parameters())
+    yield f"{runtime.grid} on {dist.get_world_size()} x {runtime.platform.device_name()} ({dist.get_backend()})"
+    yield (
+        f"{config.data.seq_length} tokens a sample, {runtime.layout.local_length} a rank ({runtime.layout.balance}); "
+        f"attention kernel {config.attention.attention_kernel}, layers {config.model.transformer_impl}"
+    )
+    yield (
+        f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}, "
+        f"{config.model.num_attention_heads} heads ({config.model.num_query_groups} for keys and values), vocabulary "
+        f"{job.vocab_size}; {parameters:,} parameters on rank 0; ZeRO {config.parallel.zero_stage}"
+    )
+
+
+@torch.no_grad()
+def params_norm(job: Job) -> float:
+    """L2 norm of all parameters of the model, each counted once."""
+    checkpoint.gather_parameters(job.chunks, job.config)
+    total = torch.zeros((), dtype=torch.float64, device=job.runtime.device)
+    for chunk in job.chunks:
+        for parameter in chunk.parameters():
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+                total += parameter.double().square().sum()
+    dist.all_reduce(total, group=get_model_parallel_group())
+    return float(total.sqrt())

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: steps, evaluations, checkpoints, reports."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from megatron.training import checkpoint
+from megatron.training.flops import peak_flops, step_flops
+from megatron.training.job import Job, batches_for, evaluations, params_norm
+from megatron.training.memory import PeakBytes
+from megatron.training.report import Reporter
+from megatron.training.step import StepResult, evaluate, train_step
+from megatron.training.stopping import Stopper
+
+
+def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
+    """Train until the end or until told to stop; returns whether the last checkpoint could be saved.
+
+    Raises:
+        Diverged: the loss or the gradient norm is not finite; nothing is saved then.
+    """
+    config, runtime, progress = job.config, job.runtime, job.progress
+    if progress.iteration >= job.iterations:
+        reporter.say(f" > iteration {progress.iteration} is reached already: nothing to train")
+        return True
+    batches = batches_for(job, job.datasets[0], progress.consumed_train_samples, config.data.num_workers)
+    flops = step_flops(config, job.vocab_size)
+    dist.barrier()  # so that ranks that share a machine measure its rate at the same time
+    peak = peak_flops(config, runtime.device)
+    meter = PeakBytes(runtime.device)
+    saved_at, saved = progress.iteration, True
+    if config.run.manual_gc:
+        gc.disable()
+    for chunk in job.chunks:
+        chunk.train()
+    while progress.iteration < job.iterations and not stopper.stopped:
+        job.batch_sizes.update(progress.consumed_train_samples, False)
+        samples = job.batch_sizes.get_current_running_global_batch_size()
+        learning_rate = job.optimizer.param_groups[0]["lr"]
+        begin = time.perf_counter()
+        with meter:
+            result = train_step(
+                runtime, job.chunks, job.optimizer, job.schedule, batches, config, job.batch_sizes.get()
+            )
+        seconds = time.perf_counter() - begin
+        progress.iteration += 1
+        progress.consumed_train_samples += samples
+        device_peak = stopper.agree(meter.bytes)
+        per_device = flops.model * samples / seconds / dist.get_world_size()
+        row: dict[str, Any] = {
+            "iteration": progress.iteration,
+            "lm_loss": result.lm_loss,
+            "grad_norm": result.grad_norm,
+            "tokens": result.tokens,
+            "iteration_ms": 1000 * seconds,
+            "tokens_per_second": result.tokens / seconds,
+            "model_tflops_per_device": per_device / 1e12,
+            "mfu": per_device / peak,
+            "mfu_full_mask_with_recompute": per_device / peak * flops.old_papers / flops.model,
+            "device_peak_bytes": device_peak,
+            "host_peak_bytes": 0,  # nothing is offloaded yet
+        }
+        iteration, last = progress.iteration, progress.iteration == job.iterations
+        if last or _due(config.run.eval_interval, iteration):
+            row |= evaluate_on(job, reporter, "validation", job.datasets[1])
+        if last:
+            row |= evaluate_on(job, reporter, "test", job.datasets[2])
+        scale = float(job.optimizer.get_loss_scale())
+        reporter.step(row, learning_rate=learning_rate, loss_scale=scale, extra=extras(job, result))
+        if config.run.manual_gc and _due(config.run.manual_gc_interval, iteration):
+            gc.collect()
+        if _due(config.run.exit_interval, iteration):
+            stopper.stop("--exit-interval")
+        if _due(config.checkpoint.save_interval, iteration):
+            saved, saved_at = save(job, reporter), iteration
+    if config.checkpoint.save and saved_at != progress.iteration:
+        saved = save(job, reporter)
+    gc.enable()
+    return saved
+
+
+def _due(interval: int | None, iteration: int) -> bool:
+    return bool(interval) and iteration % interval == 0
+
+
+def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None) -> dict[str, float]:
+    """Mean loss on held-out data, as {"NAME_loss": loss}: the same samples whenever the same iteration is evaluated."""
+    config = job.config
+    there = torch.tensor(dataset is not None, dtype=torch.int, device=job.runtime.device)
+    dist.all_reduce(there, op=dist.ReduceOp.MAX)  # a middle pipeline stage holds no data and cannot know
+    if not there or not config.run.eval_iters:
+        return {}
+    stretch = 0
+    if name == "validation" and config.run.eval_interval:
+        stretch = min(job.progress.iteration // config.run.eval_interval, evaluations(config, job.iterations) - 1)
+    batch = config.data.global_batch_size
+    batches = batches_for(job, dataset, stretch * config.run.eval_iters * batch, 0)
+    microbatches = batch // (config.data.micro_batch_size * job.runtime.grid.data.size)
+    result = evaluate(job.runtime, job.chunks, batches, config, microbatches, config.run.eval_iters)
+    reporter.evaluation(job.progress.iteration, name, result.lm_loss)
+    return {f"{name}_loss": result.lm_loss}
+
+
+def save(job: Job, reporter: Reporter) -> bool:
+    """Save a checkpoint; a failure (a full disk) is told and does not end the run."""
+    settings, iteration = job.config.checkpoint, job.progress.iteration
+    begin = time.perf_counter()
+    try:
+        path = checkpoint.save(settings.save, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    except OSError as error:
+        reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
+        return False
+    reporter.say(f" > saved {path} in {time.perf_counter() - begin:.1f} s")
+    if not job.runtime.is_rank_zero:
+        return True
+    if settings.save_retain_interval:
+        checkpoint.remove_older(settings.save, settings.save_retain_interval, iteration)
+    if job.config.logging.log_progress:
+        try:
+            with open(os.path.join(settings.save, "progress.txt"), "a") as file:
+                file.write(f"{time.strftime('%F %T')}\tsaved iteration {iteration}\t{path}\n")
+        except OSError as error:
+            reporter.say(f" WARNING: --log-progress: {error.strerror}")
+    return True
+
+
+def extras(job: Job, result: StepResult) -> dict[str, float]:
+    """What flags add to the console line."""
+    values: dict[str, float] = {"skipped": float(result.skipped)}
+    if job.config.logging.log_num_zeros_in_grad and result.zeros_in_grad is not None:
+        values["num_zeros"] = float(result.zeros_in_grad)
+    if job.config.logging.log_params_norm:
+        values["params_norm"] = params_norm(job)
+    return values

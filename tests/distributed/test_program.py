@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program as a whole: log, evaluation, SIGTERM, resume, divergence, a full disk."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --lr-decay-style constant --num-workers 0 --device cpu "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 1"
+)
+FIELDS = {
+    "iteration",
+    "lm_loss",
+    "grad_norm",
+    "tokens",
+    "iteration_ms",
+    "tokens_per_second",
+    "model_tflops_per_device",
+    "mfu",
+    "mfu_full_mask_with_recompute",
+    "device_peak_bytes",
+    "host_peak_bytes",
+}
+
+
+def start(flags: str, processes: int = 2, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    command = [*prefix, sys.executable, *launcher, str(ROOT / "pretrain_llama.py"), *FLAGS.split(), *flags.split()]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A run of 6 steps on 2 processes that was stopped by SIGTERM on the way, and resumed."""
+    folder = tmp_path_factory.mktemp("run")
+    flags = (
+        f"--ring-parallel-size 2 --train-iters 400 --eval-iters 1 --eval-interval 100 --log-throughput "
+        f"--log-params-norm --log-num-zeros-in-grad --log-progress --tensorboard-dir {folder}/tensorboard "
+        f"--log-jsonl {folder}/log.jsonl --save {folder}/checkpoints --load {folder}/checkpoints"
+    )
+    process = start(flags)
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if "iteration        5/" in line:
+            break
+    os.killpg(process.pid, signal.SIGTERM)
+    _, out, err = finish(process)
+    return folder, flags, seen + out, err
+
+
+def test_sigterm_saves_and_stops(finished_run):
+    folder, _, out, err = finished_run
+    assert "stopped after iteration" in out and "SIGTERM" in out, out + err
+    saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == len(rows(folder / "log.jsonl")) >= 5
+    assert f"iteration {saved}" in (folder / "checkpoints" / "progress.txt").read_text()
+
+
+def test_the_log_holds_one_whole_object_a_step_and_resuming_goes_on(finished_run):
+    folder, flags, _, _ = finished_run
+    before = rows(folder / "log.jsonl")
+    with open(folder / "log.jsonl", "a") as file:
+        file.write('{"iteration": 7, "lm_l')  # torn by a kill
+    last = before[-1]["iteration"] + 3
+    code, out, err = finish(start(f"{flags} --exit-interval {last}"))
+    assert code == 0, out + err
+    assert f"going on after iteration {before[-1]['iteration']}" in out
+    after = rows(folder / "log.jsonl")
+    assert after[: len(before)] == before
+    assert [row["iteration"] for row in after] == list(range(1, last + 1))
+    for row in after:
+        assert set(row) >= FIELDS
+        assert row["tokens"] == 128 and row["device_peak_bytes"] > 100_000
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["iteration_ms"] * 1000)
+        assert row["mfu_full_mask_with_recompute"] > row["mfu"] > 0
+    assert list((folder / "tensorboard").iterdir())
+    assert "MFU" in out and "params norm" in out and "num zeros" in out and "time left" in out
+
+
+def test_divergence_ends_with_a_line_and_saves_nothing(tmp_path):
+    code, out, err = finish(start(f"--train-iters 30 --eval-iters 0 --lr 1e30 --clip-grad 0 --save {tmp_path}/c", 1))
+    assert code != 0
+    assert "and nothing was saved: lower --lr" in out
+    assert "Traceback" not in out
+    assert not (tmp_path / "c").exists()
+
+
+def test_evaluation_alone(tmp_path):
+    flags = f"--train-iters 2 --eval-iters 2 --save {tmp_path}/c --log-jsonl {tmp_path}/log.jsonl"
+    code, out, err = finish(start(flags, 1))
+    assert code == 0, err
+    row = rows(tmp_path / "log.jsonl")[-1]
+    code, out, err = finish(start(f"--skip-train --eval-iters 2 --eval-interval 1 --load {tmp_path}/c --finetune", 1))
+    assert code == 0, err
+    assert f"{row['validation_loss']:.6E}" in out and f"{row['test_loss']:.6E}" in out
+    assert "iteration        1/" not in out
+
+
+def test_a_disk_that_fills_up_does_not_end_the_run(tmp_path):
+    limited = ("bash", "-c", 'ulimit -f 3; exec "$0" "$@"')  # files of 3 KiB at most
+    flags = f"--train-iters 20 --eval-iters 0 --save {tmp_path}/c --save-interval 4 --log-jsonl {tmp_path}/log.jsonl"
+    code, out, err = finish(start(flags, 1, limited))
+    assert "iteration       20/      20" in out, out + err
+    assert "WARNING: --log-jsonl" in out and "no checkpoint was written" in out
+    assert code != 0  # the last checkpoint could not be saved
+    assert not list((tmp_path / "c").glob("iter_*"))
+
+
+def test_a_log_that_cannot_be_written_is_refused_on_all_ranks(tmp_path):
+    begin = time.monotonic()
+    code, out, err = finish(start(f"--train-iters 2 --ring-parallel-size 2 --log-jsonl {tmp_path}"))
+    assert code != 0 and time.monotonic() - begin < 60
+    refusals = [line for line in err.splitlines() if "error: --log-jsonl" in line]
+    assert len(refusals) == 1, err
+    assert "iteration        1/" not in out

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partial outputs merge in fp32, whatever the inputs' dtype, and rows without keys do no harm."""
+
+import pytest
+import torch
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.kernels import select
+from megatron.context_parallel.ring import RingSource, ring_plan
+from megatron.context_parallel.tiled import Accumulator, tiled_attention
+
+
+def tiles_of(dtype: torch.dtype, pieces: int):
+    """Outputs and lse of one query block against ``pieces`` key blocks, from float64; and the whole in float64."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 64, 16, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(1, 2, 64 * pieces, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    kernel = select("math", device=q.device, dtype=q.dtype, head_dim=16)
+    whole, _ = kernel.forward(q, k, v, causal=False, mask=None, scale=0.25)
+    parts = [
+        kernel.forward(q, kk, vv, causal=False, mask=None, scale=0.25)
+        for kk, vv in zip(k.chunk(pieces, 2), v.chunk(pieces, 2))
+    ]
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return q.permute(2, 0, 1, 3).to(dtype), [(out.to(dtype), lse.to(lse_dtype)) for out, lse in parts], whole
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_many_tiles_merge_without_loss(dtype, tolerance):
+    # bf16: half a unit in the last place of the inputs and of the result, 2 * 2**-9; merging in bf16 would pile up 64.
+    q, parts, whole = tiles_of(dtype, 64)
+    result = Accumulator(q)
+    for out, lse in parts:
+        result.add((0, 64), out, lse)
+    out, lse = result.finish()
+    assert out.dtype == dtype
+    error = (out.permute(1, 2, 0, 3).double() - whole).abs().max() / whole.abs().max()
+    assert error < tolerance
+
+
+def test_tiles_on_some_rows_and_rows_without_keys():
+    q, parts, _ = tiles_of(torch.float64, 2)
+    (out, lse), (other, other_lse) = parts
+    result = Accumulator(q)
+    result.add((0, 32), out[:, :, :32], lse[:, :, :32])
+    nothing = torch.full_like(lse[:, :, 32:], -torch.inf)
+    result.add((32, 64), torch.zeros_like(out[:, :, 32:]), nothing)
+    result.add((0, 64), other, other_lse)
+    merged, merged_lse = result.finish()
+    assert torch.isfinite(merged).all() and torch.isfinite(merged_lse).all()
+    assert torch.allclose(merged[32:], other.permute(2, 0, 1, 3)[32:], rtol=1e-14)
+
+
+def test_no_tile_at_all_is_an_error():
+    with pytest.raises(ValueError, match="no tile"):
+        Accumulator(torch.zeros(4, 1, 1, 8)).finish()
+
+
+def attend(q, k, v, layout):
+    plan = ring_plan(layout, cp.Causal())
+    kernel = select("math", device=q.device, dtype=q.dtype, head_dim=q.size(3))
+    return tiled_attention(q, k, v, source=RingSource(plan, layout.grid.ring), kernel=kernel, scale=0.3)
+
+
+def test_gradients_against_finite_differences():
+    layout = cp.SequenceLayout(6, cp.abstract_grid())
+    q, k, v = (torch.randn(6, 2, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, layout), (q, k, v))
+
+
+def test_second_derivatives_are_refused_not_wrong():
+    layout = cp.SequenceLayout(6, cp.abstract_grid())
+    q, k, v = (torch.randn(6, 1, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    (grad,) = torch.autograd.grad(attend(q, k, v, layout).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
