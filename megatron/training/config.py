@@ -132,6 +132,9 @@ class AttentionConfig:
         None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"]
     )
     recompute_num_layers: int | None = flag(None, "layers a recomputed unit (uniform), or a stage (block)", type=int)
+    loss_chunks: int | None = flag(
+        None, "output layer and loss in this many chunks of tokens, so that logits are never whole", type=int
+    )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
 
 

@@ -202,7 +202,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "not available yet: leave it out",
         """
         --fpdt --fpdt-chunk-size 1 --fpdt-offload --no-fpdt-offload --ds-sequence-parallel-fpdt
-        --ds-sequence-parallel-fpdt-chunk-size 1 --ds-sequence-parallel-fpdt-offloading --ffn-chunks 1 --loss-chunks 1
+        --ds-sequence-parallel-fpdt-chunk-size 1 --ds-sequence-parallel-fpdt-offloading --ffn-chunks 1
         --offload-checkpoints --partition-position-embedding --mask-cpu-threshold 1 --dry-run --dry-run-json 1
         --world-size 1 --gpu 1
         """,

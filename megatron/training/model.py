@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.context_parallel.grid import Grid
+from megatron.context_parallel.chunked import chunked_linear_cross_entropy
+from megatron.context_parallel.grid import Axis, Grid
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Causal, Full, Mask
 from megatron.context_parallel.position import LayoutRotaryEmbedding
@@ -33,9 +34,25 @@ class LongContextGPT(GPTModel):
     The padded size depends on TP; were padding part of the softmax, so would the loss. Megatron-LM leaves it in.
     """
 
-    def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, real_vocab_size: int, tensor: Axis, loss_chunks: int | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.real_vocab_size = real_vocab_size
+        self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
+
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
+        """As core's; with ``loss_chunks`` the loss of all tokens is one sum, weighted by ``loss_mask``."""
+        if not self.post_process or labels is None or not self.loss_chunks:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
+        tied = self.share_embeddings_and_output_weights
+        return chunked_linear_cross_entropy(
+            hidden_states,
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+            labels.t(),
+            kwargs["loss_mask"].t(),
+            chunks=self.loss_chunks,
+            vocab_size=self.real_vocab_size,
+            tensor=self.tensor,
+            sequence_parallel=self.config.sequence_parallel,
+        )
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token, fp32 [b, s_local]; labels [b, s_local], logits [s_local, b, padded vocab / TP]."""
@@ -150,6 +167,8 @@ def _build_chunk(
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, grid.tensor.size),
         real_vocab_size=vocab_size,
+        tensor=grid.tensor,
+        loss_chunks=config.attention.loss_chunks,
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
         post_process=last,

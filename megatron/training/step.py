@@ -44,7 +44,7 @@ def forward_step(runtime: Runtime, batches: Batches, model: nn.Module) -> tuple[
     batch: dict[str, Tensor | None] = {"tokens": None, "position_ids": None, "labels": None, "loss_mask": None}
     if runtime.reads_data:
         batch.update(shard_batch(next(batches), runtime.layout, runtime.device))
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
     return output, partial(sum_of_losses, batch["loss_mask"])
 
 
@@ -54,7 +54,7 @@ def sum_of_losses(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tens
     core divides by the tokens of the whole global batch, so a rank whose tokens are all masked contributes zero.
     """
     mask = loss_mask.reshape(-1).float()
-    losses = loss.reshape(-1).float() * mask
+    losses = loss.reshape(-1).float() * mask if loss.dim() else loss.float()  # a sum already, with --loss-chunks
     tokens = mask.sum(dtype=torch.float64)
     report = torch.stack((losses.detach().double().sum(), tokens))
     return losses.sum(), tokens.to(torch.int), report

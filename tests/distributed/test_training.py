@@ -31,6 +31,7 @@ LLAMA_CASES = [
     (1, GQA, SELECTIVE),
     (1, GQA, ZERO1),
     (1, GQA, "--attention-kernel math"),
+    (1, f"{GQA} --eod-mask-loss", "--loss-chunks 5"),
     (1, GQA, "--micro-batch-size 1"),
     (1, GQA, "--micro-batch-size 4"),
     (2, GQA, ""),
@@ -39,6 +40,8 @@ LLAMA_CASES = [
     (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1"),
     (2, f"{GQA} --qk-layernorm", f"{T2} {SP}"),
     (2, f"{GQA} --eod-mask-loss", cp(1, 2)),
+    (2, GQA, f"{T2} {SP} --loss-chunks 3"),
+    (2, GQA, f"{T2} --loss-chunks 100"),
     (2, GQA, cp(2, 1)),
     (2, MQA, cp(2, 1)),
     (2, GQA, cp(1, 2)),
@@ -74,6 +77,7 @@ LLAMA_CASES = [
 GPT_CASES = [
     (2, MHA, cp(1, 2)),
     (2, MHA, P2),
+    (4, MHA, f"{P2} {cp(1, 2)} --loss-chunks 4"),
     (4, MHA, f"{T2} {SP} {cp(2, 1)}"),
     (4, GQA, f"{cp(2, 2)} {FULL} {ZERO1}"),
     (8, MHA, f"{P2} {T2} {cp(1, 2)}"),
@@ -109,7 +113,10 @@ def check(pool, on_one_process, world, model, grid, llama):
         pool.run(run_training, world, f"{model} {grid}", llama, timeout=180)
     ):
         assert mine == pytest.approx(losses, rel=1e-5), f"losses of rank {rank}"
-        assert my_norms == pytest.approx(norms, rel=1e-4), f"gradient norms of rank {rank}"
+        assert my_norms[0] == pytest.approx(norms[0], rel=1e-6), f"first gradient norm of rank {rank}"
+        # Later ones are looser for a reason: Adam divides by the gradient's size, so where a gradient is zero but for
+        # rounding (a key bias) its steps are noise. With --adam-eps 1e-4, or with SGD, they agree to 1e-7.
+        assert my_norms == pytest.approx(norms, rel=1e-3), f"gradient norms of rank {rank}"
         for name, grad in my_grads.items():
             error = float((grad - grads[name]).abs().max() / grads[name].abs().max())
             assert error < 1e-5, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages say what is: links lead somewhere, flags and files exist, commands are accepted, code blocks run."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.training import megatron_flags
+from megatron.training.arguments import build_parser, parse, supported_flags
+from megatron.training.refusal import Refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+EXAMPLE = ROOT / "examples" / "context_parallel_attention.py"
+# Flags of other programs that the pages name: torchrun, ruff, pytest, pip, docker, git.
+OTHERS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--gpus"}
+SETTINGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0"
+)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+    """(words after the language, text) of the page's code blocks."""
+    found = re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [(words, text) for words, text in found]
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.*?) *$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_flags_are_known(page: Path) -> None:
+    known = set(supported_flags()) | set(megatron_flags.rows()) | tool_flags() | OTHERS | {"--help"}
+    known |= {option for action in build_parser()._actions for option in action.option_strings}
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text())):
+        assert flag.rstrip("-_") in known, f"{page.name} names {flag}"
+
+
+@cache
+def tool_flags() -> set[str]:
+    """Flags that our tools, benchmarks and examples add to their parsers."""
+    files = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]
+    words = (re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", file.read_text()) for file in files)
+    return {flag for found in words for flag in found}
+
+
+@pages
+def test_files_are_there(page: Path) -> None:
+    folders = "benchmarks|docs|examples|megatron|scripts|tests|tools"
+    for name in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]*\w", page.read_text()):
+        there = (ROOT / name).exists() or name.startswith("megatron/core")
+        assert there, f"{page.name} names {name}"
+
+
+def test_every_page_is_in_the_index_and_has_a_command() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+        assert blocks(page, "bash") or blocks(page, "python"), f"{page.name} has no command"
+        assert max(map(len, page.read_text().splitlines())) <= 240, page.name
+
+
+def test_what_does_not_work_yet_is_refused() -> None:
+    text = (ROOT / "docs" / "README.md").read_text().split("## What does not work yet")[1].split("\n## ")[0]
+    flags = [span for span in re.findall(r"`(--[^`]+)`", text)]
+    assert len(flags) > 10
+    for flag in flags:
+        with pytest.raises(Refusal, match=flag.split()[0]):
+            parse(f"{SETTINGS} {flag}".split(), world_size=1)
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the launch scripts, and stubs that record what python and torchrun would be started with."""
+    folder = tmp_path_factory.mktemp("docs")
+    for script in ROOT.glob("examples/*/*.sh"):
+        copy = folder / script.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, copy)
+    (folder / "stubs").mkdir()
+    for name in ("python", "torchrun"):
+        stub = folder / "stubs" / name
+        stub.write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >>"$CAPTURED"\nprintf "\\0" >>"$CAPTURED"\n')
+        stub.chmod(0o755)
+    return folder
+
+
+@pages
+def test_commands_are_accepted(page: Path, stubs: Path) -> None:
+    """Every training command is read and completed as the program would, and refused where the page says so."""
+    for words, text in blocks(page, "bash"):
+        if any(name in text for name in ("setup.sh", "quickstart.sh", "run.sh", "docker")):
+            continue
+        for command in captured(text, stubs):
+            assert command[0] == "torchrun" or (ROOT / command[1]).exists() or command[1].startswith("-")
+            entry = next((n for n, word in enumerate(command) if Path(word).name.startswith("pretrain_")), None)
+            if entry is None:
+                continue
+            world = int(command[command.index("--nproc-per-node") + 1]) if command[0] == "torchrun" else 1
+            if "--help" in command or "--attention-kernel cudnn" in text:  # refused later, by the device
+                continue
+            defaults = runpy.run_path(str(ROOT / command[entry]), run_name="docs").get("LLAMA")
+            told = refusal_of(lambda: parse(command[entry + 1 :], defaults, world))  # noqa: B023
+            assert bool(told) == ("refused" in words and "out/nothing" not in text), f"{page.name}: {told}\n{text}"
+            if told and f"error: {told}" not in page.read_text():
+                raise AssertionError(f"{page.name} shows another message than: {told}")
+
+
+def captured(text: str, stubs: Path) -> Iterator[list[str]]:
+    """The words of each python and torchrun that a block of commands starts."""
+    file = stubs / "captured"
+    file.unlink(missing_ok=True)
+    env = {"PATH": f"{stubs / 'stubs'}{os.pathsep}{os.environ['PATH']}", "CAPTURED": str(file)}
+    done = subprocess.run(["bash", "-e"], input=text, cwd=stubs, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for command in file.read_text().split("\0") if file.exists() else ():
+        if command:
+            yield command.removesuffix("\n").split("\n")
+
+
+def refusal_of(action: Callable[[], object]) -> str | None:
+    try:
+        action()
+    except Refusal as refusal:
+        return str(refusal)
+    return None
+
+
+def run_block(text: str) -> None:
+    """On a rank of the pool."""
+    exec(compile(text, "block", "exec"), {"__name__": "block"})
+
+
+RUNNABLE = [
+    pytest.param(text, int(words[4:]), id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, (words, text) in enumerate(blocks(page, "python"))
+    if words.startswith("run=")
+]
+
+
+@pytest.mark.parametrize("text, processes", RUNNABLE)
+def test_code_blocks_run(pool, text: str, processes: int) -> None:
+    pool.run(run_block, processes, text)
+
+
+def run_example(*options: str) -> int:
+    """The example's main function, on a rank of the pool."""
+    return runpy.run_path(str(EXAMPLE), run_name="docs")["main"](list(options))
+
+
+@pytest.mark.parametrize("options", [(), ("--ulysses", "1", "--balance", "contiguous")], ids=["usp", "ring"])
+def test_the_example_agrees_with_one_process(pool, options: tuple[str, ...]) -> None:
+    assert pool.run(run_example, 4, *options) == [0] * 4
+
+
+def test_the_example_runs_alone() -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, str(EXAMPLE)]
+    done = subprocess.run(command, env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "largest difference in dv" in done.stdout
+
+
+@pytest.mark.parametrize("show", ["layout", "tiles", "ring"])
+def test_pictures_are_drawn(show: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from tools import plot_tiles
+
+    output = tmp_path / "picture.png"
+    assert plot_tiles.main(["--show", show, "--ulysses", "2", "--ring", "3", "--output", str(output)]) == 0
+    assert output.stat().st_size > 5000
+    assert plot_tiles.main(["--show", show, "--seq-length", "30", "--output", str(output)]) == 2
+    assert "use a multiple of 8" in capsys.readouterr().err
