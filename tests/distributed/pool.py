@@ -195,7 +195,10 @@ class Pool:
     def _kill(self, numbers: Any) -> None:
         gone = [self._workers.pop(n) for n in list(numbers) if n in self._workers]
         for w in gone:
-            w.process.kill()
+            try:
+                os.killpg(w.process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # not yet the leader of its group, or gone
+                w.process.kill()
         for w in gone:
             w.process.join(10)
             w.conn.close()

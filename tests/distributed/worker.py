@@ -22,6 +22,7 @@ SECONDARY = ("Connection closed", "Connection reset", "Broken pipe", "Socket clo
 
 def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, store_port: int) -> None:
     """Main function of a worker: answer (job) with ("ok", value) or ("error", ...) until the pipe closes."""
+    os.setpgid(0, 0)  # a group of its own: what it starts (the managers of megatron-core's checkpoints) ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     fd = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
@@ -120,4 +121,4 @@ def _exit_with_parent(life: Connection) -> None:
     try:
         life.poll(None)
     finally:
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
