@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import megatron.context_parallel as cp
 
-SEQ_LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM = 4096, 1, 8, 2, 64
+SEQ_LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM = 2048, 1, 8, 2, 64
 
 
 def main(argv: list[str] | None = None) -> int:

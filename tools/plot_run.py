@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         names = [path.stem if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
         logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
+        output.parent.mkdir(parents=True, exist_ok=True)
         draw(logs, output, options.resumed)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -274,6 +274,7 @@ def _save(options: argparse.Namespace, layouts: list[SequenceLayout]) -> None:
     size = figure_size(options.show, options.ulysses, options.ring, len(layouts))
     figure = pyplot.figure(figsize=size, dpi=110, layout="constrained")
     PICTURES[options.show](figure, layouts, MASKS[options.mask])
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.output)
     pyplot.close(figure)
 

@@ -10,6 +10,7 @@ Everything else takes a grid, or one of its axes, as an argument.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -95,7 +96,9 @@ def initialize_grid(
     Raises:
         ValueError: the grid does not divide the world.
     """
-    from megatron.core import parallel_state
+    with warnings.catch_warnings():  # core reports at import that apex and Transformer Engine are missing
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
 
     timeout = timedelta(minutes=timeout_minutes)
     if not dist.is_initialized():

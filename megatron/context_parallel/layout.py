@@ -40,12 +40,12 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         if self.balance not in ("zigzag", "contiguous"):
-            raise ValueError(f"--context-parallel-balance {self.balance} is unknown: use zigzag or contiguous")
+            raise ValueError(f"balance {self.balance} is unknown: use zigzag or contiguous")
         unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance)
         if self.seq_length < 1 or self.seq_length % unit:
             below, above = self.seq_length // unit * unit, (self.seq_length // unit + 1) * unit
             raise ValueError(
-                f"--seq-length {self.seq_length} cannot be cut over Ulysses {self.grid.ulysses.size} x Ring "
+                f"a sequence of {self.seq_length} tokens cannot be cut over Ulysses {self.grid.ulysses.size} x Ring "
                 f"{self.grid.ring.size} ({self.balance}): use a multiple of {unit}, for example "
                 f"{below or above} or {above}"
             )

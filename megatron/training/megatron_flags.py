@@ -129,7 +129,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     ("ranks are always ordered TP < Ulysses < Ring < DP < PP", "--use-tp-pp-dp-mapping"),
     ("the local rank is read from LOCAL_RANK", "--local-rank 1 0 --local_rank 1"),
     (
-        "weights are always initialised, and the same on every device",
+        "weights are always initialised, and do not depend on the grid",
         "--no-initialization --use-cpu-initialization --init-model-with-meta-device",
     ),
     ("random streams do not depend on this here", "--te-rng-tracker --inference-rng-tracker"),
