@@ -15,8 +15,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import megatron.context_parallel as cp
+from benchmarks.machine import busy_seconds, foreign_share
 from megatron.context_parallel.grid import Axis, Grid
 from megatron.context_parallel.kernels.base import Kernel
+from megatron.platform.host_memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Problem:
     head_dim: int
     dtype: torch.dtype
     batch: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seq_length} tokens, {self.heads} heads ({self.kv_heads} for keys and values) of {self.head_dim}, "
+            f"batch {self.batch}, {self.dtype}"
+        )
 
     @property
     def flops(self) -> float:
@@ -43,10 +51,30 @@ class Problem:
         generator = torch.Generator(device).manual_seed(7)
         return [
             torch.randn(
-                (self.seq_length, self.batch, heads, self.head_dim), generator=generator, dtype=torch.float32, device=device
+                (self.seq_length, self.batch, heads, self.head_dim),
+                generator=generator,
+                dtype=torch.float32,
+                device=device,
             ).to(self.dtype)
             for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)
         ]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    wall: float  # seconds
+    core: float  # CPU seconds of the busiest core
+    foreign: float  # share of the machine that other programs took meanwhile
+
+
+def time_local(kernel: Kernel, threads: int, *tensors: Tensor) -> Sample:
+    """One run of the bare kernel in this process."""
+    busy, start, own = busy_seconds(), time.perf_counter(), time.process_time()
+    run_kernel(kernel, *tensors)
+    wall, own = time.perf_counter() - start, time.process_time() - own
+    return Sample(wall, own / threads, foreign_share(busy, own, wall))
 
 
 def run_kernel(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
@@ -76,6 +104,11 @@ def run_parallel(layout: cp.SequenceLayout, kernel: str, q: Tensor, k: Tensor, v
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Over out, dq, dk, dv: the largest difference, relative to the tensor's largest entry."""
+    return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(found, expected))
+
+
 class Team:
     """Worker processes of one thread each, started once; every call runs on all of them at the same time."""
 
@@ -99,10 +132,13 @@ class Team:
             pipe.send(request)
         return [pipe.recv() for pipe in self.pipes]
 
-    def seconds(self, path: str) -> float:
-        """From the first rank's start to the last rank's end; all start together."""
+    def time(self, path: str) -> Sample:
+        """One run; all ranks start together. The wall clock runs from the first one's start to the last one's end."""
+        busy = busy_seconds()
         times = self.call("time", path)
-        return max(stop for _, stop in times) - min(start for start, _ in times)
+        cpu = [own for _, _, own in times]
+        wall = max(stop for _, stop, _ in times) - min(start for start, _, _ in times)
+        return Sample(wall, max(cpu), foreign_share(busy, sum(cpu), wall))
 
     def results(self, path: str) -> list[Tensor]:
         """out, dq, dk, dv of the whole sequence, put together from all ranks."""
@@ -124,6 +160,7 @@ class Team:
 def _serve(rank: int, size: int, pipe: Connection, port: int, problem: Problem, kernel: str) -> None:
     """Main function of a worker."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     layouts = {
@@ -139,12 +176,12 @@ def _serve(rank: int, size: int, pipe: Connection, port: int, problem: Problem, 
         except (EOFError, OSError):
             break
         dist.barrier()
-        start = time.perf_counter()
+        start, own = time.perf_counter(), time.process_time()
         results = run_parallel(layouts[path], kernel, *tensors[path])
-        stop = time.perf_counter()
+        stop, own = time.perf_counter(), time.process_time() - own
         if what == "results":
             pipe.send((layouts[path].positions.numpy(), [x.float().numpy() for x in results]))
         else:
-            pipe.send((start, stop))
+            pipe.send((start, stop, own))
         del results
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${1:-out/quickstart}
-ITERATIONS=${ITERATIONS:-60}
+ITERATIONS=${ITERATIONS:-70}
 PYTHON=$(bash scripts/setup.sh)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -35,8 +35,8 @@ say "3/5 Data: .bin and .idx"
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
 
 MODEL_ARGS=(
-    --num-layers 4
-    --hidden-size 128
+    --num-layers 2
+    --hidden-size 256
     --num-attention-heads 4
     --group-query-attention --num-query-groups 2
     --seq-length 8192
@@ -51,7 +51,7 @@ TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 1
     --train-iters "$ITERATIONS"
-    --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 5
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 5 --init-method-std 0.04
     --adam-beta2 0.95 --weight-decay 0.1
     --eval-interval "$((ITERATIONS / 2))" --eval-iters 2
     --num-workers 1

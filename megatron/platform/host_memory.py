@@ -2,9 +2,9 @@
 """Make the C library keep memory that tensors free, as the caching allocator does on a GPU.
 
 Left alone, glibc returns every tensor above 32 MiB to the kernel when it is freed and asks for fresh pages, 4 KiB at a
-time and filled with zeros, when the next one is made. For a small Llama at 8,192 tokens that was 6 % of a step on an idle
-virtual machine, and a quarter where the hypervisor takes free pages back. The price: the process holds its peak, and a
-little more where freed blocks do not fit together.
+time and filled with zeros, when the next one is made. For a small Llama at 8,192 tokens that was 6 % of a step on an
+idle virtual machine, and a quarter where the hypervisor takes free pages back. The price: the process holds its peak,
+and more where freed blocks do not fit together.
 """
 
 from __future__ import annotations

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU side of benchmarks/attention.py: local kernels against the GEMM rate; under torchrun, Ulysses and Ring."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.parallel_attention import Problem, largest_error, run_kernel, run_parallel, world_layout
+from megatron import platform
+from megatron.context_parallel import kernels
+from megatron.training.flops import gemm_rate
+
+TOLERANCE = 2e-2  # bf16 keeps 8 bits
+
+
+def run_on_gpu(problem: Problem, repeats: int, console: Console, device: str = "cuda") -> dict:
+    """All figures of one device, and of the whole job under torchrun. Every rank measures, rank 0 tells."""
+    where = platform.select(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(where.backend)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    console = Console(quiet=True) if rank else console
+    try:
+        console.print(f"{ranks} x {where.device_name()}; {problem}, causal; forward + backward")
+        rate = gemm_rate(where.device, problem.dtype, size=8192 if where.name == "cuda" else 1024)
+        console.print(f"measured GEMM rate: {rate / 1e12:.1f} TFLOP/s")
+        local, results = compare_kernels(problem, where, repeats, rate, console)
+        report = {"device": where.device_name(), "ranks": ranks, "gemm_tflops": rate / 1e12, "kernels": local}
+        if ranks > 1:
+            fastest = min(local, key=lambda name: local[name]["median_seconds"])
+            report["parallel"] = compare_paths(problem, where, repeats, fastest, local[fastest], results, console)
+        return {} if rank else {**report, "problem": {**vars(problem), "dtype": str(problem.dtype)}}
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def compare_kernels(
+    problem: Problem, where: platform.Platform, repeats: int, rate: float, console: Console
+) -> tuple[dict, list[Tensor]]:
+    """Each kernel that can run here on the whole sequence: the figures, and out, dq, dk, dv of the first one."""
+    inputs = problem.inputs(str(where.device))
+    names = kernels.available(where.device, problem.dtype, problem.head_dim)
+    names = [name for name in names if name != "math"] or names
+    expected: list[Tensor] = []
+    found: dict = {}
+    table = Table("local kernel", "median ms", "TFLOP/s", "of the GEMM rate", f"difference from {names[0]}")
+    for name in names:
+        kernel = kernels.KERNELS[name]
+        results = run_kernel(kernel, *inputs)
+        expected = expected or results
+        error = largest_error(results, expected)
+        del results
+        seconds = measure(lambda kernel=kernel: run_kernel(kernel, *inputs), where, repeats)
+        median = statistics.median(seconds)
+        found[name] = {
+            "seconds": seconds,
+            "median_seconds": median,
+            "tflops": problem.flops / median / 1e12,
+            "of_gemm_rate": problem.flops / median / rate,
+            "difference": error,
+        }
+        table.add_row(
+            name, f"{1e3 * median:.2f}", f"{problem.flops / median / 1e12:.1f}", f"{problem.flops / median / rate:.1%}",
+            f"{error:.0e}",
+        )  # fmt: skip
+        if not error <= TOLERANCE:
+            raise SystemExit(f"error: kernel {name} differs from {names[0]} by {error:.1e}: not benchmarked")
+    console.print(table)
+    return found, expected
+
+
+def compare_paths(
+    problem: Problem,
+    where: platform.Platform,
+    repeats: int,
+    kernel: str,
+    local: dict,
+    expected: list[Tensor],
+    console: Console,
+) -> dict:
+    """Ulysses and Ring over all ranks; 100 % is the local kernel's time divided by the ranks."""
+    ranks = dist.get_world_size()
+    inputs = problem.inputs(str(where.device))
+    table = Table(f"{ranks} ranks, kernel {kernel}", "median ms", "TFLOP/s a rank", "of local", "largest error")
+    found: dict = {}
+    for path, shape in (("ulysses", {"ulysses": ranks, "ring": 1}), ("ring", {"ulysses": 1, "ring": ranks})):
+        if path == "ulysses" and problem.heads % ranks:
+            continue
+        layout = world_layout(problem.seq_length, **shape)
+        mine = [layout.shard(x) for x in inputs]
+        results = [layout.gather(x) for x in run_parallel(layout, kernel, *mine)]
+        error = largest_error(results, expected)
+        del results
+        if not error <= TOLERANCE:
+            raise SystemExit(f"error: {path} differs from the local kernel by {error:.1e}: not benchmarked")
+        run = lambda layout=layout, mine=mine: run_parallel(layout, kernel, *mine)  # noqa: E731
+        seconds = measure(run, where, repeats)
+        median = statistics.median(seconds)
+        share = local["median_seconds"] / (ranks * median)
+        tflops = problem.flops / ranks / median / 1e12
+        found[path] = {"seconds": seconds, "tflops_per_rank": tflops, "of_local": share, "error": error}
+        table.add_row(path, f"{1e3 * median:.2f}", f"{tflops:.1f}", f"{share:.1%}", f"{error:.0e}")
+    console.print(table)
+    return found
+
+
+def measure(run: Callable[[], object], where: platform.Platform, repeats: int) -> list[float]:
+    """Seconds of each run, after two to warm up; with several ranks the slowest one's."""
+    seconds = torch.zeros(repeats, dtype=torch.float64, device=where.device)
+    for turn in range(-2, repeats):
+        if dist.is_initialized():
+            dist.barrier()
+        _wait(where)
+        start = time.perf_counter()
+        run()
+        _wait(where)
+        if turn >= 0:
+            seconds[turn] = time.perf_counter() - start
+    if dist.is_initialized():
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.tolist()
+
+
+def _wait(where: platform.Platform) -> None:
+    if where.name == "cuda":
+        torch.cuda.synchronize()
