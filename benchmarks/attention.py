@@ -32,7 +32,6 @@ from benchmarks.parallel_attention import Problem, Sample, Team, largest_error, 
 from megatron.context_parallel import kernels
 from megatron.context_parallel.ring import RingPlan, ring_plan
 from megatron.platform.cpu import processor_name
-from megatron.platform.host_memory import keep_freed_memory
 from megatron.training.flops import gemm_rate
 
 PATHS = {"ulysses": "Ulysses 2, 2 processes", "ring": "Ring 2 zigzag, 2 processes"}
@@ -73,7 +72,6 @@ def main() -> int:
 
 def run_on_cpu(problem: Problem, repeats: int, console: Console) -> dict:
     """All figures of a CPU."""
-    keep_freed_memory()
     torch.set_num_threads(2)
     kernel = kernels.select("auto", device="cpu", dtype=problem.dtype, head_dim=problem.head_dim)
     machine = {"processor": processor_name(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}

@@ -18,7 +18,6 @@ import megatron.context_parallel as cp
 from benchmarks.machine import busy_seconds, foreign_share
 from megatron.context_parallel.grid import Axis, Grid
 from megatron.context_parallel.kernels.base import Kernel
-from megatron.platform.host_memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,6 @@ class Team:
 def _serve(rank: int, size: int, pipe: Connection, port: int, problem: Problem, kernel: str) -> None:
     """Main function of a worker."""
     torch.set_num_threads(1)
-    keep_freed_memory()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     layouts = {

@@ -46,7 +46,7 @@ def by_cpu_time(size):  # what other programs take does not count
     return 2 * size**3 / min(seconds)
 
 for size in map(int, sys.argv[4:]):
-    rates = [gemm_rate(device, dtype, size=size, seconds=0.5)]
+    rates = [gemm_rate(device, dtype, size=size, windows=2)]
     rates += [by_cpu_time(size)] if device.type == "cpu" else []
     print(size, max(rates))
 """

@@ -12,27 +12,32 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 
 
-def read_rows(path: Path) -> tuple[list[Row], list[Row]]:
-    """(training rows, evaluation rows) of a log. A torn last line, of a run that was killed, is left out."""
-    training, evaluation = [], []
+def read_rows(path: Path) -> list[Row]:
+    """The steps of a log. A torn last line, of a run that was killed, is left out."""
+    rows = []
     for line in path.read_text().splitlines():
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except ValueError:
             continue
-        (training if "lm_loss" in row else evaluation).append(row)
-    if not training:
+    if not rows:
         raise ValueError(f"{path} holds no training step")
-    return training, evaluation
+    return rows
 
 
-def draw(logs: dict[str, tuple[list[Row], list[Row]]], output: Path, resumed: Sequence[int] = ()) -> None:
+def smooth(values: list[float], window: int = 5) -> list[float]:
+    """Means over the last ``window`` values."""
+    return [statistics.fmean(values[max(0, index + 1 - window) : index + 1]) for index in range(len(values))]
+
+
+def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) -> None:
     """Loss over training tokens, one line a run; points where it was evaluated, ticks where it was resumed."""
     import matplotlib
 
@@ -40,20 +45,21 @@ def draw(logs: dict[str, tuple[list[Row], list[Row]]], output: Path, resumed: Se
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    for name, (training, evaluation) in logs.items():
-        seen, tokens = 0, {}
-        for row in training:
-            seen += row["tokens"]
-            tokens[row["iteration"]] = seen
-        (line,) = axes.plot(list(tokens.values()), [row["lm_loss"] for row in training], label=name, linewidth=1.3)
-        points = [(tokens[row["iteration"]], row["validation_loss"]) for row in evaluation if "validation_loss" in row]
+    marks: set[int] = set()
+    for name, rows in logs.items():
+        tokens = dict(zip((row["iteration"] for row in rows), accumulate(row["tokens"] for row in rows)))
+        losses = [row["lm_loss"] for row in rows]
+        (line,) = axes.plot(list(tokens.values()), smooth(losses), label=f"{name}, mean of 5 steps", linewidth=1.6)
+        axes.plot(list(tokens.values()), losses, color=line.get_color(), alpha=0.35, linewidth=0.8)
+        points = [(tokens[row["iteration"]], row["validation_loss"]) for row in rows if "validation_loss" in row]
         if points:
             axes.scatter(
-                *zip(*points), color=line.get_color(), edgecolor="black", zorder=3, label=f"{name}: validation"
+                *zip(*points), color=line.get_color(), edgecolor="black", zorder=3, label=f"{name}, validation"
             )
-        for index, iteration in enumerate(i for i in resumed if i in tokens):
-            label = "resumed from the checkpoint" if index == 0 else None
-            axes.axvline(tokens[iteration], color="grey", linestyle="--", linewidth=0.8, label=label)
+        marks |= {tokens[iteration] for iteration in resumed if iteration in tokens}
+    for index, mark in enumerate(sorted(marks)):
+        label = None if index else "resumed from the checkpoint"
+        axes.axvline(mark, color="grey", linestyle="--", linewidth=0.8, label=label)
     axes.set(xlabel="training tokens", ylabel="loss (nats a token)", title="Training loss")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
     axes.grid(alpha=0.3)
@@ -69,7 +75,7 @@ def first_and_last(training: list[Row]) -> tuple[float, float]:
     return training[0]["lm_loss"], sum(last) / len(last)
 
 
-def summary(training: list[Row], evaluation: list[Row]) -> list[tuple[str, str]]:
+def summary(training: list[Row]) -> list[tuple[str, str]]:
     """What a run came to, as (what, how much)."""
     first, last = first_and_last(training)
     rest = training[2:] or training  # the first two steps are measured, and slower for it
@@ -79,7 +85,7 @@ def summary(training: list[Row], evaluation: list[Row]) -> list[tuple[str, str]]
         ("loss", f"{first:.3f} at first, {last:.3f} at last: {first - last:.3f} lower"),
     ]
     for name in ("validation", "test"):
-        losses = [row[f"{name}_loss"] for row in evaluation if f"{name}_loss" in row]
+        losses = [row[f"{name}_loss"] for row in training if f"{name}_loss" in row]
         if losses:
             values.append((f"{name} loss", f"{losses[-1]:.3f}"))
     return [
@@ -100,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     output = options.output or options.logs[0].with_name("loss.png")
     try:
-        names = [path.stem if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
+        names = ["loss" if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
         logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(logs, output, options.resumed)
@@ -113,11 +119,11 @@ def main(argv: list[str] | None = None) -> int:
 
     for name, rows in logs.items():
         table = Table(title=name if len(logs) > 1 else None, show_header=False)
-        for what, how_much in summary(*rows):
+        for what, how_much in summary(rows):
             table.add_row(what, how_much)
         table.add_row("picture", str(output))
         Console().print(table)
-    falls = {name: first - last for name, (first, last) in ((n, first_and_last(r[0])) for n, r in logs.items())}
+    falls = {name: first - last for name, (first, last) in ((n, first_and_last(r)) for n, r in logs.items())}
     if options.fell_by is not None and min(falls.values()) < options.fell_by:
         print(
             f"error: the loss fell by {min(falls.values()):.3f} nats, at least {options.fell_by} wanted",

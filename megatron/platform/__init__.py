@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.platform import cpu, host_memory
+from megatron.platform import cpu
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,5 @@ def select(device: str = "auto", local_rank: int = 0, backend: str | None = None
         return Platform("cuda", torch.device("cuda", torch.cuda.current_device()), backend or "nccl")
     if backend == "nccl":
         raise PlatformUnavailable("--distributed-backend nccl needs GPUs: leave it out, or use --device cuda")
-    host_memory.keep_freed_memory()
     cpu.run_core_on_cpu()
     return Platform("cpu", torch.device("cpu"), "gloo")
