@@ -90,7 +90,9 @@ def gemm_rates(args: argparse.Namespace, environment: dict[str, str]) -> dict[in
     """FLOP/s of square products by size, in a process like the one that trains."""
     dtype = "bfloat16" if args.dtype == "bf16" else "float32"
     command = [sys.executable, "-c", MEASURE, str(args.threads), dtype, args.device, *map(str, SIZES)]
-    answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if answer.returncode:
+        raise SystemExit(f"error: the GEMM rate could not be measured:\n{answer.stderr[-2000:]}")
     return {int(size): float(rate) for size, rate in (line.split() for line in answer.stdout.splitlines())}
 
 

@@ -85,7 +85,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_logits = grad_logits.mul_(scale.unsqueeze(1)).to(weight.dtype)
                 grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
                 grad_hidden[start:stop] = _sum_over_tensor(grad_tokens, tensor, gathered)
-                grad_weight += grad_logits.t() @ tokens
+                if grad_weight.dtype == grad_logits.dtype:
+                    grad_weight.addmm_(grad_logits.t(), tokens)  # a sum in a buffer of its own is as large as the weight
+                else:
+                    grad_weight += grad_logits.t() @ tokens
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype
