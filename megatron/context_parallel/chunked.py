@@ -86,7 +86,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
                 grad_hidden[start:stop] = _sum_over_tensor(grad_tokens, tensor, gathered)
                 if grad_weight.dtype == grad_logits.dtype:
-                    grad_weight.addmm_(grad_logits.t(), tokens)  # a sum in a buffer of its own is as large as the weight
+                    grad_weight.addmm_(grad_logits.t(), tokens)  # in place: the product is as large as the weight
                 else:
                     grad_weight += grad_logits.t() @ tokens
         if needs_grad:
