@@ -105,8 +105,8 @@ def on_one_process(pool):
 
 
 def check(pool, on_one_process, world, model, grid, llama):
-    if P4 not in grid and V2 not in grid:
-        model += " --num-layers 2"  # half the time; more stages need the four layers
+    if not any(flags in grid for flags in (P4, V2, BLOCK)):
+        model += " --num-layers 2"  # half the time; more stages, and blocks of two layers a stage, need the four
     changes = " ".join(flags for flags in ALWAYS_ONE_PROCESS if flags in grid)
     losses, norms, grads = on_one_process(f"{model} {changes}", llama)
     assert losses[0] - losses[-1] > 0.1, "the reference does not learn"
