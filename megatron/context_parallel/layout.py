@@ -6,6 +6,7 @@ Tokens, labels, loss mask, position ids, RoPE, the tiles and the data loader all
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -30,6 +31,18 @@ class SequenceLayout:
     all ring ranks do the same work. ``contiguous``: ring rank r holds the r-th of R blocks. Either way, a ring rank's
     sequence is cut over its Ulysses ranks, so that the all-to-all over heads restores the order.
 
+    With ``chunks`` above one (FPDT paper, figure 6) a ring rank's sequence is first cut in chunks, then each chunk over
+    the Ulysses ranks, so that the all-to-all of every chunk restores its order. Under TP sequence parallelism each
+    Ulysses rank's part of a chunk is cut over the TP ranks and the local order is TP-rank-major: TP rank t holds the
+    t-th part of every chunk, and gathering chunk c over TP gives chunk c in order.
+
+    Args:
+        seq_length: tokens of the whole sequence.
+        grid: the process grid.
+        balance: zigzag or contiguous.
+        chunks: pieces a ring rank's sequence is cut in, of equal length but for one unit of Ulysses x tensor_parts.
+        tensor_parts: TP size where TP ranks split the tokens between the layers, else 1.
+
     Raises:
         ValueError: the length cannot be cut evenly; the message names the next lengths that can.
     """
@@ -37,17 +50,25 @@ class SequenceLayout:
     seq_length: int
     grid: Grid
     balance: Balance = "zigzag"
+    chunks: int = 1
+    tensor_parts: int = 1
 
     def __post_init__(self) -> None:
         if self.balance not in ("zigzag", "contiguous"):
             raise ValueError(f"balance {self.balance} is unknown: use zigzag or contiguous")
-        unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance)
+        unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance, self.tensor_parts)
         if self.seq_length < 1 or self.seq_length % unit:
             below, above = self.seq_length // unit * unit, (self.seq_length // unit + 1) * unit
             raise ValueError(
                 f"a sequence of {self.seq_length} tokens cannot be cut over Ulysses {self.grid.ulysses.size} x Ring "
                 f"{self.grid.ring.size} ({self.balance}): use a multiple of {unit}, for example "
                 f"{below or above} or {above}"
+            )
+        most = self.seq_length // (self.grid.ring.size * self.chunk_unit)
+        if not 1 <= self.chunks <= most:
+            raise ValueError(
+                f"a sequence of {self.seq_length} tokens cannot be cut in {self.chunks} chunks over Ulysses "
+                f"{self.grid.ulysses.size} x Ring {self.grid.ring.size} x {self.tensor_parts} TP parts: use 1 to {most}"
             )
 
     @property
@@ -67,16 +88,45 @@ class SequenceLayout:
             return ((low * block, (high + 1) * block),)
         return ((low * block, (low + 1) * block), (high * block, (high + 1) * block))
 
+    @property
+    def chunk_unit(self) -> int:
+        """A chunk's length, on a ring rank, is a multiple of this."""
+        return self.grid.ulysses.size * self.tensor_parts
+
+    @cached_property
+    def chunk_rows(self) -> tuple[Span, ...]:
+        """Each chunk's rows among those that a ring rank holds with its Ulysses ranks."""
+        units = self.seq_length // (self.grid.ring.size * self.chunk_unit)
+        bounds = [units * index // self.chunks * self.chunk_unit for index in range(self.chunks + 1)]
+        return tuple(zip(bounds, bounds[1:]))
+
+    @cached_property
+    def local_chunks(self) -> tuple[Span, ...]:
+        """Each chunk's rows among those of one rank; under TP sequence parallelism, of one TP rank."""
+        return tuple((start // self.chunk_unit, stop // self.chunk_unit) for start, stop in self.chunk_rows)
+
+    def chunk_spans(self, chunk: int, ring: int) -> tuple[Span, ...]:
+        """Positions of a chunk of ring rank ``ring``, in the order after the chunk's all-to-all."""
+        return _positions_of((self.chunk_rows[chunk],), self.ring_spans(ring))
+
+    def local_chunk_spans(self, chunk: int) -> tuple[Span, ...]:
+        """Positions of this rank's part of a chunk (all its TP ranks together), in order."""
+        rows = self._ulysses_part(self.chunk_rows[chunk], self.grid.ulysses.rank)
+        return _positions_of((rows,), self.ring_spans(self.grid.ring.rank))
+
+    def _ulysses_part(self, rows: Span, ulysses: int) -> Span:
+        width = (rows[1] - rows[0]) // self.grid.ulysses.size
+        return rows[0] + ulysses * width, rows[0] + (ulysses + 1) * width
+
     def spans(self, *, ulysses: int, ring: int) -> tuple[Span, ...]:
-        """Positions that one rank holds, in local order."""
-        first, stop = ulysses * self.local_length, (ulysses + 1) * self.local_length
-        held, row = [], 0
-        for start, end in self.ring_spans(ring):
-            low, high = max(first - row, 0), min(stop - row, end - start)
-            if low < high:
-                held.append((start + low, start + high))
-            row += end - start
-        return tuple(held)
+        """Positions that one rank (with all its TP ranks) holds, in local order."""
+        rows = []
+        for part in range(self.tensor_parts):
+            for chunk in self.chunk_rows:
+                start, stop = self._ulysses_part(chunk, ulysses)
+                width = (stop - start) // self.tensor_parts
+                rows.append((start + part * width, start + (part + 1) * width))
+        return _positions_of(rows, self.ring_spans(ring))
 
     @property
     def local_spans(self) -> tuple[Span, ...]:
@@ -115,6 +165,22 @@ def length_unit(ulysses: int, ring: int, balance: str, tensor: int = 1) -> int:
     """Sequence lengths must be multiples of this. ``tensor`` counts only under TP sequence parallelism."""
     blocks = 2 * ring if balance == "zigzag" and ring > 1 else ring
     return lcm(blocks, ulysses * ring * tensor)
+
+
+def _positions_of(rows: Iterable[Span], spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The positions behind runs of rows of a block that holds ``spans``, neighbours joined."""
+    found: list[Span] = []
+    for first, stop in rows:
+        row = 0
+        for start, end in spans:
+            low, high = max(first - row, 0), min(stop - row, end - start)
+            if low < high:
+                if found and found[-1][1] == start + low:
+                    found[-1] = (found[-1][0], start + high)
+                else:
+                    found.append((start + low, start + high))
+            row += end - start
+    return tuple(found)
 
 
 class _Gather(torch.autograd.Function):

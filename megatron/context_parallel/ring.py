@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.context_parallel.grid import Axis
 from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Mask
+from megatron.context_parallel.masks import Mask, Span
 from megatron.context_parallel.tiles import Rows, Tile, count, key_rows, packed, tiles, union
 
 
@@ -52,31 +52,41 @@ class RingPlan:
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
 
-def ring_plan(layout: SequenceLayout, mask: Mask, rank: int | None = None) -> RingPlan:
-    """The plan of ring rank ``rank`` (default: this one).
+def ring_plan(layout: SequenceLayout, mask: Mask, rank: int | None = None, chunk: int | None = None) -> RingPlan:
+    """The plan of ring rank ``rank`` (default: this one): its queries against everybody's keys.
 
     Keys go round in the direction that sends fewer rows: upwards for a contiguous causal ring, which then never wraps
     around; downwards for zigzag, where after the wrap only half a block is needed.
+
+    Args:
+        chunk: only the keys of this chunk of every rank travel (FPDT); default the whole blocks.
     """
     ring = layout.grid.ring
-    return _plan(replace(layout, grid=layout.grid.at()), mask, ring.rank if rank is None else rank)
+    queries = tuple(layout.ring_spans(r) for r in range(ring.size))
+    keys = queries if chunk is None else tuple(layout.chunk_spans(chunk, r) for r in range(ring.size))
+    return _plan(queries, keys, mask, ring.rank if rank is None else rank)
+
+
+Blocks = tuple[tuple[Span, ...], ...]
+"""Positions of every ring rank's block."""
 
 
 @lru_cache(maxsize=1024)
-def _plan(layout: SequenceLayout, mask: Mask, rank: int) -> RingPlan:
-    return min((_plan_in_direction(layout, mask, rank, step) for step in (1, -1)), key=lambda plan: plan[0])[1]
+def _plan(queries: Blocks, keys: Blocks, mask: Mask, rank: int) -> RingPlan:
+    directions = (_plan_in_direction(queries, keys, mask, rank, step) for step in (1, -1))
+    return min(directions, key=lambda plan: plan[0])[1]
 
 
-def _plan_in_direction(layout: SequenceLayout, mask: Mask, rank: int, step: int) -> tuple[int, RingPlan]:
+def _plan_in_direction(queries: Blocks, keys: Blocks, mask: Mask, rank: int, step: int) -> tuple[int, RingPlan]:
     """The plan for one direction, and the rows that all ranks together send in it."""
-    size = layout.grid.ring.size
-    spans = [layout.ring_spans(r) for r in range(size)]
+    size = len(keys)
     needs = {
-        (home, hop): tiles(spans[(home + step * hop) % size], spans[home], mask)
+        (home, hop): tiles(queries[(home + step * hop) % size], keys[home], mask)
         for home in range(size)
         for hop in range(size)
     }
     rows = {key: key_rows(found) for key, found in needs.items()}
+    length = sum(stop - start for start, stop in keys[0])
 
     def carried(home: int, hop: int) -> Rows:
         """Rows of ``home``'s block that arrive at its hop-th stop: all that is needed there or later."""
@@ -92,7 +102,7 @@ def _plan_in_direction(layout: SequenceLayout, mask: Mask, rank: int, step: int)
     hops = []
     for hop in range(size):
         home = (rank - step * hop) % size
-        held = carried(home, hop) if hop else ((0, layout.seq_length // size),)
+        held = carried(home, hop) if hop else ((0, length),)
         last = last_stop(home)
         active = 0 < hop <= last
         hops.append(
@@ -128,8 +138,12 @@ class KeyBlock:
 
     k: Tensor
     v: Tensor
-    tiles: tuple[Tile, ...]
+    hop: Hop
     grad_S2BHD: Tensor | None = None
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        return self.hop.tiles
 
     def add_grad(self, tile: Tile, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         rows = self.grad_S2BHD[tile.k[0] : tile.k[1]]
@@ -158,13 +172,13 @@ class RingSource:
         """Every block this rank needs, its own first. While the caller computes on one, the next one travels."""
         hops = self.plan.hops
         if len(hops) == 1:
-            yield KeyBlock(k, v, hops[0].tiles)
+            yield KeyBlock(k, v, hops[0])
             return
         kv = torch.stack((k, v), dim=1)
         for hop, following in zip(hops, (*hops[1:], None)):
             arriving, transfer = self._pass_on(kv, hop, following)
             if hop.tiles:
-                yield KeyBlock(kv[:, 0], kv[:, 1], hop.tiles)
+                yield KeyBlock(kv[:, 0], kv[:, 1], hop)
             transfer.wait()
             kv = arriving
 
@@ -219,9 +233,9 @@ class RingSource:
     def _with_grads(self, k: Tensor, v: Tensor, kv: Tensor | None, hop: Hop, grad: Tensor, index: int) -> KeyBlock:
         """The block of a hop, with the rows of ``grad`` that its tiles may touch."""
         if index == 0:
-            return KeyBlock(k, v, hop.tiles, grad)
+            return KeyBlock(k, v, hop, grad)
         # Tiles count key rows within what is held; gradients are kept for the rows that were touched so far.
-        return _MappedKeyBlock(kv[:, 0], kv[:, 1], hop.tiles, grad, hop.held, hop.grads_out)
+        return _MappedKeyBlock(kv[:, 0], kv[:, 1], hop, grad)
 
     def _pass_on(self, kv: Tensor, hop: Hop, following: Hop | None) -> tuple[Tensor | None, _Transfer]:
         """Start sending ``hop``'s block to the next rank, and receiving the following hop's."""
@@ -241,11 +255,8 @@ class RingSource:
 class _MappedKeyBlock(KeyBlock):
     """A block whose gradient buffer keeps other rows than the block itself."""
 
-    held: Rows = ()
-    kept: Rows = ()
-
     def add_grad(self, tile: Tile, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        span = packed(unpacked(tile.k, self.held), self.kept)
+        span = packed(unpacked(tile.k, self.hop.held), self.hop.grads_out)
         super().add_grad(replace(tile, k=span), dk_SBHD, dv_SBHD)
 
 

@@ -77,52 +77,73 @@ def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: A
     """
     if axis.size == 1:
         return attention(q_SBHD, k_SBHD, v_SBHD)
-    plan = head_plan(q_SBHD.size(2), k_SBHD.size(2), axis.size)
-    q, k, v = _SequenceToHeads.apply(q_SBHD, k_SBHD, v_SBHD, plan, axis)
-    if plan.needs_expansion(axis.rank):
-        index = torch.tensor(plan.kv_index[axis.rank], device=k.device)
-        k, v = k.index_select(2, index), v.index_select(2, index)
+    q, k, v = _SequenceToHeads.apply(q_SBHD, k_SBHD, v_SBHD, axis)
     return _HeadsToSequence.apply(attention(q, k, v), axis)
 
 
-class _SequenceToHeads(torch.autograd.Function):
-    """[s_local, b, all heads, d] -> [s_local * ranks, b, heads of this rank, d], for q, k and v at once."""
+def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    """[s_local, b, all heads, d] -> [s_local * ranks, b, heads of this rank, d], for q, k and v in one all-to-all."""
+    if axis.size == 1:
+        return q, k, v
+    plan = head_plan(q.size(2), k.size(2), axis.size)
+    sent = [_heads_for(plan, rank, q, k, v) for rank in range(axis.size)]
+    shapes = _shapes(plan, axis.rank, q, k)
+    parts = _exchange(sent, [_numel(shapes)] * axis.size, axis)
+    received = [_unpack(part, shapes) for part in parts]
+    q, k, v = (torch.cat(pieces) for pieces in zip(*received))
+    if plan.needs_expansion(axis.rank):
+        index = torch.tensor(plan.kv_index[axis.rank], device=k.device)
+        k, v = k.index_select(2, index), v.index_select(2, index)
+    return q, k, v
 
+
+def sequence_to_heads_grad(
+    dq: Tensor, dk: Tensor, dv: Tensor, axis: Axis, *, heads: int, kv_heads: int
+) -> tuple[Tensor, ...]:
+    """Gradients of the inputs of :func:`sequence_to_heads`, which had ``heads`` and ``kv_heads`` heads."""
+    if axis.size == 1:
+        return dq, dk, dv
+    plan = head_plan(heads, kv_heads, axis.size)
+    if plan.needs_expansion(axis.rank):
+        index = torch.tensor(plan.kv_index[axis.rank], device=dk.device)
+        shape = (*dk.shape[:2], len(plan.kv_heads[axis.rank]), dk.size(3))
+        dk, dv = (x.new_zeros(shape).index_add_(2, index, x) for x in (dk, dv))
+    q_length, k_length = dq.size(0) // axis.size, dk.size(0) // axis.size
+    sent = [
+        (dq.narrow(0, rank * q_length, q_length), *(x.narrow(0, rank * k_length, k_length) for x in (dk, dv)))
+        for rank in range(axis.size)
+    ]
+    local_dq = dq.new_empty((q_length, dq.size(1), heads, dq.size(3)))
+    local_dk, local_dv = (x.new_zeros((k_length, x.size(1), kv_heads, x.size(3))) for x in (dk, dv))
+    shapes = [_shapes(plan, rank, local_dq, local_dk) for rank in range(axis.size)]
+    parts = _exchange(sent, [_numel(shape) for shape in shapes], axis)
+    for rank, (part, shape) in enumerate(zip(parts, shapes)):
+        q_part, k_part, v_part = _unpack(part, shape)
+        local_dq[:, :, rank * plan.q_heads : (rank + 1) * plan.q_heads] = q_part
+        received = slice(plan.kv_heads[rank][0], plan.kv_heads[rank][-1] + 1)
+        local_dk[:, :, received] += k_part
+        local_dv[:, :, received] += v_part
+    return local_dq, local_dk, local_dv
+
+
+def heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
+    """[s_local * ranks, b, heads of this rank, d] -> [s_local, b, all heads, d]. Differentiable."""
+    return out if axis.size == 1 else _HeadsToSequence.apply(out, axis)
+
+
+class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: HeadPlan, axis: Axis) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.axis, ctx.kv_heads = plan, axis, k.size(2)
-        ctx.lengths = (q.size(0), k.size(0))
-        sent = [_heads_for(plan, rank, q, k, v) for rank in range(axis.size)]
-        shapes = _shapes(plan, axis.rank, q, k)
-        parts = _exchange(sent, [_numel(shapes)] * axis.size, axis)
-        received = [_unpack(part, shapes) for part in parts]
-        return tuple(torch.cat(pieces) for pieces in zip(*received))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.heads, ctx.kv_heads = axis, q.size(2), k.size(2)
+        return sequence_to_heads(q, k, v, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        plan, axis = ctx.plan, ctx.axis
-        q_length, k_length = ctx.lengths
-        sent = [
-            (dq.narrow(0, rank * q_length, q_length), *(x.narrow(0, rank * k_length, k_length) for x in (dk, dv)))
-            for rank in range(axis.size)
-        ]
-        local_dq = dq.new_empty((q_length, dq.size(1), plan.q_heads * axis.size, dq.size(3)))
-        local_dk, local_dv = (x.new_zeros((k_length, x.size(1), ctx.kv_heads, x.size(3))) for x in (dk, dv))
-        shapes = [_shapes(plan, rank, local_dq, local_dk) for rank in range(axis.size)]
-        parts = _exchange(sent, [_numel(shape) for shape in shapes], axis)
-        for rank, (part, shape) in enumerate(zip(parts, shapes)):
-            q_part, k_part, v_part = _unpack(part, shape)
-            local_dq[:, :, rank * plan.q_heads : (rank + 1) * plan.q_heads] = q_part
-            heads = slice(plan.kv_heads[rank][0], plan.kv_heads[rank][-1] + 1)
-            local_dk[:, :, heads] += k_part
-            local_dv[:, :, heads] += v_part
-        return local_dq, local_dk, local_dv, None, None
+        return *sequence_to_heads_grad(dq, dk, dv, ctx.axis, heads=ctx.heads, kv_heads=ctx.kv_heads), None
 
 
 class _HeadsToSequence(torch.autograd.Function):
-    """[s_local * ranks, b, heads of this rank, d] -> [s_local, b, all heads, d]."""
-
     @staticmethod
     def forward(ctx: Any, out: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis

@@ -93,20 +93,21 @@ def save(
     """
     name = name or f"iter_{progress.iteration:07d}"
     final, partial = Path(folder) / name, Path(folder) / f".{name}.partial"
-    error: BaseException | None = None
+    # Only the words of an error are kept: the exception itself would hold, through its frames, process groups of core's.
+    error: str | None = None
     try:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     except OSError as problem:
-        error = problem
+        error = _words(problem)
     _raise_together(error, folder)
     try:
         gather_parameters(chunks, config)
         state = _state(chunks, optimizer, schedule, progress, config, loading=False)
         dist_checkpointing.save(state, str(partial), content_metadata=dict(METADATA))
     except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
-        error = problem
+        error = _words(problem)
     try:
         _raise_together(error, folder)
         if dist.get_rank() == 0:
@@ -114,7 +115,7 @@ def save(
     except OSError as problem:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        error = problem
+        error = error or _words(problem)
     _raise_together(error, folder)
     return final
 
@@ -321,11 +322,15 @@ def _check_model(saved: dict[str, Any], config: Config, path: Path, weights_only
     config.notes += [f"weights of another network: {change}" for change in differing(FORMULAS)]
 
 
-def _raise_together(error: BaseException | None, folder: str) -> None:
+def _raise_together(error: str | None, folder: str) -> None:
     """If any rank has failed, every rank raises: nobody is left waiting."""
     reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, None if error is None else f"{type(error).__name__}: {error}")
+    dist.all_gather_object(reasons, error)
     failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
     if failed:
         rank, reason = failed[0]
         raise OSError(f"no checkpoint was written to {folder} (rank {rank}: {reason})")
+
+
+def _words(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"

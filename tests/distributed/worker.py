@@ -28,6 +28,7 @@ def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, 
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
+    faulthandler.enable(file=fd, all_threads=True)  # an abort inside gloo tells where Python was
     faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
     threading.Thread(target=_exit_with_parent, args=(life,), daemon=True).start()
     if root not in sys.path:
@@ -105,6 +106,7 @@ def _end(environment: dict[str, str]) -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     core_random._CUDA_RNG_STATE_TRACKER = None
     core_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    gc.collect()  # a failed job's frames may hold groups: gloo aborts if those die later than the world they are in
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_default_dtype(torch.float32)
