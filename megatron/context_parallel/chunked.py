@@ -1,162 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss in chunks of tokens, so that logits are never whole (FPDT paper, section 4.3).
+"""Token-wise layers in runs of tokens, so that what they compute inside is never whole (FPDT paper, section 5.4).
 
-The output layer and the cross-entropy are one operation. Each chunk's logits live just long enough to give its losses
-and its gradients; what is kept has the size of the hidden states and of the output layer's weight.
+The forward pass keeps a layer's input alone; the backward pass computes each run again and adds its parameter
+gradients up, so that every parameter gets its gradient once, whatever the number of runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron.context_parallel.grid import Axis
+from megatron.context_parallel.masks import Span
+from megatron.context_parallel.offload import Offload, Rows
 from megatron.context_parallel.tiled import sum_dtype
 
+Replay = Callable[[], Callable[[], AbstractContextManager]]
+"""Notes the random state and returns a function: a context in which that state is there again."""
 
-def chunked_linear_cross_entropy(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    labels_SB: Tensor,
-    token_weights_SB: Tensor,
+
+def apply_in_chunks(
+    function: Callable[[Tensor | None, Span], Tensor],
+    x: Tensor | None,
+    parameters: Sequence[Tensor],
+    runs: Sequence[Span],
     *,
-    chunks: int,
-    vocab_size: int,
-    tensor: Axis = Axis(),
-    sequence_parallel: bool = False,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    offload: Offload | None = None,
+    replay: Replay | None = None,
 ) -> Tensor:
-    """Sum over all tokens of ``token weight * cross-entropy(hidden @ weight^T, label)``.
-
-    Gradients are computed on the way forward: nothing is recomputed on the way back. Softmax is in fp32 (fp64 for fp64
-    inputs) and subtracts the largest logit first, so it is right for logits of any size.
+    """``y[start:stop] = function(x[start:stop], (start, stop))`` for each run of rows.
 
     Args:
-        hidden_SBH: [s, b, h]; under ``sequence_parallel`` [s / TP, b, h], this TP rank's tokens.
-        weight_VH: [padded vocab / TP, h], this TP rank's rows.
-        labels_SB, token_weights_SB: [s, b], all tokens of the TP group. A weight of 0 masks a token.
-        chunks: how many pieces the tokens are cut into; more than there are tokens means one token each.
-        vocab_size: real vocabulary size; rows beyond it are padding and take no part.
-        tensor: the TP axis the vocabulary is split over.
-        sequence_parallel: whether tokens are split over TP between the layers.
-
-    Returns:
-        The sum, a scalar in fp32 (fp64), the same on every TP rank.
+        function: token-wise; its runs must not depend on each other.
+        x: [rows, ...], on the device or a host buffer; None where ``function`` makes rows from something else.
+        parameters: what ``function`` reads and wants gradients for.
+        runs: the rows of each call, together all of them.
+        shape, dtype, device: of the result and of its computation; default those of ``x``.
+        offload: makes the result, and the gradient of ``x``, host buffers.
+        replay: needed where ``function`` draws random numbers.
     """
-    return _ChunkedLoss.apply(
-        hidden_SBH, weight_VH, labels_SB, token_weights_SB, chunks, vocab_size, tensor, sequence_parallel
-    )
+    shape, dtype, device = shape or x.shape, dtype or x.dtype, device or x.device
+    return _InChunks.apply(x, function, runs, (shape, dtype, device), offload, replay, *parameters)
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        token_weights: Tensor,
-        chunks: int,
-        vocab_size: int,
-        tensor: Axis,
-        sequence_parallel: bool,
+        x: Tensor | None,
+        function: Callable[[Tensor | None, Span], Tensor],
+        runs: Sequence[Span],
+        result: tuple[Sequence[int], torch.dtype, torch.device],
+        offload: Offload | None,
+        replay: Replay | None,
+        *parameters: Tensor,
     ) -> Tensor:
-        gathered = sequence_parallel and tensor.size > 1
-        ranks = tensor.size if gathered else 1
-        rows, wide = hidden.size(0), sum_dtype(hidden.dtype)
-        needs_grad = any(ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
-        # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
-        labels, token_weights = (x.reshape(ranks, rows, -1) for x in (labels, token_weights))
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        for start, stop in pieces(rows, chunks):
-            part = hidden[start:stop]
-            tokens = _gather(part, tensor) if gathered else part
-            tokens = tokens.reshape(-1, hidden.size(-1))
-            targets = labels[:, start:stop].reshape(-1)
-            scale = token_weights[:, start:stop].reshape(-1).to(wide)
-            logits = (tokens @ weight.t()).to(wide)
-            losses, grad_logits = _cross_entropy(logits, targets, vocab_size, tensor, needs_grad)
-            total += (losses * scale).sum()
-            if needs_grad:
-                grad_logits = grad_logits.mul_(scale.unsqueeze(1)).to(weight.dtype)
-                grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
-                grad_hidden[start:stop] = _sum_over_tensor(grad_tokens, tensor, gathered)
-                if grad_weight.dtype == grad_logits.dtype:
-                    grad_weight.addmm_(grad_logits.t(), tokens)  # in place: the product is as large as the weight
-                else:
-                    grad_weight += grad_logits.t() @ tokens
-        if needs_grad:
-            ctx.save_for_backward(grad_hidden, grad_weight)
-            ctx.weight_dtype = weight.dtype
-        return total
+        y = Rows.empty(*result, offload)
+        states = []
+        for run, part in zip(runs, _walk(x, runs, offload)):
+            states.append(replay() if replay else nullcontext)
+            y.write(run, function(part, run))
+        ctx.save_for_backward(x)
+        ctx.function, ctx.runs, ctx.offload, ctx.states, ctx.parameters = function, runs, offload, states, parameters
+        return y.x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        hidden_part = (grad_hidden * grad).to(grad_hidden.dtype) if ctx.needs_input_grad[0] else None
-        weight_part = (grad_weight * grad).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return hidden_part, weight_part, None, None, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        runs, offload = ctx.runs, ctx.offload
+        dx = Rows.empty(x.shape, x.dtype, x.device, offload) if x is not None and ctx.needs_input_grad[0] else None
+        sums = GradientSums(ctx.parameters)
+        for run, state, part, dy_part in zip(runs, ctx.states, _walk(x, runs, offload), _walk(dy, runs, offload)):
+            with torch.enable_grad(), state():
+                leaf = None if part is None else part.detach().requires_grad_(dx is not None)
+                y_part = ctx.function(leaf, run)
+            inputs = [leaf, *sums.wanted] if dx is not None else sums.wanted
+            grads = torch.autograd.grad(y_part, inputs, dy_part, allow_unused=True)
+            if dx is not None:
+                dx.write(run, grads[0])
+                grads = grads[1:]
+            sums.add(grads)
+        return None if dx is None else dx.x, None, None, None, None, None, *sums.take()
 
 
-def pieces(rows: int, chunks: int) -> list[tuple[int, int]]:
+def _walk(x: Tensor | None, runs: Sequence[Span], offload: Offload | None) -> Any:
+    return [None] * len(runs) if x is None else Rows(x, offload).walk(runs)
+
+
+class GradientSums:
+    """Adds up the gradients of parameters over runs, in fp32 (fp64 for fp64 parameters)."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.wanted = [parameter for parameter in parameters if parameter.requires_grad]
+        self._sums: list[Tensor | None] = [None] * len(self.wanted)
+        self._own = [False] * len(self.wanted)  # whether a sum may be written to
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of ``wanted``; None adds nothing."""
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            total, wide = self._sums[index], sum_dtype(grad.dtype)
+            if total is None:
+                self._sums[index] = grad.to(wide)
+            elif self._own[index]:
+                total += grad
+            else:
+                self._sums[index], self._own[index] = total + grad, True
+
+    def take(self) -> list[Tensor | None]:
+        """One gradient for each parameter, in its dtype."""
+        sums = {id(parameter): total for parameter, total in zip(self.wanted, self._sums)}
+        self._sums = []
+        found = [(parameter, sums.get(id(parameter))) for parameter in self.parameters]
+        return [None if total is None else total.to(parameter.dtype) for parameter, total in found]
+
+
+def pieces(rows: int, chunks: int) -> list[Span]:
     """``rows`` cut into at most ``chunks`` runs of nearly equal length, none of them empty."""
     chunks = max(1, min(chunks, rows))
     bounds = [rows * index // chunks for index in range(chunks + 1)]
     return list(zip(bounds, bounds[1:]))
-
-
-def _cross_entropy(
-    logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis, needs_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Losses [tokens] and their gradients [tokens, vocab / TP] of logits split over TP; destroys the logits."""
-    width = logits_TV.size(1)
-    first = tensor.rank * width
-    real = max(min(vocab_size - first, width), 0)
-    if real < width:
-        logits_TV[:, real:] = -torch.inf
-    largest = logits_TV.amax(1)
-    _all_reduce(largest, tensor, dist.ReduceOp.MAX)
-    logits_TV -= largest.unsqueeze(1)
-    mine = (targets >= first) & (targets < first + width)
-    column = torch.where(mine, targets - first, 0).unsqueeze(1)
-    target_logit = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)
-    exponentials = logits_TV.exp_()
-    total = exponentials.sum(1)
-    sums = torch.stack((target_logit, total))
-    _all_reduce(sums, tensor, dist.ReduceOp.SUM)
-    target_logit, total = sums
-    losses = total.log() - target_logit
-    if not needs_grad:
-        return losses, None
-    grad = exponentials.div_(total.unsqueeze(1))
-    grad.scatter_add_(1, column, -mine.to(grad.dtype).unsqueeze(1))
-    return losses, grad
-
-
-def _all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
-    if tensor.size > 1:
-        dist.all_reduce(x, op=op, group=tensor.group)
-
-
-def _gather(part: Tensor, tensor: Axis) -> Tensor:
-    """[n, b, h] of every TP rank, one after another."""
-    whole = part.new_empty((tensor.size * part.size(0), *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=tensor.group)
-    return whole
-
-
-def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
-    """Sum of the TP ranks' gradients of the same tokens; under TP-sp each rank keeps those of its own."""
-    if tensor.size == 1:
-        return grad
-    grad = grad.contiguous()
-    if not scatter:
-        dist.all_reduce(grad, group=tensor.group)
-        return grad
-    mine = grad.new_empty((grad.size(0) // tensor.size, *grad.shape[1:]))
-    dist.reduce_scatter_tensor(mine, grad, group=tensor.group)
-    return mine

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-IN_FLIGHT = 4  # device tensors on their way to the host that may wait for their copy: bounds the memory they hold
+from megatron.context_parallel.masks import Span
+
+IN_FLIGHT = 2  # device tensors on their way to the host that may wait for their copy: bounds the memory they hold
 
 
 class _Lease(np.ndarray):
@@ -129,7 +131,7 @@ class Offload:
         """Start copying a host buffer (or rows of one) to the device; call it before the compute it may overlap."""
         self.copies.to_device += host.numel() * host.element_size()
         if not self.on_gpu:
-            return Loading(host.clone(memory_format=torch.contiguous_format), None)
+            return Loading(host.clone(memory_format=torch.contiguous_format))
         compute, (_, loads) = torch.cuda.current_stream(), self._copy_streams()
         block = host.untyped_storage().data_ptr()
         x = torch.empty(host.shape, dtype=host.dtype, device=self.device)
@@ -152,7 +154,7 @@ class Loading:
     """A device tensor that is being filled."""
 
     x: Tensor
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | None = None
 
     def wait(self) -> Tensor:
         """The tensor, for use by what the current stream does next."""
@@ -180,11 +182,12 @@ class Shelf:
         else:
             self._kept[name] = self.offload.to_host(x)
 
-    def load(self, names: Sequence[tuple]) -> list[Loading]:
-        """Start bringing tensors to the device."""
+    def load(self, names: Sequence[tuple], fresh: Mapping[tuple, Tensor] = {}) -> list[Loading]:
+        """Start bringing tensors to the device; those that are in ``fresh`` are there already."""
+        kept = self._kept
         if self.offload is None:
-            return [Loading(self._kept[name], None) for name in names]
-        return [self.offload.load(self._kept[name]) for name in names]
+            return [Loading(fresh[name] if name in fresh else kept[name]) for name in names]
+        return [Loading(fresh[name]) if name in fresh else self.offload.load(kept[name]) for name in names]
 
     def get(self, name: tuple) -> Tensor:
         return self.load([name])[0].wait()
@@ -195,46 +198,104 @@ class Shelf:
         del self._kept[name]
         return x
 
-    def drop(self, name: tuple) -> None:
-        self._kept.pop(name, None)
+    def drop(self, *names: tuple) -> None:
+        for name in names:
+            self._kept.pop(name, None)
 
-    def walk(self, items: Sequence[Sequence[tuple]]) -> Iterator[list[Tensor]]:
-        """The tensors of each item in turn. While the caller computes on one item, the next one is on its way."""
-        coming = self.load(items[0]) if items else []
-        for following in (*items[1:], None):
-            current, coming = coming, self.load(following) if following is not None else []
-            yield [loading.wait() for loading in current]
-            del current
+    def walk(
+        self, items: Sequence[Sequence[tuple]], fresh: Mapping[tuple, Tensor] = {}
+    ) -> Iterator[dict[tuple, Tensor]]:
+        """The tensors of each item in turn, by name; the first item's loads start now.
+
+        While the caller computes on one item, the next one is on its way. Names that are neither kept nor fresh when
+        their turn comes are left out: sums that have not begun.
+        """
+
+        def start(item: Sequence[tuple]) -> dict[tuple, Loading]:
+            there = [name for name in item if name in fresh or name in self._kept]
+            return dict(zip(there, self.load(there, fresh)))
+
+        def steps(coming: dict[tuple, Loading]) -> Iterator[dict[tuple, Tensor]]:
+            for index in range(len(items)):
+                current, coming = coming, start(items[index + 1]) if index + 1 < len(items) else {}
+                yield {name: loading.wait() for name, loading in current.items()}
+                del current
+
+        return steps(start(items[0]) if items else {})
 
 
 class Rows:
-    """A long tensor that is read and written in runs of rows: on the device, or in host memory."""
+    """A long tensor that is read and written in runs of rows: on the device, or a host buffer."""
 
     def __init__(self, x: Tensor, offload: Offload | None) -> None:
-        self.x, self.offload = x, offload
+        self.x, self.offload = x, offload if is_host_buffer(x) else None
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, offload: Offload | None) -> Rows:
+        """On ``device``; with ``offload``, a host buffer."""
         x = torch.empty(shape, dtype=dtype, device=device) if offload is None else offload.empty(shape, dtype)
         return cls(x, offload)
 
-    def walk(self, runs: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-        """The rows of each run in turn, on the device; from the host, one run ahead."""
-        if self.offload is None:
-            yield from (self.x[start:stop] for start, stop in runs)
-            return
-        coming = None
-        for index, (start, stop) in enumerate(runs):
-            current = coming or self.offload.load(self.x[start:stop])
-            coming = self.offload.load(self.x[slice(*runs[index + 1])]) if index + 1 < len(runs) else None
+    def walk(self, runs: Sequence[Span]) -> Iterator[Tensor]:
+        """The rows of each run in turn, on the device; a host buffer's come one run ahead."""
+        coming = self._load(runs[0]) if runs else None
+        for following in (*runs[1:], None):
+            current, coming = coming, self._load(following) if following else None
             yield current.wait()
+            del current
 
-    def read(self, run: tuple[int, int]) -> Tensor:
-        rows = self.x[run[0] : run[1]]
-        return rows if self.offload is None else self.offload.load(rows).wait()
+    def read(self, run: Span) -> Tensor:
+        return self._load(run).wait()
 
-    def write(self, run: tuple[int, int], rows: Tensor) -> None:
+    def write(self, run: Span, rows: Tensor) -> None:
         if self.offload is None:
             self.x[run[0] : run[1]] = rows
         else:
             self.offload.write(self.x[run[0] : run[1]], rows)
+
+    def _load(self, run: Span) -> Loading:
+        rows = self.x[run[0] : run[1]]
+        return Loading(rows) if self.offload is None else self.offload.load(rows)
+
+
+class SavedInHost:
+    """Hooks for ``torch.autograd.graph.saved_tensors_hooks``: layer inputs saved for backward go to host memory.
+
+    When one is asked for in the backward pass, the one that was saved before it starts to come as well.
+
+    Args:
+        offload: what moves them.
+        shape: of a layer input; other saved tensors stay where they are.
+    """
+
+    def __init__(self, offload: Offload, shape: torch.Size) -> None:
+        self.offload, self.shape = offload, shape
+        self._last: _Saved | None = None
+
+    def pack(self, x: Tensor) -> Tensor | _Saved:
+        if x.shape != self.shape or not x.is_floating_point() or is_host_buffer(x):
+            return x
+        self._last = _Saved(self.offload, self.offload.to_host(x.detach()), self._last)
+        return self._last
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved.take()
+
+
+@dataclass
+class _Saved:
+    offload: Offload
+    host: Tensor
+    before: _Saved | None
+    coming: Loading | None = None
+
+    def fetch(self) -> None:
+        self.coming = self.coming or self.offload.load(self.host)
+
+    def take(self) -> Tensor:
+        self.fetch()
+        x, self.coming = self.coming.wait(), None
+        if self.before is not None:
+            self.before.fetch()
+            self.before = None
+        return x

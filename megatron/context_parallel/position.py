@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.masks import Span
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, *, interleaved: bool = False, stretch: float = 1.0) -> Tensor:
@@ -56,6 +57,12 @@ class LayoutRotaryEmbedding(nn.Module):
             )
             self._angles = angles.to(self.inv_freq.device)
         return self._angles
+
+    def of_spans(self, spans: tuple[Span, ...]) -> Tensor:
+        """Angles, fp32 [s, 1, 1, dim], of any positions; made on the device, nothing is kept."""
+        device = self.inv_freq.device
+        positions = torch.cat([torch.arange(start, stop, device=device) for start, stop in spans])
+        return rotary_angles(positions, self.inv_freq, interleaved=self.interleaved, stretch=self.stretch)
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
         return self.layout.seq_length

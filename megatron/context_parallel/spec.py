@@ -19,14 +19,18 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron.context_parallel.layer import ChunkedLayer, ChunkSettings
+
+from megatron.context_parallel.chunked import apply_in_chunks, pieces
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Causal, Mask
 from megatron.context_parallel.usp import attention
 
-__all__ = ["AttentionSettings", "ContextParallelAttention", "Norm", "block_spec"]
+__all__ = ["AttentionSettings", "ChunkSettings", "ContextParallelAttention", "Norm", "StreamedNorm", "block_spec"]
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,26 @@ class Norm(nn.Module):
         return functional.layer_norm(x, self.shape, weight, self.bias, self.eps)
 
 
+class StreamedNorm(Norm):
+    """The final norm over hidden states in host memory, in runs of tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, *, chunks: ChunkSettings, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, **kwargs)
+        self.chunks = chunks
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, chunks = super().forward, self.chunks
+        runs = pieces(x.size(0), chunks.ffn_chunks)
+        return apply_in_chunks(lambda part, _: norm(part), x, [*self.parameters()], runs, offload=chunks.offload)
+
+
 def block_spec(
-    config: TransformerConfig, settings: AttentionSettings, *, transformer_engine: bool, num_layers: int
+    config: TransformerConfig,
+    settings: AttentionSettings,
+    *,
+    transformer_engine: bool,
+    num_layers: int,
+    chunks: ChunkSettings | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -106,6 +128,7 @@ def block_spec(
         transformer_engine: linears, norms and FP8 from Transformer Engine through core's own spec; otherwise core's
             linears and PyTorch's norms.
         num_layers: layers of this stage.
+        chunks: FPDT, the FFN in chunks, streamed hidden states; None for core's own layer.
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -120,4 +143,8 @@ def block_spec(
             qkv = layer.submodules.self_attention.submodules
             qkv.q_layernorm = qkv.k_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
+    if chunks is not None:
+        layer.module, layer.params = ChunkedLayer, {**layer.params, "chunks": chunks}
+        if chunks.streamed:
+            final_norm = ModuleSpec(StreamedNorm, params={"chunks": chunks})
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)

@@ -38,11 +38,11 @@ def tiled_attention(
 class Accumulator:
     """Merges the outputs of tiles of one query block, in fp32 (fp64 for fp64 inputs)."""
 
-    def __init__(self, q_SBHD: Tensor) -> None:
+    def __init__(self, q_SBHD: Tensor, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None) -> None:
+        """``out_SBHD, lse_SBH``: what an earlier accumulator for these queries had so far; they are written to."""
         self.shape, self.dtype = q_SBHD.shape, q_SBHD.dtype
         self.sum_dtype = sum_dtype(q_SBHD.dtype)
-        self.out_SBHD: Tensor | None = None
-        self.lse_SBH: Tensor | None = None
+        self.out_SBHD, self.lse_SBH = out_SBHD, lse_SBH
 
     def add(self, rows: tuple[int, int], out_BHSD: Tensor, lse_BHS: Tensor) -> None:
         """Merge a tile: ``out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t))``."""
@@ -79,8 +79,8 @@ class _TiledAttention(torch.autograd.Function):
         result = Accumulator(q)
         for block in source.blocks(k, v):
             for tile in block.tiles:
-                q_tile, k_tile, v_tile = _rows_of(tile, q, block)
-                out, lse = kernel.forward(q_tile, k_tile, v_tile, causal=tile.kind == "causal", mask=None, scale=scale)
+                qkv = tile_of(tile, q, block.k, block.v)
+                out, lse = kernel.forward(*qkv, causal=tile.kind == "causal", mask=None, scale=scale)
                 result.add(tile.q, out, lse)
         out, lse = result.finish()
         ctx.save_for_backward(q, k, v, out, lse)
@@ -93,27 +93,17 @@ class _TiledAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         source = ctx.source
 
-        def tile_grads(tile: Tile, block: KeyBlock) -> list[Tensor]:
-            rows = slice(*tile.q)
-            grads = ctx.kernel.backward(
-                _heads_first(dout[rows]),
-                *_rows_of(tile, q, block),
-                _heads_first(out[rows]),
-                lse[rows].permute(1, 2, 0),
-                causal=tile.kind == "causal",
-                mask=None,
-                scale=ctx.scale,
-            )
-            return [grad.permute(2, 0, 1, 3) for grad in grads]
+        def grads_of(tile: Tile, block: KeyBlock) -> list[Tensor]:
+            return tile_grads(ctx.kernel, tile, q, block.k, block.v, dout, out, lse, ctx.scale)
 
         if source.single_tile:  # nothing to add up
             (block,) = source.blocks(k, v)
             (tile,) = block.tiles
-            return *tile_grads(tile, block), None, None, None
+            return *grads_of(tile, block), None, None, None
         dq: Tensor | None = None
         for block in source.blocks_with_grads(k, v, sum_dtype(q.dtype)):
             for tile in block.tiles:
-                dq_tile, dk_tile, dv_tile = tile_grads(tile, block)
+                dq_tile, dk_tile, dv_tile = grads_of(tile, block)
                 if dq is None and tile.q == (0, q.size(0)):
                     dq = dq_tile.to(sum_dtype(q.dtype))
                 else:
@@ -124,10 +114,35 @@ class _TiledAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _rows_of(tile: Tile, q: Tensor, block: KeyBlock) -> tuple[Tensor, Tensor, Tensor]:
-    """A tile's q, k, v as [b, h, s, d] views."""
+def tile_of(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's part of q, k, v [s, b, h, d], as [b, h, s, d] views."""
     keys = slice(*tile.k)
-    return _heads_first(q[slice(*tile.q)]), _heads_first(block.k[keys]), _heads_first(block.v[keys])
+    return _heads_first(q[slice(*tile.q)]), _heads_first(k[keys]), _heads_first(v[keys])
+
+
+def tile_grads(
+    kernel: Kernel,
+    tile: Tile,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> list[Tensor]:
+    """dq, dk, dv of a tile as [s, b, h, d]; ``out`` [s, b, h, d] and ``lse`` [s, b, h] are the final ones."""
+    rows = slice(*tile.q)
+    grads = kernel.backward(
+        _heads_first(dout[rows]),
+        *tile_of(tile, q, k, v),
+        _heads_first(out[rows]),
+        lse[rows].permute(1, 2, 0),
+        causal=tile.kind == "causal",
+        mask=None,
+        scale=scale,
+    )
+    return [grad.permute(2, 0, 1, 3) for grad in grads]
 
 
 def _heads_first(x_SBHD: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def save(
     """
     name = name or f"iter_{progress.iteration:07d}"
     final, partial = Path(folder) / name, Path(folder) / f".{name}.partial"
-    # Only the words of an error are kept: the exception itself would hold, through its frames, process groups of core's.
+    # Only the words of an error are kept: the exception's frames would hold process groups of core's.
     error: str | None = None
     try:
         if dist.get_rank() == 0:

@@ -132,10 +132,31 @@ class AttentionConfig:
         None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"]
     )
     recompute_num_layers: int | None = flag(None, "layers a recomputed unit (uniform), or a stage (block)", type=int)
-    loss_chunks: int | None = flag(
-        None, "output layer and loss in this many chunks of tokens, so that logits are never whole", type=int
-    )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
+
+
+@dataclass
+class ChunkConfig:
+    """Long sequences in chunks, with host memory behind them (FPDT)."""
+
+    fpdt: bool = flag(False, "attention in pipelined chunks (FPDT)", aliases=["--ds-sequence-parallel-fpdt"])
+    fpdt_chunk_size: int = flag(
+        65536, "longest chunk, in tokens of the whole sequence", aliases=["--ds-sequence-parallel-fpdt-chunk-size"]
+    )
+    fpdt_offload: bool = flag(True, "keep finished chunks on the device", flags=["--no-fpdt-offload"])
+    fpdt_stream_hidden: bool = flag(
+        False, "hidden states live in host memory too: device memory does not grow with the sequence"
+    )
+    ffn_chunks: int | None = flag(
+        None, "MLP in this many chunks of tokens; default under --fpdt: twice attention's", type=int
+    )
+    loss_chunks: int | None = flag(
+        None,
+        "output layer and loss in this many chunks of tokens, so that logits are never whole; default under --fpdt: "
+        "2 x vocabulary / hidden size, and logits no larger than an MLP chunk",
+        type=int,
+    )
+    offload_checkpoints: bool = flag(False, "inputs of recomputed (or FPDT) layers go to host memory")
 
 
 @dataclass
@@ -305,6 +326,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    chunks: ChunkConfig = field(default_factory=ChunkConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -70,7 +70,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
     datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
-    model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
+    model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
     chunks = wrap_for_data_parallelism(model, config)
     optimizer = build_optimizer(chunks, config)
     schedule = None if config.run.skip_train else build_schedule(optimizer, config)

@@ -10,7 +10,7 @@ ours are in `config.py` and not here. Table rows read ``--flag [values] [default
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.training.refusal import Refusal
 
@@ -201,10 +201,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "not available yet: leave it out",
         """
-        --fpdt --fpdt-chunk-size 1 --fpdt-offload --no-fpdt-offload --ds-sequence-parallel-fpdt
-        --ds-sequence-parallel-fpdt-chunk-size 1 --ds-sequence-parallel-fpdt-offloading --ffn-chunks 1
-        --offload-checkpoints --partition-position-embedding --mask-cpu-threshold 1 --dry-run --dry-run-json 1
-        --world-size 1 --gpu 1
+        --partition-position-embedding --mask-cpu-threshold 1 --dry-run --dry-run-json 1 --world-size 1 --gpu 1
         """,
     ),
     ("sliding windows are not available yet: leave it out", "--window-size 1 --window-attn-skip-freq 1"),
@@ -213,7 +210,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--reset-position-ids --reset-attention-mask",
     ),
     (
-        "offload to host memory is not available yet: use --recompute-granularity full",
+        "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
         """
         --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
         --min-offloaded-tensor-size 1 1048576
@@ -506,6 +503,8 @@ LATER_VALUES: dict[str, tuple[str, ...]] = {
 }
 
 # Older spellings that store a value in a setting of ours: flag -> (section.field, value).
-SPELLINGS: dict[str, tuple[str, str]] = {
+SPELLINGS: dict[str, tuple[str, Any]] = {
     "--use-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
+    "--fpdt-offload": ("chunks.fpdt_offload", True),
+    "--ds-sequence-parallel-fpdt-offloading": ("chunks.fpdt_offload", True),
 }

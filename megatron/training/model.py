@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,17 +14,22 @@ from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from megatron.context_parallel.chunked import chunked_linear_cross_entropy
+from megatron.context_parallel.chunked import apply_in_chunks, pieces
 from megatron.context_parallel.grid import Axis, Grid
+from megatron.context_parallel.layer import replay_random_state
 from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.loss import chunked_linear_cross_entropy
 from megatron.context_parallel.masks import Causal, Full, Mask
+from megatron.context_parallel.offload import Offload, SavedInHost
 from megatron.context_parallel.position import LayoutRotaryEmbedding
-from megatron.context_parallel.spec import AttentionSettings, block_spec
+from megatron.context_parallel.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.training.config import Config
 from megatron.training.tokenizer import padded_vocab_size
+from megatron.training.validate_chunks import loss_chunks
 from megatron.training.weights import initialize_weights
 
 MASKS: dict[str, Mask] = {"causal": Causal(), "full": Full()}
@@ -34,9 +41,45 @@ class LongContextGPT(GPTModel):
     The padded size depends on TP; were padding part of the softmax, so would the loss. Megatron-LM leaves it in.
     """
 
-    def __init__(self, *args: Any, real_vocab_size: int, tensor: Axis, loss_chunks: int | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        real_vocab_size: int,
+        tensor: Axis,
+        loss_chunks: int | None,
+        chunks: ChunkSettings | None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
+        self.chunks = chunks
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
+        """As core's; streamed hidden states are embedded chunk by chunk into host memory."""
+        if self.pre_process and self.chunks is not None and self.chunks.streamed:
+            kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids)
+        return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+    def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Host buffer [s, b, h] of this TP rank's tokens, from ids [b, s_local] of all its TP group's."""
+        parts = self.tensor.size if self.config.sequence_parallel else 1
+        ids, positions = (x.unflatten(1, (parts, -1)) for x in (input_ids, position_ids))
+        rows, weight = ids.size(2), self.embedding.word_embeddings.weight
+
+        def embed(_: None, run: tuple[int, int]) -> Tensor:
+            return self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)))
+
+        return apply_in_chunks(
+            embed,
+            None,
+            [*self.embedding.parameters()],
+            pieces(rows, self.chunks.ffn_chunks),
+            shape=(rows, ids.size(0), self.config.hidden_size),
+            dtype=weight.dtype,
+            device=weight.device,
+            offload=self.chunks.offload,
+            replay=replay_random_state if self.config.hidden_dropout and self.training else None,
+        )
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
         """As core's; with ``loss_chunks`` the loss of all tokens is one sum, weighted by ``loss_mask``."""
@@ -52,6 +95,7 @@ class LongContextGPT(GPTModel):
             vocab_size=self.real_vocab_size,
             tensor=self.tensor,
             sequence_parallel=self.config.sequence_parallel,
+            offload=self.chunks.offload if self.chunks is not None else None,
         )
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -122,7 +166,8 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         bias_activation_fusion=on_gpu and gated,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=on_gpu and core_layers._grad_accum_fusion_available,
+        # The fused kernel adds to main_grad by itself; chunks add their gradients up first.
+        gradient_accumulation_fusion=on_gpu and core_layers._grad_accum_fusion_available and not in_chunks(config),
         batch_p2p_comm=on_gpu and not overlap_p2p,
         overlap_p2p_comm=overlap_p2p,
         deallocate_pipeline_outputs=True,
@@ -131,36 +176,61 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
 
 
 def build_model(
-    config: Config, grid: Grid, layout: SequenceLayout, vocab_size: int, device: torch.device
+    config: Config,
+    grid: Grid,
+    layout: SequenceLayout,
+    vocab_size: int,
+    device: torch.device,
+    offload: Offload | None = None,
 ) -> list[GPTModel]:
     """This rank's model chunks (one, or one a virtual pipeline stage), with their initial weights, on ``device``.
 
     Args:
         config: the run's settings, completed.
         vocab_size: real vocabulary size; it is padded here.
+        offload: host memory, needed by --fpdt with offload and by --offload-checkpoints.
     """
     core = transformer_config(config, grid, on_gpu=device.type == "cuda")
     stages = core.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(stages or 1):
-        chunk = _build_chunk(config, core, grid, layout, vocab_size, stage if stages else None)
+        chunk = _build_chunk(config, core, grid, layout, vocab_size, stage if stages else None, offload)
         initialize_weights(chunk, core, config, vocab_size, device)
         chunks.append(chunk)
     return chunks
 
 
 def _build_chunk(
-    config: Config, core: TransformerConfig, grid: Grid, layout: SequenceLayout, vocab_size: int, stage: int | None
+    config: Config,
+    core: TransformerConfig,
+    grid: Grid,
+    layout: SequenceLayout,
+    vocab_size: int,
+    stage: int | None,
+    offload: Offload | None,
 ) -> GPTModel:
-    model = config.model
+    model, attention = config.model, config.attention
+    mask = MASKS[attention.attention_mask]
     stages = core.virtual_pipeline_model_parallel_size or 1
     first = grid.pipeline.rank == 0 and (stage or 0) == 0
     last = grid.pipeline.rank == grid.pipeline.size - 1 and (stage or 0) == stages - 1
+    chunks = None
+    if in_chunks(config):
+        chunks = ChunkSettings(
+            layout,
+            mask,
+            attention.attention_kernel,
+            fpdt=config.chunks.fpdt,
+            ffn_chunks=config.chunks.ffn_chunks,
+            offload=offload if config.chunks.fpdt_offload else None,
+            streamed=config.chunks.fpdt_stream_hidden,
+        )
     spec = block_spec(
         core,
-        AttentionSettings(layout, MASKS[config.attention.attention_mask], config.attention.attention_kernel),
+        AttentionSettings(layout, mask, attention.attention_kernel),
         transformer_engine=model.transformer_impl == "transformer_engine",
         num_layers=get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank),
+        chunks=chunks,
     )
     chunk = LongContextGPT(
         config=core,
@@ -168,7 +238,8 @@ def _build_chunk(
         vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, grid.tensor.size),
         real_vocab_size=vocab_size,
         tensor=grid.tensor,
-        loss_chunks=config.attention.loss_chunks,
+        loss_chunks=loss_chunks(config, vocab_size),
+        chunks=chunks,
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
         post_process=last,
@@ -182,8 +253,43 @@ def _build_chunk(
         vp_stage=stage,
     )
     if model.position_embedding_type == "rope":
-        chunk.rotary_pos_emb = LayoutRotaryEmbedding(chunk.rotary_pos_emb, layout)
+        rotary = LayoutRotaryEmbedding(chunk.rotary_pos_emb, layout)
+        if config.chunks.fpdt:
+            chunks.rotary, chunk.rotary_pos_emb = rotary, NoAngles()
+        else:
+            chunk.rotary_pos_emb = rotary
+    if config.chunks.offload_checkpoints:
+        chunk.decoder.forward = _saving_in_host(chunk.decoder.forward, offload)
     return chunk
+
+
+class NoAngles(nn.Module):
+    """In place of core's rotary embedding where every chunk makes its own angles."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+def _saving_in_host(forward: Callable[..., Tensor], offload: Offload) -> Callable[..., Tensor]:
+    """The block's forward pass, with the layer inputs it saves in host memory."""
+
+    @wraps(forward)
+    def with_hooks(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        decoder = forward.__self__
+        shape = hidden_states.shape if decoder.pre_process else decoder.input_tensor.shape
+        hooks = SavedInHost(offload, shape)
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
+            return forward(hidden_states, *args, **kwargs)
+
+    return with_hooks
+
+
+def in_chunks(config: Config) -> bool:
+    """Whether layers cut their work."""
+    return config.chunks.fpdt or bool(config.chunks.ffn_chunks)
 
 
 def virtual_stages(config: Config) -> int | None:

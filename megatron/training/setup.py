@@ -17,8 +17,10 @@ from megatron import platform
 from megatron.context_parallel import kernels
 from megatron.context_parallel.grid import Grid, initialize_grid
 from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.offload import Offload
 from megatron.training.config import Config
 from megatron.training.validate import Refusal, transformer_engine_installed
+from megatron.training.validate_chunks import attention_chunks
 
 T = TypeVar("T")
 
@@ -30,6 +32,7 @@ class Runtime:
     platform: platform.Platform
     grid: Grid
     layout: SequenceLayout
+    offload: Offload | None = None  # host memory, where anything goes there
 
     @property
     def device(self) -> torch.device:
@@ -78,9 +81,17 @@ def start(config: Config) -> Runtime:
         timeout_minutes=parallel.distributed_timeout_minutes,
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # core's schedules ask for it, and warn if it is not there
-    layout = SequenceLayout(config.data.seq_length, grid, parallel.context_parallel_balance)
+    chunks = config.chunks
+    layout = SequenceLayout(
+        config.data.seq_length,
+        grid,
+        parallel.context_parallel_balance,
+        chunks=attention_chunks(config),
+        tensor_parts=grid.tensor.size if chunks.fpdt and parallel.sequence_parallel else 1,
+    )
     seed_everything(config.run.seed, grid)
-    return Runtime(where, grid, layout)
+    offloads = (chunks.fpdt and chunks.fpdt_offload) or chunks.offload_checkpoints
+    return Runtime(where, grid, layout, Offload(where.device) if offloads else None)
 
 
 def compute_dtype(config: Config) -> torch.dtype:

@@ -16,7 +16,8 @@ POSITIVE = {
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "num_virtual_stages_per_pipeline_rank ddp_bucket_size distributed_timeout_minutes",
-    "attention": "recompute_num_layers loss_chunks",
+    "attention": "recompute_num_layers",
+    "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
     "optimizer": "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
     "data": "micro_batch_size global_batch_size seq_length num_dataset_builder_threads",
     "checkpoint": "save_interval save_retain_interval",

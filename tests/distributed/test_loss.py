@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from megatron.context_parallel.chunked import chunked_linear_cross_entropy, pieces
+from megatron.context_parallel.chunked import pieces
+from megatron.context_parallel.loss import chunked_linear_cross_entropy
 from megatron.context_parallel.grid import initialize_grid
 
 S, B, H = 12, 3, 16

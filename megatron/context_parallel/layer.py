@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's TransformerLayer with its two halves in chunks: attention by FPDT, the FFN in runs of tokens.
+
+The sub-modules, and so the parameters' names and checkpoints, are core's; only the order in which tokens go through
+them is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import random as core_random
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron.context_parallel import kernels
+from megatron.context_parallel.chunked import apply_in_chunks, pieces
+from megatron.context_parallel.fpdt import ChunkedAttention
+from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.masks import Mask, Span
+from megatron.context_parallel.offload import Offload
+from megatron.context_parallel.position import LayoutRotaryEmbedding
+
+
+@dataclass
+class ChunkSettings:
+    """How a layer cuts its work.
+
+    Attributes:
+        layout, mask, kernel: of the attention.
+        fpdt: attention in the layout's chunks; otherwise core's attention half is left as it is.
+        ffn_chunks: the FFN in this many runs; None: whole.
+        offload: host memory for FPDT's chunks and for streamed hidden states; None: everything stays on the device.
+        streamed: hidden states are host buffers.
+        rotary: angles by position, set once the model is there; None where positions enter otherwise.
+    """
+
+    layout: SequenceLayout
+    mask: Mask
+    kernel: str
+    fpdt: bool = False
+    ffn_chunks: int | None = None
+    offload: Offload | None = None
+    streamed: bool = False
+    rotary: LayoutRotaryEmbedding | None = field(default=None, compare=False)
+
+
+class ChunkedLayer(TransformerLayer):
+    """A transformer layer that never holds the insides of more than one chunk."""
+
+    def __init__(self, *args: Any, chunks: ChunkSettings, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chunks = chunks
+
+    def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        settings = self.chunks
+        if not settings.fpdt:
+            return super()._forward_attention(hidden_states, *args, **kwargs)
+        attention = self.self_attention
+        head_dim = attention.hidden_size_per_attention_head
+        # The device of the weights: hidden states may be host buffers.
+        device = attention.linear_proj.weight.device
+        kernel = kernels.select(settings.kernel, device=device, dtype=hidden_states.dtype, head_dim=head_dim)
+        half = ChunkedAttention(
+            project=self._project,
+            output=self._output,
+            parameters=[*self.input_layernorm.parameters(), *attention.parameters()],
+            layout=settings.layout,
+            mask=settings.mask,
+            kernel=kernel,
+            scale=attention.core_attention.scale or head_dim**-0.5,
+            offload=settings.offload,
+            streamed=settings.streamed,
+            replay=self._replay(),
+        )
+        return half(hidden_states), None
+
+    def _project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by TP."""
+        query, key, value = self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None)
+        settings = self.chunks
+        if settings.rotary is not None:
+            angles = settings.rotary.of_spans(settings.layout.local_chunk_spans(chunk))
+            query, key = (apply_rotary_pos_emb(part, angles, config=self.config) for part in (query, key))
+        return query, key, value
+
+    def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
+        """Output projection of [c, b, heads, d], bias, dropout and the residual x."""
+        add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
+        return add(self.self_attention.linear_proj(out.flatten(2)), x, self.hidden_dropout)
+
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        settings = self.chunks
+        if not settings.ffn_chunks:
+            return super()._forward_mlp(hidden_states, *args, **kwargs)
+        return apply_in_chunks(
+            self._ffn,
+            hidden_states,
+            [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
+            pieces(hidden_states.size(0), settings.ffn_chunks),
+            offload=settings.offload if settings.streamed else None,
+            replay=self._replay(),
+        )
+
+    def _ffn(self, x: Tensor, run: Span) -> Tensor:
+        add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
+        return add(self.mlp(self.pre_mlp_layernorm(x)), x, self.hidden_dropout)
+
+    def _replay(self) -> Callable[[], Callable[[], AbstractContextManager]] | None:
+        return replay_random_state if self.hidden_dropout and self.training else None
+
+
+def replay_random_state() -> Callable[[], AbstractContextManager]:
+    """Note all random states, core's per region included; what is returned brings them back for a while."""
+    states = core_random._get_all_rng_states()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with core_random._fork_rng():
+            core_random._set_all_rng_states(*states)
+            yield
+
+    return again
