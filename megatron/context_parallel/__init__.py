@@ -9,17 +9,21 @@ x = layout.shard(tokens, dim=1)
 out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
+from megatron.context_parallel.fpdt import ChunkedAttention
 from megatron.context_parallel.grid import Axis, Grid, abstract_grid, current_grid, initialize_grid
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Causal, Full
+from megatron.context_parallel.offload import Offload
 from megatron.context_parallel.ulysses import ulysses_attention
 from megatron.context_parallel.usp import attention
 
 __all__ = [
     "Axis",
     "Causal",
+    "ChunkedAttention",
     "Full",
     "Grid",
+    "Offload",
     "SequenceLayout",
     "abstract_grid",
     "attention",

@@ -65,6 +65,42 @@ class ChunkedAttention:
         return _Chunked.apply(x, self, saving, *self.parameters)
 
 
+def goes_by_keys(heads: int, kv_heads: int, itemsize: int) -> bool:
+    """Whether the backward loop by keys moves fewer bytes than the one by queries."""
+    return heads * (3 * itemsize + 8) < kv_heads * (2 * itemsize + 16)
+
+
+@dataclass(frozen=True)
+class CopiedBytes:
+    """(to the host, to the device) of one layer, on one rank."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
+    """What FPDT moves in a training pass, under a causal mask, on a ring of one, in equal chunks.
+
+    Args:
+        chunks: number of chunks.
+        tokens: tokens of a chunk after its all-to-all, times the micro-batch size.
+        heads, kv_heads: of a rank, after the all-to-all.
+        head_dim, itemsize: size of a head, and bytes of an element; sums are in fp32.
+    """
+    wide = max(itemsize, 4)
+    q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
+    dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
+    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
+    forward = n * (2 * q + kv + lse), below * kv
+    if not goes_by_keys(heads, kv_heads, itemsize):
+        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
+    # dq of each query chunk is written when each of its key chunks is done and read again for the next and at the end.
+    moved = n + below
+    to_host = n * q + moved * dq + n * dkv
+    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq + n * dkv
+    return CopiedBytes(forward, (to_host, to_device))
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, job: ChunkedAttention, saving: bool, *parameters: Tensor) -> Tensor:
@@ -120,9 +156,8 @@ class _Pass:
         A tile by queries moves k, v and their fp32 gradients, in and out; by keys it moves q, out, dout and dq.
         """
         heads, kv_heads, item = *self.heads, self.job.offload and self.x.x.element_size()
-        if self.job.layout.grid.ring.size > 1 or not item:
-            return self.job.layout.grid.ring.size > 1
-        return heads * (3 * item + 8) < kv_heads * (2 * item + 16)
+        on_ring = self.job.layout.grid.ring.size > 1
+        return on_ring or (bool(item) and goes_by_keys(heads, kv_heads, item))
 
     # --- one chunk ---
 

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunk pipeline alone, in float64 with the math kernel to 1e-10: projection, attention, output, all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron.context_parallel as cp
+from megatron.context_parallel import kernels
+from megatron.context_parallel.chunked import apply_in_chunks, pieces
+from megatron.context_parallel.fpdt import ChunkedAttention
+from megatron.context_parallel.grid import abstract_grid
+from megatron.context_parallel.offload import Offload, is_host_buffer
+from tests.distributed.test_attention import dense_attention
+
+MASKS = {"causal": cp.Causal(), "full": cp.Full()}
+WIDTH, SIZE = 24, 8
+CPU = torch.device("cpu")
+
+
+def make(heads: int, kv_heads: int, length: int, batch: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(length + 10 * heads + kv_heads)
+    shapes = {
+        "x": (length, batch, WIDTH),
+        "w_qkv": (WIDTH, (heads + 2 * kv_heads) * SIZE),
+        "b_qkv": ((heads + 2 * kv_heads) * SIZE,),
+        "w_out": (heads * SIZE, WIDTH),
+        "unused": (3,),
+        "dy": (batch, WIDTH, length),
+    }
+    made = {name: torch.randn(*shape, generator=draw, dtype=torch.float64) / 3 for name, shape in shapes.items()}
+    made["dy"] = made["dy"].permute(2, 0, 1)  # memory in another order: wrong strides are the classic silent error
+    return made
+
+
+def attend(made, heads, kv_heads, x, layout, mask, offload=None, streamed=False, order=None):
+    """The attention half of a layer: x + out(attention(qkv(x)))."""
+    w_qkv, b_qkv, w_out = made["w_qkv"], made["b_qkv"], made["w_out"]
+
+    def project(part, chunk):
+        sizes = [heads * SIZE, kv_heads * SIZE, kv_heads * SIZE]
+        return tuple(p.unflatten(-1, (-1, SIZE)) for p in (part @ w_qkv + b_qkv).split(sizes, dim=-1))
+
+    def output(out, part, chunk):
+        return part + out.flatten(2) @ w_out
+
+    parameters = [w_qkv, b_qkv, w_out, made["unused"]]
+    kernel = kernels.select("math", device=CPU, dtype=torch.float64, head_dim=SIZE)
+    job = ChunkedAttention(
+        project, output, parameters, layout, mask, kernel, SIZE**-0.5, offload=offload, streamed=streamed
+    )
+    return job(x), project, output
+
+
+def errors(pairs) -> list[float]:
+    return [
+        float((mine - full).detach().abs().max() / full.detach().abs().max().clamp_min(1e-30)) for mine, full in pairs
+    ]
+
+
+def compare(heads, kv_heads, length, batch, mask, layout, offload, streamed=False) -> list[float]:
+    """Largest relative errors of y, dx and the parameters' gradients (summed over the context-parallel ranks)."""
+    made = make(heads, kv_heads, length, batch)
+    names = ["x", "w_qkv", "b_qkv", "w_out"]
+    leaves = {name: made[name].clone().requires_grad_() for name in names}
+    whole = made | leaves
+    plain = cp.SequenceLayout(length, abstract_grid())
+    q, k, v = attend(whole, heads, kv_heads, leaves["x"], plain, MASKS[mask])[1](leaves["x"], 0)
+    out = dense_attention(q, k, v, mask == "causal")
+    expected = leaves["x"] + out.flatten(2) @ leaves["w_out"]
+    expected_grads = torch.autograd.grad(expected, list(leaves.values()), made["dy"])
+
+    mine = {name: made[name].clone().requires_grad_() for name in names[1:]}
+    x = layout.shard(made["x"])
+    if streamed:
+        x = offload.to_host(x)
+    x.requires_grad_()
+    y = attend(made | mine | {"x": x}, heads, kv_heads, x, layout, MASKS[mask], offload, streamed)[0]
+    assert is_host_buffer(y) == streamed
+    grads = torch.autograd.grad(y, [x, *mine.values()], layout.shard(made["dy"]))
+    assert is_host_buffer(grads[0]) == streamed
+    sums = list(grads[1:])
+    if layout.grid.context.size > 1:
+        for total in sums:
+            torch.distributed.all_reduce(total, group=layout.grid.context.group)
+    return errors(
+        [(y, layout.shard(expected)), (grads[0], layout.shard(expected_grads[0])), *zip(sums, expected_grads[1:])]
+    )
+
+
+def compare_on_grid(ulysses, ring, heads, kv_heads, length, batch, chunks, balance, mask, offloaded, streamed):
+    grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
+    layout = cp.SequenceLayout(length, grid, balance, chunks=chunks)
+    offload = Offload(CPU) if offloaded else None
+    found = compare(heads, kv_heads, length, batch, mask, layout, offload, streamed)
+    if offloaded:
+        assert offload.copies.to_host and offload.copies.to_device
+        assert offload.pool.in_use == 0, "host buffers leak"
+    return found
+
+
+GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (2, 4), (4, 2)]
+CASES = [
+    pytest.param(
+        u,
+        r,
+        *heads,
+        batch,
+        chunks,
+        balance,
+        mask,
+        store,
+        id=f"U{u}-R{r}-h{heads[0]}kv{heads[1]}-{chunks}-{mask}-{store}",
+    )
+    for index, (u, r) in enumerate(GRIDS)
+    for step, (heads, batch, chunks, balance, mask, store) in enumerate(
+        [
+            ((8, 8), 1, 2, "zigzag", "causal", "host"),
+            ((8, 2), 2, 3, "zigzag", "causal", "device"),
+            ((8, 1), 1, 5, "contiguous", "causal", "stream"),
+            ((8, 8), 2, 3, "contiguous", "full", "stream"),
+            ((8, 2), 1, 5, "zigzag", "full", "host"),
+            ((8, 8), 1, 1, "zigzag", "full", "device"),
+        ]
+    )
+]
+
+
+@pytest.mark.parametrize("ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store", CASES)
+def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store):
+    length = 16 * ulysses * ring  # of a ring rank: 16 units, which 3 and 5 do not divide
+    found = pool.run(
+        compare_on_grid,
+        ulysses * ring,
+        ulysses,
+        ring,
+        heads,
+        kv_heads,
+        length,
+        batch,
+        chunks,
+        balance,
+        mask,
+        store != "device",
+        store == "stream",
+    )
+    assert max(error for rank in found for error in rank) < 1e-10, found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 70),
+    data=st.data(),
+    heads=st.sampled_from([(4, 4), (4, 2), (4, 1), (1, 1)]),
+    batch=st.integers(1, 3),
+    mask=st.sampled_from(["causal", "full"]),
+    store=st.sampled_from(["host", "device", "stream"]),
+)
+def test_any_length_in_any_number_of_chunks(length, data, heads, batch, mask, store):
+    chunks = data.draw(st.integers(1, min(length, 12)))
+    layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)
+    offload = None if store == "device" else Offload(CPU)
+    found = compare(*heads, length, batch, mask, layout, offload, store == "stream")
+    assert max(found) < 1e-10, found
+    assert offload is None or offload.pool.in_use == 0
+
+
+@pytest.mark.parametrize("runs", [1, 2, 5, 100])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_token_wise_layers_in_chunks(runs, streamed):
+    draw = torch.Generator().manual_seed(3)
+    x, w1, w2, dy = (
+        torch.randn(*s, generator=draw, dtype=torch.float64) for s in [(13, 2, 6), (6, 20), (20, 6), (6, 2, 13)]
+    )
+    dy, bias = dy.permute(2, 1, 0), torch.randn(6, generator=draw, dtype=torch.float64)
+    offload = Offload(CPU) if streamed else None
+
+    def leaves():
+        return [tensor.clone().requires_grad_() for tensor in (x, w1, w2, bias)]
+
+    def layer(part, w1, w2, bias):
+        return part + torch.tanh(part @ w1) @ w2 + bias
+
+    whole = leaves()
+    expected = layer(*whole)
+    mine = leaves()
+    y = apply_in_chunks(lambda part, _: layer(part, *mine[1:]), mine[0], mine[1:], pieces(13, runs), offload=offload)
+    grads = zip(torch.autograd.grad(y, mine, dy), torch.autograd.grad(expected, whole, dy))
+    assert max(errors([(y, expected), *grads])) < 1e-12
+
+
+def test_dropout_is_replayed():
+    x, w = torch.randn(12, 2, 6), torch.randn(6, 6)
+
+    def replay():
+        state = torch.get_rng_state()
+
+        class Again:
+            def __enter__(self):
+                self.now = torch.get_rng_state()
+                torch.set_rng_state(state)
+
+            def __exit__(self, *_):
+                torch.set_rng_state(self.now)
+
+        return Again
+
+    def layer(part, run):
+        return torch.nn.functional.dropout(part @ w, 0.5)
+
+    leaf = x.clone().requires_grad_()
+    y = apply_in_chunks(layer, leaf, [w], pieces(12, 3), replay=replay)
+    (grad,) = torch.autograd.grad(y.sum(), leaf)
+    kept = (y != 0).float() * 2
+    assert torch.allclose(grad, kept @ w.t(), atol=1e-5)

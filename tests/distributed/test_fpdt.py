@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT, chunked layers and host memory through the training program: the same run as on one process without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.test_training import FULL, GPT, GQA, MHA, MQA, P2, SP, T2, V2, ZERO1, check, cp, on_one_process
+
+__all__ = ["on_one_process"]
+
+TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+DEVICE = "--no-fpdt-offload"
+STREAM = "--fpdt-stream-hidden"
+HOST = "--offload-checkpoints"
+
+
+def fpdt(chunk: int, *others: str) -> str:
+    """Chunks of at most this many of the 64 tokens."""
+    return " ".join(("--fpdt --fpdt-chunk-size", str(chunk), *others))
+
+
+LLAMA_CASES = [
+    # chunk counts 1, 2, 3, 5, 8 on one process, with and without offload and recompute
+    (1, GQA, fpdt(64)),
+    (1, MHA, fpdt(32)),
+    (1, MQA, fpdt(22, DEVICE)),
+    (1, GQA, fpdt(13, FULL)),
+    (1, MHA, fpdt(13, HOST)),
+    (1, GQA, fpdt(8, FULL, HOST)),
+    (1, MHA, fpdt(8, DEVICE, FULL)),
+    (1, GQA, fpdt(8, STREAM)),
+    (1, MHA, fpdt(22, STREAM, FULL)),
+    (1, f"{GQA} --qk-layernorm", fpdt(16, "--micro-batch-size 4 --loss-chunks 7 --ffn-chunks 3")),
+    (1, f"{GQA} --eod-mask-loss", fpdt(16, "--micro-batch-size 1", STREAM)),
+    (1, GQA, f"{TWO} {HOST}"),
+    (1, GQA, "--ffn-chunks 5"),
+    # Ulysses, Ring and both
+    (2, GQA, f"{cp(2, 1)} {fpdt(32)}"),
+    (2, MQA, f"{cp(2, 1)} {fpdt(13, FULL, HOST)}"),
+    (2, MHA, f"{cp(2, 1)} {fpdt(8, DEVICE)}"),
+    (2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}"),
+    (2, GQA, f"{cp(1, 2)} {fpdt(64)}"),
+    (2, MHA, f"{cp(1, 2)} {fpdt(22)}"),
+    (2, GQA, f"{cp(1, 2)} {fpdt(13, DEVICE, FULL)}"),
+    (2, MQA, f"{cp(1, 2, 'contiguous')} {fpdt(32, FULL)}"),
+    (2, GQA, f"{cp(1, 2)} {fpdt(8, STREAM)}"),
+    (4, GQA, f"{cp(2, 2)} {fpdt(32, FULL, HOST)}"),
+    (4, MQA, f"{cp(4, 1)} {fpdt(22)}"),
+    (4, MHA, f"{cp(1, 4)} {fpdt(16, STREAM)}"),
+    # TP, PP, DP
+    (2, GQA, f"{T2} {SP} {fpdt(22)}"),
+    (2, GQA, f"{T2} {fpdt(32, STREAM)}"),
+    (2, GQA, f"{P2} {fpdt(13, FULL, HOST)}"),
+    (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1 {fpdt(22)}"),
+    (2, GQA, f"{T2} {SP} --ffn-chunks 3 --loss-chunks 3"),
+    (4, GQA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, FULL)}"),
+    (4, GQA, f"{T2} {SP} {cp(2, 1)} {fpdt(32, STREAM)} {ZERO1}"),
+    (4, MHA, f"{T2} {SP} {cp(1, 2)} {fpdt(22)}"),
+    (4, GQA, f"{P2} {cp(2, 1)} {fpdt(13)}"),
+    (4, GQA, f"{P2} {V2} {cp(1, 2)} {fpdt(32, DEVICE)}"),
+    (4, GQA, f"{cp(2, 1)} {ZERO1} {fpdt(32, HOST)} --overlap-grad-reduce"),
+    (8, GQA, f"{T2} {SP} {cp(2, 2)} {fpdt(16, FULL, HOST)} {ZERO1}"),
+    (8, MQA, f"{P2} {T2} {SP} {cp(2, 1)} {fpdt(22)}"),
+]
+GPT_CASES = [
+    (1, MHA, fpdt(13)),
+    (1, MHA, fpdt(22, STREAM, FULL)),
+    (1, MHA, fpdt(22, "--attention-mask full")),
+    (2, MHA, f"{cp(2, 1)} {fpdt(13, DEVICE, '--attention-mask full')}"),
+    (2, GQA, f"{cp(1, 2)} {fpdt(32, FULL, HOST, '--attention-mask full')}"),
+    (4, MHA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, STREAM)}"),
+    (4, MHA, f"{P2} {cp(2, 1)} {fpdt(22, FULL)}"),
+    (4, MHA, f"{cp(2, 2)} {fpdt(22)}"),
+]
+
+
+@pytest.mark.parametrize("world, model, grid", LLAMA_CASES)
+def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, model, grid, llama=True)
+
+
+@pytest.mark.parametrize("world, model, grid", GPT_CASES)
+def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False)
