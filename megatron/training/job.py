@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from megatron.training import checkpoint
 from megatron.training.config import Config
 from megatron.training.data import build_datasets, micro_batches
+from megatron.training.host_memory import check_host_memory
 from megatron.training.model import build_model
 from megatron.training.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megatron.training.setup import Runtime, together
@@ -52,6 +53,8 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     """
 
     def look() -> tuple[Any, Tokenizer, int]:
+        if runtime.offload is not None:
+            check_host_memory(config)
         found = checkpoint.find(config.checkpoint)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         return found, tokenizer, check_vocab(config.model.vocab_size, tokenizer)

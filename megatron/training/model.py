@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron.core.enums import Fp8Recipe  # noqa: I001  (megatron.context_paral
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -259,7 +258,7 @@ def _build_chunk(
         else:
             chunk.rotary_pos_emb = rotary
     if config.chunks.offload_checkpoints:
-        chunk.decoder.forward = _saving_in_host(chunk.decoder.forward, offload)
+        save_layer_inputs_in_host(chunk.decoder, offload)
     return chunk
 
 
@@ -273,18 +272,27 @@ class NoAngles(nn.Module):
         return 0
 
 
-def _saving_in_host(forward: Callable[..., Tensor], offload: Offload) -> Callable[..., Tensor]:
-    """The block's forward pass, with the layer inputs it saves in host memory."""
+def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> None:
+    """Have what the layers of a block save for backward, their inputs, wait in host memory."""
+    forward, norm = decoder.forward, decoder.final_layernorm
 
     @wraps(forward)
     def with_hooks(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        decoder = forward.__self__
         shape = hidden_states.shape if decoder.pre_process else decoder.input_tensor.shape
         hooks = SavedInHost(offload, shape)
         with saved_tensors_hooks(hooks.pack, hooks.unpack):
             return forward(hidden_states, *args, **kwargs)
 
-    return with_hooks
+    decoder.forward = with_hooks
+    if norm is not None:  # part of core's block, not of its layers: the innermost hooks count
+        norm_forward = norm.forward
+
+        @wraps(norm_forward)
+        def without_hooks(*args: Any, **kwargs: Any) -> Tensor:
+            with saved_tensors_hooks(lambda x: x, lambda x: x):
+                return norm_forward(*args, **kwargs)
+
+        norm.forward = without_hooks
 
 
 def in_chunks(config: Config) -> bool:
