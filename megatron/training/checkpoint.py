@@ -64,7 +64,6 @@ FORMULAS = (
     "rope_scaling_factor",
     "norm_epsilon",
     "apply_layernorm_1p",
-    "apply_residual_connection_post_layernorm",
 )
 
 

@@ -58,7 +58,6 @@ class ModelConfig:
     add_qkv_bias: bool = flag(False, "bias in the QKV projection alone")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
     untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
-    apply_residual_connection_post_layernorm: bool = flag(False, "residual from after the norm")
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")
     attention_dropout: float = flag(0.1, "dropout on attention probabilities; only 0 is supported")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")

@@ -216,6 +216,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --min-offloaded-tensor-size 1 1048576
         """,
     ),
+    ("megatron-core 0.16 has no such layer: leave it out", "--apply-residual-connection-post-layernorm"),
     ("runs on a simulated cluster are not available yet: leave it out", "--fake-process-group"),
     ("use --tensor-model-parallel-size", "--model-parallel-size 1"),
     ("use --micro-batch-size", "--batch-size 1"),

@@ -140,7 +140,6 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         gated_linear_unit=gated,
         activation_func=activation,
         rotary_interleaved=model.rotary_interleaved,
-        apply_residual_connection_post_layernorm=model.apply_residual_connection_post_layernorm,
         # Weights are drawn after construction, see weights.py.
         init_method=keep,
         output_layer_init_method=keep,

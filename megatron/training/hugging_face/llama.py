@@ -24,7 +24,6 @@ FIXED = {
     **dict.fromkeys(
         ("add_qkv_bias", "qk_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"), False
     ),
-    "apply_residual_connection_post_layernorm": False,
     "rotary_percent": 1.0,
 }
 
