@@ -20,7 +20,7 @@ POSITIVE = {
     "optimizer": "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
     "data": "micro_batch_size global_batch_size seq_length num_dataset_builder_threads",
     "checkpoint": "save_interval save_retain_interval",
-    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size",
+    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples eval_interval exit_interval exit_duration_in_mins",
 }
 NOT_NEGATIVE = {
@@ -234,11 +234,20 @@ def _checkpoint(config: Config) -> None:
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
         ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
+        (
+            "--profile-memory-step",
+            config.logging.profile_memory_step,
+            config.logging.profile_memory,
+            "--profile-memory",
+        ),
         ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
     )
+    if config.logging.profile_memory and config.run.skip_train:
+        raise Refusal("--profile-memory records a training step, and --skip-train has none: leave one out")
     for flag, value, other, need in needs:
         if value and not other:
             raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
+    config.logging.profile_memory_step = config.logging.profile_memory_step or 2
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         raise Refusal(
             f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "

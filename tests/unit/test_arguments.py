@@ -22,7 +22,7 @@ REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags
 # Flags that Megatron-LM 0.16.1 does not have: the contract's new ones and spellings from elsewhere.
 OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-parallel-size --ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl --device
---peak-tflops --no-progress --loss-chunks""".split()
+--peak-tflops --no-progress --loss-chunks --profile-memory --profile-memory-step""".split()
 
 # NVIDIA's published launch script for Llama-3 8B, without FP8.
 LLAMA = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
