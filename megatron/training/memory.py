@@ -76,7 +76,9 @@ class TensorMeter(TorchDispatchMode):
         self.live: dict[int, Block] = {}
         self.history = History() if record else None
         self._levels: dict[Place, Level] = {"device": Level(), "host": Level(), "elsewhere": Level()}
-        self._new: list[Block] = []  # may still be marked as host buffers, right after the operation that made them
+        # Blocks that may still be marked as host buffers, right after the operation that made them; and the bytes of
+        # the host level with each of them in it, for an older buffer may end before the mark comes.
+        self._new: list[tuple[Block, int]] = []
         self._count = 0
 
     @property
@@ -127,7 +129,7 @@ class TensorMeter(TorchDispatchMode):
             weakref.finalize(storage, self._gone, key).atexit = False
         if block.size != size:
             self._resize(block, size)
-            self._new.append(block)
+            self._new.append((block, self._levels["host"].now + size))
         elif block.place != "host":
             self._look(block)
         return block
@@ -138,19 +140,21 @@ class TensorMeter(TorchDispatchMode):
             self.history.events.append((time.perf_counter(), block.number, size - block.size))
         block.size = size
 
-    def _look(self, block: Block) -> None:
-        """Move a block to the host level if it has been marked."""
+    def _look(self, block: Block, high: int = 0) -> None:
+        """Move a block to the host level, which was as high as ``high`` with it, if it has been marked."""
         if block.place != "host" and getattr(block.storage(), "is_host_buffer", False):
             level = self._levels[block.place]
             level.now, level.high = level.now - block.size, level.high - block.size
             block.place = "host"
-            self._levels["host"].add(block.size)
+            host = self._levels["host"]
+            host.add(block.size)
+            host.high = max(host.high, high)
 
     def _settle(self) -> None:
         """Let new blocks count towards the peaks. Not sooner: their maker marks them after the operation is over."""
         if self._new:
-            for block in self._new:
-                self._look(block)
+            for block, high in self._new:
+                self._look(block, high)
             self._new.clear()
             for level in self._levels.values():
                 level.settle()
@@ -162,6 +166,8 @@ class TensorMeter(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         block = self.live.pop(key, None)
         if block is not None:
+            for other, high in self._new:
+                self._look(other, high)
             self._resize(block, 0)
 
 

@@ -93,7 +93,7 @@ def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str
         x, ends = _positions(profile, seconds, by)
         top = panels[0][column]
         _areas(top, x, ends[-1], sizes[:, :-1], DEVICE_KINDS, device)
-        _phases(top, profile, ends, device)
+        _phases(top, profile, ends, device, len(profiles))
         most, _ = peak_of(profile)
         top.set_title(f"{title}: at most {readable(most)}", fontsize=12, color=INK, pad=8)
         if host:
@@ -134,16 +134,19 @@ def _areas(axes: Any, x: np.ndarray, end: float, sizes: np.ndarray, kinds: tuple
     axes.set_axisbelow(True)
 
 
-def _phases(axes: Any, profile: Profile, ends: list[float], most: float) -> None:
+def _phases(axes: Any, profile: Profile, ends: list[float], most: float, panels: int) -> None:
     """A strip above the areas that says which phase it is, and light lines where phases begin if they are few."""
     scale = most / UNITS[unit_of(most)]
     low, height, width = 1.06 * scale, 0.075 * scale, ends[-1]
     axes.set_ylim(0, low + height)
     for (name, _), begin, end in zip(profile["phases"], ends, ends[1:]):
         axes.broken_barh([(begin, end - begin)], (low, height), facecolor=PHASES[name], edgecolor="white")
-        if end - begin > 0.1 * width:
-            axes.text((begin + end) / 2, low + height / 2, name, ha="center", va="center", fontsize=9, color=INK)
-        if len(ends) < 30:
+        middle, text = low + height / 2, {"va": "center", "fontsize": 9, "color": INK}
+        if end - begin > (0.1 if panels == 1 else 0.15) * width:
+            axes.text((begin + end) / 2, middle, name, ha="center", **text)
+        elif end == width:  # the optimizer is short: named beside its strip
+            axes.text(1.01 * width, middle, name, ha="left", **text)
+        if len(ends) < 30 and begin > 0.005 * width:
             axes.plot([begin, begin], [0, low], color=INK, alpha=0.35, linewidth=0.7, linestyle=(0, (4, 3)))
 
 

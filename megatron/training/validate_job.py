@@ -148,6 +148,7 @@ def check_batch(config: Config, data_parallel: int) -> None:
 def check_job(config: Config) -> None:
     """Duration, schedule, data and checkpoints."""
     _duration(config)
+    _profile(config)
     if not config.run.skip_train:
         _schedule(config)
     _data(config)
@@ -204,6 +205,18 @@ def _schedule(config: Config) -> None:
         raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
 
 
+def _profile(config: Config) -> None:
+    logging = config.logging
+    if logging.profile_memory is None:
+        if logging.profile_memory_step is not None:
+            raise Refusal("--profile-memory-step does nothing without --profile-memory: add it, or leave it out")
+        return
+    if config.run.skip_train:
+        raise Refusal("--profile-memory records a training step, and --skip-train has none: leave one out")
+    if logging.profile_memory_step is None:
+        logging.profile_memory_step = 2
+
+
 def _data(config: Config) -> None:
     data, model = config.data, config.model
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
@@ -234,20 +247,11 @@ def _checkpoint(config: Config) -> None:
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
         ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
-        (
-            "--profile-memory-step",
-            config.logging.profile_memory_step,
-            config.logging.profile_memory,
-            "--profile-memory",
-        ),
         ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
     )
-    if config.logging.profile_memory and config.run.skip_train:
-        raise Refusal("--profile-memory records a training step, and --skip-train has none: leave one out")
     for flag, value, other, need in needs:
         if value and not other:
             raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
-    config.logging.profile_memory_step = config.logging.profile_memory_step or 2
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         raise Refusal(
             f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "
