@@ -25,7 +25,7 @@ LABELS = {"temporary": "temporary, and others", "optimizer": "optimizer states",
 PHASES = {"forward": "#dde6ee", "backward": "#f3e3d3", "optimizer": "#dcebdf"}
 INK, GREY = "#222222", "#8a8a8a"
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-POINTS = 3000  # more than a picture has columns
+COLUMNS = 600  # each shows its fullest moment, for peaks of a few microseconds would be too thin to see
 
 
 def read(path: Path) -> Profile:
@@ -100,8 +100,8 @@ def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str
             _areas(panels[1][column], x, ends[-1], sizes[:, -1:], ("host",), host)
             panels[1][column].set_ylim(0, 1.15 * host / UNITS[unit_of(host)])
         panels[-1][column].set_xlabel("time in the step (ms)" if by == "time" else "changes in the step", color=INK)
-    for row, (name, most) in enumerate((("device", device), ("host", host))[:rows]):
-        panels[row][0].set_ylabel(f"{name} memory ({unit_of(most)})", color=INK)
+    for row, (name, most) in enumerate((("device memory", device), ("host", host))[:rows]):
+        panels[row][0].set_ylabel(f"{name} ({unit_of(most)})", color=INK)
     _legend(figure, panels[0][0], data)
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)
@@ -117,16 +117,14 @@ def _positions(profile: Profile, seconds: np.ndarray, by: str) -> tuple[np.ndarr
 
 
 def _areas(axes: Any, x: np.ndarray, end: float, sizes: np.ndarray, kinds: tuple[str, ...], most: float) -> None:
-    if len(x) > POINTS:  # the fullest moment of each column
-        total, edges = sizes.sum(axis=1), np.searchsorted(x, np.linspace(x[0], end, POINTS))
-        spans = zip(edges, [*edges[1:], len(x)])
-        kept = sorted({0, *(low + int(total[low:high].argmax()) for low, high in spans if low < high)})
-        x, sizes = x[kept], sizes[kept]
-    x, sizes = np.append(x, max(end, x[-1])), np.vstack((sizes, sizes[-1:]))
+    edges, total = np.linspace(0, end, COLUMNS + 1), sizes.sum(axis=1)
+    firsts = np.searchsorted(x, edges, side="right") - 1  # the event that each column begins in
+    fullest = [low + int(total[low : high + 1].argmax()) for low, high in zip(firsts, firsts[1:])]
+    x, sizes = edges, sizes[[*fullest, fullest[-1]]]
     axes.stackplot(
         x, *(sizes / UNITS[unit_of(most)]).T, step="post", colors=[COLOURS[kind] for kind in kinds], linewidth=0
     )
-    axes.set_xlim(0, x[-1])
+    axes.set_xlim(0, end)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=INK, labelsize=9, length=3, labelleft=True)

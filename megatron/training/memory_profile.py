@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,16 +52,18 @@ class MemoryProfile:
         ended = time.perf_counter()
         self._find_owners()  # again: gradients and states may have been made in this step
         history, self.meter.history = self.meter.history, None
-        lives: dict[int, list[int]] = {}
+        born: dict[int, int] = {}
+        changed: dict[int, int] = {}
         for index, (_, number, _) in enumerate(history.events):
-            lives.setdefault(number, []).append(index)
+            born.setdefault(number, index)
+            changed[number] = index
+        kinds = {number: self._kind(history.blocks[number], born[number], changed[number]) for number in born}
         sizes = {kind: 0 for kind in KINDS}
         events = []
         for index, (seconds, number, change) in enumerate(history.events):
-            block = history.blocks[number]
-            if block.place == "elsewhere":
+            if history.blocks[number].place == "elsewhere":
                 continue
-            kind = self._kind(block, lives[number])
+            kind = kinds[number]
             if index < self.first_event:
                 sizes[kind] += change
             else:
@@ -74,18 +76,17 @@ class MemoryProfile:
             "events": events,
         }
 
-    def _kind(self, block: Block, life: list[int]) -> str:
+    def _kind(self, block: Block, born: int, changed: int) -> str:
+        """What a block is for, by its first event and its last."""
         if block.place == "host":
             return "host"
         if block.number in self.kinds:
             return self.kinds[block.number]
-        born, died = life[0], life[-1] if block.size == 0 else None
         before = bisect_right(self.phases, born, key=lambda phase: phase[1])
         if before == 0 or self.phases[before - 1][2] != "forward":
             return "temporary"
-        backwards = [index for _, index, name in self.phases if name == "backward"]
-        following = bisect_left(backwards, born)
-        survives = following < len(backwards) and (died is None or died >= backwards[following])
+        following = next((index for _, index, name in self.phases[before:] if name == "backward"), None)
+        survives = following is not None and (block.size > 0 or changed >= following)
         return "activations" if survives else "temporary"
 
 
@@ -125,8 +126,8 @@ def check_profile(config: Config, steps: int) -> None:
         return
     if wanted > steps and config.checkpoint.load is None:
         raise Refusal(
-            f"--profile-memory records step {wanted} of the run, which has {steps}: use --profile-memory-step 1, or "
-            "train longer"
+            f"--profile-memory records step {wanted} of the run, which has {steps}: use --profile-memory-step {steps}, "
+            "or train longer"
         )
     if wanted > steps:  # a run that is started again with the same flags until it is done
         config.notes.append(f"--profile-memory: nothing to record, step {wanted} of the {steps} left will not come")

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.training.config import Config
 from megatron.training.memory import PeakBytes, TensorMeter
-from megatron.training.memory_picture import KINDS, POINTS, draw, peak_of, read, series
-from megatron.training.memory_profile import MemoryProfile
+from megatron.training.memory_picture import COLUMNS, KINDS, draw, peak_of, read, series
+from megatron.training.memory_profile import MemoryProfile, check_profile
+from megatron.training.refusal import Refusal
 from tests.unit.test_refusals import GOOD, MOCK, pretrain, refused
 from tools import plot_memory
 
@@ -84,6 +86,32 @@ def test_every_tensor_of_a_known_program_has_its_kind():
     others = found["start"]["temporary"]
     most, kinds = peak_of(found)
     assert most == 80 + 80 + 168 + others + 4000 + 2800 and kinds["activations"] == 4000
+
+
+def test_activations_of_several_micro_batches():
+    """Two forwards before two backwards, as a pipeline does: each lives until its own backward."""
+
+    def program(profile, layer, adam):
+        profile.mark("forward")
+        first = torch.empty(10)
+        profile.mark("forward")
+        second, gone = torch.empty(20), torch.empty(30)
+        del gone
+        profile.mark("backward")
+        del first
+        again = torch.empty(40)  # as recompute does
+        profile.mark("backward")
+        del second, again
+        profile.mark("forward")
+        late = torch.empty(50)  # a forward without a backward after it
+        profile.mark("optimizer")
+        del late
+
+    found, _ = profiled(program)
+    made = [(kind, change) for kind, change in changes(found) if change > 0]
+    forward = [("activations", 40), ("activations", 80), ("temporary", 120)]
+    assert made == [*forward, ("temporary", 160), ("temporary", 200)]
+    assert [name for name, _ in found["phases"]] == ["forward", "forward", "backward", "forward", "optimizer"]
 
 
 def test_gradients_and_states_made_in_the_step_are_known_too():
@@ -200,7 +228,7 @@ def write(path: Path, events: int = 60, host: int = 0) -> Path:
 def test_pictures_of_several_files(tmp_path, capsys, by):
     from matplotlib.image import imread
 
-    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", 3 * POINTS, host=2**22)]
+    files = [write(tmp_path / "a.json"), write(tmp_path / "b.json", 15 * COLUMNS, host=2**22)]
     picture = tmp_path / "new" / "both.png"
     argv = ["--files", *map(str, files), "--titles", "whole", "chunked", "--by", by, "--output", str(picture)]
     assert plot_memory.main(argv) == 0
@@ -237,6 +265,20 @@ def test_a_run_writes_a_timeline_and_a_picture(tmp_path):
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert peak_of(profile)[0] <= rows[1]["device_peak_bytes"] and peak_of(profile)[1]["activations"] > 0
     assert [row["host_peak_bytes"] for row in rows] == [0, 0, 0]
+
+
+def test_a_resumed_run_with_too_few_steps_left_says_so(tmp_path):
+    config = Config()
+    check_profile(config, 0)
+    assert not config.notes  # nothing was asked for
+    config.logging.profile_memory, config.logging.profile_memory_step = str(tmp_path / "p"), 2
+    with pytest.raises(Refusal, match="step 2 of the run, which has 1"):
+        check_profile(config, 1)
+    config.checkpoint.load = "somewhere"
+    check_profile(config, 2)
+    assert not config.notes
+    check_profile(config, 1)
+    assert "step 2 of the 1 left will not come" in config.notes[0]
 
 
 def test_a_profile_that_cannot_be_is_refused(tmp_path):
