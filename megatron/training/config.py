@@ -298,6 +298,10 @@ class LoggingConfig:
         None, "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate", type=float
     )
     progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
+    profile_memory: str | None = flag(
+        None, "folder for a timeline of memory by kind in one step, as JSON and as a picture, of each rank", type=str
+    )
+    profile_memory_step: int | None = flag(None, "which step of this run --profile-memory records; default 2", type=int)
 
 
 @dataclass

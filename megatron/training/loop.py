@@ -16,6 +16,7 @@ from megatron.training import checkpoint
 from megatron.training.flops import peak_flops, step_flops
 from megatron.training.job import Job, batches_for, evaluations, params_norm
 from megatron.training.memory import PeakBytes
+from megatron.training.memory_profile import MemoryProfile, write_profile
 from megatron.training.report import Reporter
 from megatron.training.step import StepResult, evaluate, train_step
 from megatron.training.stopping import Stopper
@@ -35,7 +36,9 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     flops = step_flops(config, job.vocab_size)
     dist.barrier()  # so that ranks that share a machine measure its rate at the same time
     peak = peak_flops(config, runtime.device)
-    meter = PeakBytes(runtime.device)
+    offload = runtime.offload
+    peaks = PeakBytes(runtime.device, host_bytes=(lambda: offload.pool.peak) if offload else None)
+    profiled = progress.iteration + config.logging.profile_memory_step if config.logging.profile_memory else None
     saved_at, saved = progress.iteration, True
     if config.run.manual_gc:
         gc.disable()
@@ -46,14 +49,23 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
         samples = job.batch_sizes.get_current_running_global_batch_size()
         learning_rate = job.optimizer.param_groups[0]["lr"]
         begin = time.perf_counter()
-        with meter:
+        with peaks.step(record=progress.iteration + 1 == profiled) as meter:
+            profile = MemoryProfile(meter, job.chunks, job.optimizer) if meter and meter.history is not None else None
             result = train_step(
-                runtime, job.chunks, job.optimizer, job.schedule, batches, config, job.batch_sizes.get()
+                runtime,
+                job.chunks,
+                job.optimizer,
+                job.schedule,
+                batches,
+                config,
+                job.batch_sizes.get(),
+                profile.mark if profile else None,
             )
+            timeline = profile.finish() if profile else None
         seconds = time.perf_counter() - begin
         progress.iteration += 1
         progress.consumed_train_samples += samples
-        device_peak = stopper.agree(meter.bytes)
+        device_peak, host_peak = stopper.agree(peaks.bytes, peaks.host_bytes)
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -66,7 +78,7 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
             "mfu": per_device / peak,
             "mfu_full_mask_with_recompute": per_device / peak * flops.old_papers / flops.model,
             "device_peak_bytes": device_peak,
-            "host_peak_bytes": 0,  # nothing is offloaded yet
+            "host_peak_bytes": host_peak,
         }
         iteration, last = progress.iteration, progress.iteration == job.iterations
         if last or _due(config.run.eval_interval, iteration):
@@ -75,6 +87,8 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
             row |= evaluate_on(job, reporter, "test", job.datasets[2])
         scale = float(job.optimizer.get_loss_scale())
         reporter.step(row, learning_rate=learning_rate, loss_scale=scale, extra=extras(job, result))
+        if timeline is not None:
+            reporter.say(write_profile(config.logging.profile_memory, iteration, timeline, runtime.device.type))
         if config.run.manual_gc and _due(config.run.manual_gc_interval, iteration):
             gc.collect()
         if _due(config.run.exit_interval, iteration):

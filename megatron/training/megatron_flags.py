@@ -189,8 +189,11 @@ HINTS: tuple[tuple[str, str], ...] = (
         "no profile is written",
         """
         --profile --profile-step-start 1 10 --profile-step-end 1 12 --use-pytorch-profiler --profile-ranks + 0
-        --record-memory-history --memory-snapshot-path 1 snapshot.pickle
         """,
+    ),
+    (
+        "where memory goes is shown by --profile-memory",
+        "--record-memory-history --memory-snapshot-path 1 snapshot.pickle",
     ),
     ("a checkpoint is written whole before training goes on", "--async-save"),
     ("no step is run twice to look for faulty hardware", "--rerun-mode 1 validate_results"),

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak bytes of tensors on the compute device.
+"""Bytes of tensors on the compute device and in host memory.
 
-On a GPU the caching allocator counts. On a CPU nobody does, so :class:`TensorMeter` watches every operation's outputs
-and the ends of their storages' lives; that costs time, so it is used on the first two steps only.
+On a GPU the caching allocator counts the peak. On a CPU nobody does, so :class:`TensorMeter` watches every operation's
+outputs and the ends of their storages' lives; that costs time, so it is used on the first two steps only, and on the
+step that --profile-memory records, there on GPUs too.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,70 +22,181 @@ from torch.utils._pytree import tree_leaves
 
 METERED_STEPS = 2
 
+Place = Literal["device", "host", "elsewhere"]  # elsewhere: ordinary CPU tensors of a run on a GPU
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage."""
+
+    number: int
+    size: int
+    place: Place
+    storage: weakref.ref
+
+
+@dataclass(slots=True)
+class Level:
+    """Bytes now and at most. ``high`` is the most since the last :meth:`settle`."""
+
+    now: int = 0
+    high: int = 0
+    peak: int = 0
+
+    def add(self, size: int) -> None:
+        self.now += size
+        self.high = max(self.high, self.now)
+
+    def settle(self) -> None:
+        self.peak, self.high = max(self.peak, self.high), self.now
+
+
+@dataclass
+class History:
+    """What a meter saw: ``events`` are (time, block's number, change of its bytes)."""
+
+    blocks: list[Block] = field(default_factory=list)
+    events: list[tuple[float, int, int]] = field(default_factory=list)
+
 
 class TensorMeter(TorchDispatchMode):
-    """Counts the bytes of live CPU storages while it is active, those that were there before included."""
+    """Counts the bytes of live storages while it is active, those that were there before included.
 
-    def __init__(self) -> None:
+    A CPU storage whose Python object has ``is_host_buffer`` set holds what was offloaded: it counts as host memory,
+    also where the compute device is a CPU. PyTorch keeps that object for as long as the storage lives.
+
+    Args:
+        device: type of the compute device.
+        record: keep every change in ``history``.
+    """
+
+    def __init__(self, device: str = "cpu", record: bool = False) -> None:
         super().__init__()
-        self.live: dict[int, int] = {}
-        self.now = 0
-        self.peak = 0
+        self.device = device
+        self.live: dict[int, Block] = {}
+        self.history = History() if record else None
+        self._levels: dict[Place, Level] = {"device": Level(), "host": Level(), "elsewhere": Level()}
+        # Blocks that may still be marked as host buffers, right after the operation that made them; and the bytes of
+        # the host level with each of them in it, for an older buffer may end before the mark comes.
+        self._new: list[tuple[Block, int]] = []
+        self._count = 0
+
+    @property
+    def now(self) -> int:
+        return self._settled("device").now
+
+    @property
+    def peak(self) -> int:
+        return self._settled("device").peak
+
+    @property
+    def host_now(self) -> int:
+        return self._settled("host").now
+
+    @property
+    def host_peak(self) -> int:
+        return self._settled("host").peak
 
     def __enter__(self) -> TensorMeter:
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):  # isinstance would ask lazy modules for their class
-                self._see(thing)
+                self.see(thing)
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._settle()
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
+                self.see(leaf)
         return out
 
-    def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return
+    def see(self, tensor: torch.Tensor) -> Block | None:
+        """Count a tensor's storage, once; returns its block, or None for a tensor without memory here."""
+        kind = tensor.device.type
+        if kind not in ("cpu", self.device) or tensor.layout != torch.strided or not torch._C._has_storage(tensor):
+            return None
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        known = self.live.get(key)
-        if known == size:
-            return
-        if known is None:
+        block = self.live.get(key)
+        if block is None:
+            place: Place = "device" if kind == self.device else "elsewhere"
+            block = self.live[key] = Block(self._count, 0, place, weakref.ref(storage))
+            self._count += 1
+            if self.history is not None:
+                self.history.blocks.append(block)
             weakref.finalize(storage, self._gone, key).atexit = False
-        self.live[key] = size
-        self.now += size - (known or 0)
-        self.peak = max(self.peak, self.now)
+        if block.size != size:
+            self._resize(block, size)
+            self._new.append((block, self._levels["host"].now + size))
+        elif block.place != "host":
+            self._look(block)
+        return block
+
+    def _resize(self, block: Block, size: int) -> None:
+        self._levels[block.place].add(size - block.size)
+        if self.history is not None:
+            self.history.events.append((time.perf_counter(), block.number, size - block.size))
+        block.size = size
+
+    def _look(self, block: Block, high: int = 0) -> None:
+        """Move a block to the host level, which was as high as ``high`` with it, if it has been marked."""
+        if block.place != "host" and getattr(block.storage(), "is_host_buffer", False):
+            level = self._levels[block.place]
+            level.now, level.high = level.now - block.size, level.high - block.size
+            block.place = "host"
+            host = self._levels["host"]
+            host.add(block.size)
+            host.high = max(host.high, high)
+
+    def _settle(self) -> None:
+        """Let new blocks count towards the peaks. Not sooner: their maker marks them after the operation is over."""
+        if self._new:
+            for block, high in self._new:
+                self._look(block, high)
+            self._new.clear()
+            for level in self._levels.values():
+                level.settle()
+
+    def _settled(self, place: Place) -> Level:
+        self._settle()
+        return self._levels[place]
 
     def _gone(self, key: int) -> None:
-        self.now -= self.live.pop(key, 0)
+        block = self.live.pop(key, None)
+        if block is not None:
+            for other, high in self._new:
+                self._look(other, high)
+            self._resize(block, 0)
 
 
 class PeakBytes:
-    """The device's peak, step by step: ``with peak: train(); peak.bytes``."""
+    """The peaks, step by step: ``with peak.step(): train(); peak.bytes, peak.host_bytes``.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.bytes, self.steps = device, 0, 0
-        self._meter: TensorMeter | None = None
+    Args:
+        host_bytes: most bytes of host memory in use so far, from whoever offloads.
+    """
 
-    def __enter__(self) -> PeakBytes:
-        if self.device.type == "cuda":
+    def __init__(self, device: torch.device, host_bytes: Callable[[], int] | None = None) -> None:
+        self.device, self.bytes, self.host_bytes, self.steps = device, 0, 0, 0
+        self._ask_host = host_bytes
+
+    @contextmanager
+    def step(self, record: bool = False) -> Iterator[TensorMeter | None]:
+        """Measure one step; with ``record`` the meter, which keeps a history, is there on every step and device."""
+        on_gpu = self.device.type == "cuda"
+        metered = record or (not on_gpu and self.steps < METERED_STEPS)
+        meter = TensorMeter(self.device.type, record) if metered else None
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif self.steps < METERED_STEPS:
-            self._meter = TensorMeter()
-            self._meter.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+        with meter or nullcontext():
+            yield meter
         self.steps += 1
-        if self.device.type == "cuda":
+        if on_gpu:
             self.bytes = torch.cuda.max_memory_allocated(self.device)
-        elif self._meter is not None:
-            self._meter.__exit__(kind, error, trace)
-            self.bytes = max(self.bytes, self._meter.peak)
-            self._meter = None
+        if meter is not None:
+            self.bytes = self.bytes if on_gpu else max(self.bytes, meter.peak)
+            self.host_bytes = max(self.host_bytes, meter.host_peak)
+        if self._ask_host:
+            self.host_bytes = max(self.host_bytes, self._ask_host())

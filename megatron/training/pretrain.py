@@ -53,6 +53,7 @@ def train(config: Config, runtime: Any) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
     from megatron.training.job import describe, prepare
     from megatron.training.loop import evaluate_on, training_loop
+    from megatron.training.memory_profile import check_profile
     from megatron.training.report import Reporter
     from megatron.training.setup import together
     from megatron.training.step import Diverged
@@ -61,6 +62,7 @@ def train(config: Config, runtime: Any) -> int:
     started = time.perf_counter()
     stopper = Stopper(runtime.device, config.run.exit_duration_in_mins)
     job = prepare(config, runtime)
+    together(lambda: check_profile(config, job.iterations - job.progress.iteration))
     reporter = together(
         lambda: Reporter(
             config,

@@ -22,6 +22,7 @@ from megatron.training.data import shard_batch
 from megatron.training.setup import Runtime
 
 Batches = Iterator[dict[str, Tensor]]
+Mark = Callable[[str], None]  # told the name of each phase of a step as it begins
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,18 @@ class Diverged(ArithmeticError):
     """The loss or the gradient norm is not finite; raised on every rank alike."""
 
 
-def forward_step(runtime: Runtime, batches: Batches, model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def forward_step(
+    runtime: Runtime, batches: Batches, model: nn.Module, mark: Mark | None = None
+) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Run the model on the next micro-batch; returns its output and the function that makes a loss of it."""
+    if mark is not None:
+        mark("forward")
     batch: dict[str, Tensor | None] = {"tokens": None, "position_ids": None, "labels": None, "loss_mask": None}
     if runtime.reads_data:
         batch.update(shard_batch(next(batches), runtime.layout, runtime.device))
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    if mark is not None and output.requires_grad:
+        output.register_hook(lambda _: mark("backward"))  # called when its backward begins, whatever the schedule
     return output, partial(sum_of_losses, batch["loss_mask"])
 
 
@@ -68,16 +75,19 @@ def train_step(
     batches: Batches | list[Batches],
     config: Config,
     num_microbatches: int,
+    mark: Mark | None = None,
 ) -> StepResult:
     """Forward, backward, gradient reduction and update for one global batch."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = _run_schedule(runtime, chunks, batches, config, num_microbatches, forward_only=False)
+    reports = _run_schedule(runtime, chunks, batches, config, num_microbatches, forward_only=False, mark=mark)
     loss, tokens = mean_loss(reports, runtime)
     watch = config.optimizer.check_for_nan_in_loss_and_grad and not config.optimizer.fp16
     if watch and not math.isfinite(loss):
         raise Diverged("loss", loss)
+    if mark is not None:
+        mark("optimizer")
     updated, grad_norm, zeros = optimizer.step()
     if watch and not math.isfinite(grad_norm or 0.0):
         raise Diverged("gradient norm", grad_norm)
@@ -127,9 +137,10 @@ def _run_schedule(
     num_microbatches: int,
     *,
     forward_only: bool,
+    mark: Mark | None = None,
 ) -> list[Tensor]:
     return get_forward_backward_func()(
-        forward_step_func=partial(forward_step, runtime),
+        forward_step_func=partial(forward_step, runtime, mark=mark),
         data_iterator=batches,
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=num_microbatches,

@@ -35,12 +35,12 @@ class Stopper:
         """Stop for a reason that every rank knows of."""
         self.reason = self.reason or reason
 
-    def agree(self, peak_bytes: int) -> int:
-        """Take part in the decision after a step; returns the largest ``peak_bytes`` of all ranks."""
+    def agree(self, *peaks: int) -> list[int]:
+        """Take part in the decision after a step; returns the largest of all ranks of each of ``peaks``."""
         late = self.deadline is not None and time.monotonic() > self.deadline
-        votes = torch.tensor([self._signalled, late, peak_bytes], dtype=torch.int64, device=self.device)
+        votes = torch.tensor([self._signalled, late, *peaks], dtype=torch.int64, device=self.device)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        signalled, late, peak = votes.tolist()
+        signalled, late, *largest = votes.tolist()
         if signalled or late:
             self.stop("SIGTERM" if signalled else "--exit-duration-in-mins is over")
-        return peak
+        return largest

@@ -21,7 +21,7 @@ POSITIVE = {
     "optimizer": "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
     "data": "micro_batch_size global_batch_size seq_length num_dataset_builder_threads",
     "checkpoint": "save_interval save_retain_interval",
-    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size",
+    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples eval_interval exit_interval exit_duration_in_mins",
 }
 NOT_NEGATIVE = {
@@ -149,6 +149,7 @@ def check_batch(config: Config, data_parallel: int) -> None:
 def check_job(config: Config) -> None:
     """Duration, schedule, data and checkpoints."""
     _duration(config)
+    _profile(config)
     if not config.run.skip_train:
         _schedule(config)
     _data(config)
@@ -203,6 +204,18 @@ def _schedule(config: Config) -> None:
         )
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
+
+
+def _profile(config: Config) -> None:
+    logging = config.logging
+    if logging.profile_memory is None:
+        if logging.profile_memory_step is not None:
+            raise Refusal("--profile-memory-step does nothing without --profile-memory: add it, or leave it out")
+        return
+    if config.run.skip_train:
+        raise Refusal("--profile-memory records a training step, and --skip-train has none: leave one out")
+    if logging.profile_memory_step is None:
+        logging.profile_memory_step = 2
 
 
 def _data(config: Config) -> None:

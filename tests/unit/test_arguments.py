@@ -24,7 +24,7 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl --device
 --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload --fpdt-stream-hidden
 --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size --ds-sequence-parallel-fpdt-offloading --ffn-chunks
---loss-chunks --offload-checkpoints""".split()
+--loss-chunks --offload-checkpoints --profile-memory --profile-memory-step""".split()
 
 # NVIDIA's published launch script for Llama-3 8B, without FP8.
 LLAMA = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32

@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the memory of a training step from the JSON files of --profile-memory; several are drawn side by side.
+
+python tools/plot_memory.py out/memory/memory_rank0.json --output out/memory.png
+python tools/plot_memory.py --files out/a/memory_rank0.json out/b/memory_rank0.json --titles whole chunked
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.memory_picture import draw, peak_of, read, readable
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="*", type=Path, metavar="FILE", help="files of --profile-memory")
+    parser.add_argument("--files", nargs="+", type=Path, default=[], metavar="FILE", help="the same")
+    parser.add_argument("--titles", nargs="+", metavar="TEXT", help="one for each file")
+    parser.add_argument("--by", choices=["time", "events"], default="time", help="what x is (default: time)")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="default: beside the first file, as .png")
+    options = parser.parse_args(argv)
+    files = [*options.file, *options.files]
+    try:
+        if not files:
+            raise ValueError("give at least one file of --profile-memory")
+        profiles = [read(path) for path in files]
+        titles = options.titles or [f"step {profile['iteration']}, rank {profile['rank']}" for profile in profiles]
+        if len(titles) != len(files):
+            raise ValueError(f"{len(titles)} --titles for {len(files)} files: give one for each")
+        output = options.output or files[0].with_suffix(".png")
+        draw(profiles, titles, output, options.by)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for title, profile in zip(titles, profiles):
+        most, kinds = peak_of(profile)
+        print(f"{title}: at most {readable(most)}: {', '.join(f'{k} {readable(size)}' for k, size in kinds.items())}")
+    print(f"picture: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
