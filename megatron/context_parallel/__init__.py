@@ -9,7 +9,7 @@ x = layout.shard(tokens, dim=1)
 out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
-from megatron.context_parallel.fpdt import ChunkedAttention
+from megatron.context_parallel.fpdt import ChunkedLayer
 from megatron.context_parallel.grid import Axis, Grid, abstract_grid, current_grid, initialize_grid
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Causal, Full
@@ -20,7 +20,7 @@ from megatron.context_parallel.usp import attention
 __all__ = [
     "Axis",
     "Causal",
-    "ChunkedAttention",
+    "ChunkedLayer",
     "Full",
     "Grid",
     "Offload",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT: a layer's attention half in pipelined chunks, with host memory behind them (FPDT paper, sections 4.1 and 4.2).
+"""FPDT: a transformer layer in pipelined chunks, with host memory behind them (FPDT paper, sections 4.1 and 4.2).
 
-The sequence goes through projection, all-to-all, attention, all-to-all back and output projection chunk by chunk. Keys
-and values of finished chunks wait in host memory and come back through a double buffer; so do queries, outputs and lse
-for the backward pass. Which chunks meet, and how they are masked, is read from the tiles.
+The sequence goes through projection, all-to-all, attention, all-to-all back, output projection and FFN chunk by chunk,
+so that of a whole sequence there are only the layer's input and output. Keys and values of finished chunks wait in host
+memory and come back through a double buffer; so do queries, outputs and lse for the backward pass. Which chunks meet,
+and how they are masked, is read from the tiles.
 
 Two loop orders. *By queries*: each query chunk meets its key chunks, keys are what moves. *By keys*: each key chunk
 meets its query chunks, queries are what moves. By queries is the better one wherever keys are few (GQA), and nothing
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.context_parallel.chunked import GradientSums, Replay
+from megatron.context_parallel.chunked import GradientSums, Replay, pieces
 from megatron.context_parallel.kernels.base import Kernel
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Mask, Span
@@ -34,18 +35,21 @@ from megatron.context_parallel.ulysses import heads_to_sequence, sequence_to_hea
 
 
 @dataclass(frozen=True)
-class ChunkedAttention:
-    """The attention half of a layer, as functions of one chunk, and where its chunks wait.
+class ChunkedLayer:
+    """A layer as functions of one chunk, and where its chunks wait.
 
     Attributes:
         project: (x of a chunk [c, b, h], chunk) -> q, k, v [c, b, heads, d] with positions applied (RoPE).
         output: (attention output [c, b, heads, d], x of the chunk, chunk) -> [c, b, h], residual added.
-        parameters: what the two read and want gradients for.
+        parameters: what ``project``, ``output`` and ``ffn`` read and want gradients for.
         layout: of the sequence; its chunks are the chunks.
         mask, kernel, scale: as in :func:`megatron.context_parallel.attention`.
+        ffn: token-wise, of what ``output`` gave: [n, b, h] -> [n, b, h]; None where the layer ends with ``output``.
+        ffn_pieces: runs that a chunk goes through ``ffn`` in.
         offload: host memory for finished chunks; None keeps them on the device.
         streamed: the result and the gradient of x are host buffers (and x may be one).
-        replay: needed where ``output`` draws random numbers (dropout).
+        recompute: keep x alone for the backward pass, and compute attention again there.
+        replay: needed where ``output`` or ``ffn`` draws random numbers (dropout).
     """
 
     project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
@@ -55,8 +59,11 @@ class ChunkedAttention:
     mask: Mask
     kernel: Kernel
     scale: float
+    ffn: Callable[[Tensor], Tensor] | None = None
+    ffn_pieces: int = 1
     offload: Offload | None = None
     streamed: bool = False
+    recompute: bool = False
     replay: Replay | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -103,14 +110,13 @@ def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_di
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, job: ChunkedAttention, saving: bool, *parameters: Tensor) -> Tensor:
-        work = _Pass(job, x, saving)
+    def forward(ctx: Any, x: Tensor, job: ChunkedLayer, training: bool, *parameters: Tensor) -> Tensor:
+        work = _Pass(job, x, saving=training and not job.recompute)
         y = Rows.empty(x.shape, x.dtype, x.device, job.offload if job.streamed else None)
-        if job.layout.grid.ring.size == 1:
-            work.forward_by_queries(y)
-        else:
-            work.forward_by_keys(y)
-        if saving:
+        work.forward(y)
+        if training:
+            if job.recompute:
+                work.shelf = None
             work.x = None  # saved the way that lets hooks see it
             ctx.save_for_backward(x)
             ctx.work = work
@@ -122,6 +128,11 @@ class _Chunked(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         work, ctx.work = ctx.work, None
         job = work.job
+        if job.recompute:
+            random = work.random
+            work = _Pass(job, x, saving=True)
+            work.forward(None)
+            work.random = random
         work.x = Rows(x, job.offload)
         work.dx = Rows.empty(x.shape, x.dtype, x.device, job.offload if job.streamed else None)
         if work.keys_outside:
@@ -134,7 +145,7 @@ class _Chunked(torch.autograd.Function):
 class _Pass:
     """One forward pass through the layer, and its backward pass. Chunks are numbered in ascending positions."""
 
-    def __init__(self, job: ChunkedAttention, x: Tensor, saving: bool) -> None:
+    def __init__(self, job: ChunkedLayer, x: Tensor, *, saving: bool) -> None:
         self.job, self.saving = job, saving
         layout, ring = job.layout, job.layout.grid.ring
         self.chunks = layout.chunks
@@ -168,22 +179,42 @@ class _Pass:
         q, k, v = sequence_to_heads(q, k, v, self.job.layout.grid.ulysses)
         return q.contiguous(), torch.stack((k, v), dim=1)  # views would keep all of q, k and v
 
-    def output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
-        if self.saving and self.job.replay:
+    def output(self, out: Tensor, x: Tensor, chunk: int, y: Rows) -> None:
+        """From a chunk's attention output to the layer's output."""
+        if self.job.replay:
             self.random[chunk] = self.job.replay()
-        return self._output(out, x, chunk)
+        hidden, (first, _) = self._output(out, x, chunk), self.runs[chunk]
+        for start, stop in self.pieces_of(hidden):
+            y.write((first + start, first + stop), self.job.ffn(hidden[start:stop]) if self.job.ffn else hidden)
 
     def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
         return self.job.output(heads_to_sequence(out, self.job.layout.grid.ulysses), x, chunk)
 
+    def pieces_of(self, hidden: Tensor) -> list[Span]:
+        return pieces(hidden.size(0), self.job.ffn_pieces if self.job.ffn else 1)
+
     def output_grad(self, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """dout, and the gradient of x that does not go through attention."""
         out, x = out.detach().requires_grad_(), x.detach().requires_grad_()
-        with torch.enable_grad(), self.random.pop(chunk, nullcontext)():
-            y = self._output(out, x, chunk)
-        dout, dx, *grads = torch.autograd.grad(y, [out, x, *self.sums.wanted], dy, allow_unused=True)
+        with self.random.pop(chunk, nullcontext)():
+            with torch.enable_grad():
+                hidden = self._output(out, x, chunk)
+            if self.job.ffn:
+                dy = self.ffn_grad(hidden.detach(), dy)
+        dout, dx, *grads = torch.autograd.grad(hidden, [out, x, *self.sums.wanted], dy, allow_unused=True)
         self.sums.add(grads)
         return dout, dx
+
+    def ffn_grad(self, hidden: Tensor, dy: Tensor) -> Tensor:
+        dhidden = torch.empty_like(hidden)
+        for start, stop in self.pieces_of(hidden):
+            piece = hidden[start:stop].requires_grad_()
+            with torch.enable_grad():
+                y = self.job.ffn(piece)
+            dpiece, *grads = torch.autograd.grad(y, [piece, *self.sums.wanted], dy[start:stop], allow_unused=True)
+            dhidden[start:stop] = dpiece
+            self.sums.add(grads)
+        return dhidden
 
     def project_grad(self, x: Tensor, dq: Tensor, dkv: Tensor, chunk: int) -> Tensor:
         """The gradient of x through q, k and v."""
@@ -213,7 +244,14 @@ class _Pass:
         """The key chunks that a query chunk meets, on a ring of one."""
         return [key for key in range(self.chunks) if tiles(self.spans[query], self.spans[key], self.job.mask)]
 
-    def forward_by_queries(self, y: Rows) -> None:
+    def forward(self, y: Rows | None) -> None:
+        """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
+        if self.job.layout.grid.ring.size == 1:
+            self.forward_by_queries(y)
+        else:
+            self.forward_by_keys(y)
+
+    def forward_by_queries(self, y: Rows | None) -> None:
         needs = [self.keys_of(query) for query in range(self.chunks)]
         ready = [max(query, *needs[query]) for query in range(self.chunks)]  # the chunk after which it can be computed
         for chunk, x in enumerate(self.x.walk(self.runs)):
@@ -233,19 +271,20 @@ class _Pass:
                     k, v = there["kv", key].unbind(1)
                     for tile in tiles(self.spans[query], self.spans[key], self.job.mask):
                         result.add(tile.q, *self.tile_forward(tile, q, k, v))
-                self.finish(query, result, x if query == chunk else self.x.read(self.runs[query]), y)
+                self.finish(query, result, x if query == chunk else None, y)
 
     def tile_forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         job = self.job
         return job.kernel.forward(*tile_of(tile, q, k, v), causal=tile.kind == "causal", mask=None, scale=job.scale)
 
-    def finish(self, query: int, result: Accumulator, x: Tensor, y: Rows) -> None:
-        """All keys of a query chunk were met."""
+    def finish(self, query: int, result: Accumulator, x: Tensor | None, y: Rows | None) -> None:
+        """All keys of a query chunk, whose input may be here still, were met."""
         out, lse = result.finish()
         if self.saving:
             self.shelf.put(("out", query), out)
             self.shelf.put(("lse", query), lse)
-        y.write(self.runs[query], self.output(out, x, query))
+        if y is not None:
+            self.output(out, self.x.read(self.runs[query]) if x is None else x, query, y)
 
     def backward_by_queries(self, dy: Rows) -> None:
         """Query chunks from last to first: under a causal mask a chunk's keys are done when its queries are."""
@@ -313,7 +352,7 @@ class _Pass:
     def source(self, key: int) -> RingSource:
         return RingSource(ring_plan(self.job.layout, self.job.mask, chunk=key), self.job.layout.grid.ring)
 
-    def forward_by_keys(self, y: Rows) -> None:
+    def forward_by_keys(self, y: Rows | None) -> None:
         shelf, last = self.shelf, self.last_keys()
         for chunk, x in enumerate(self.x.walk(self.runs)):
             q, kv = self.project(x, chunk)
@@ -333,12 +372,11 @@ class _Pass:
             if not self.saving:
                 shelf.drop(("kv", key))
             finished = [query for query in range(self.chunks) if last[query] == key]
-            xs = self.x.walk([self.runs[query] for query in finished])
             names = [[("q", query), ("sum", query), ("sum_lse", query)] for query in finished]
-            for query, x, kept in zip(finished, xs, shelf.walk(names)):
+            for query, kept in zip(finished, shelf.walk(names)):
                 shelf.drop(("sum", query), ("sum_lse", query))
                 result = Accumulator(kept["q", query], kept["sum", query], kept["sum_lse", query])
-                self.finish(query, result, x, y)
+                self.finish(query, result, None, y)
                 if not self.saving:
                     shelf.drop(("q", query))
 

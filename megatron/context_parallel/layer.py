@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's TransformerLayer with its two halves in chunks: attention by FPDT, the FFN in runs of tokens.
+"""megatron-core's TransformerLayer in chunks: all of it by FPDT, or the FFN alone in runs of tokens.
 
 The sub-modules, and so the parameters' names and checkpoints, are core's; only the order in which tokens go through
 them is ours.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from megatron.context_parallel import kernels
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
-from megatron.context_parallel.fpdt import ChunkedAttention
+from megatron.context_parallel.fpdt import ChunkedLayer
 from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Mask, Span
+from megatron.context_parallel.masks import Mask
 from megatron.context_parallel.offload import Offload
 from megatron.context_parallel.position import LayoutRotaryEmbedding
 
@@ -32,8 +33,8 @@ class ChunkSettings:
 
     Attributes:
         layout, mask, kernel: of the attention.
-        fpdt: attention in the layout's chunks; otherwise core's attention half is left as it is.
-        ffn_chunks: the FFN in this many runs; None: whole.
+        fpdt: the layer in the layout's chunks; otherwise core's attention half is left as it is.
+        ffn_chunks: the FFN in (at least) this many runs; None, only without FPDT: whole.
         offload: host memory for FPDT's chunks and for streamed hidden states; None: everything stays on the device.
         streamed: hidden states are host buffers.
         rotary: angles by position, set once the model is there; None where positions enter otherwise.
@@ -49,35 +50,44 @@ class ChunkSettings:
     rotary: LayoutRotaryEmbedding | None = field(default=None, compare=False)
 
 
-class ChunkedLayer(TransformerLayer):
-    """A transformer layer that never holds the insides of more than one chunk."""
+class ChunkedTransformerLayer(TransformerLayer):
+    """A transformer layer that never holds the insides of more than one chunk.
 
-    def __init__(self, *args: Any, chunks: ChunkSettings, **kwargs: Any) -> None:
+    Args:
+        chunks: how it cuts its work.
+        recompute: under FPDT, keep the layer's input alone and compute attention again in the backward pass.
+    """
+
+    def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.chunks = chunks
+        self.chunks, self.recompute = chunks, recompute
 
-    def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[s_local, b, h], the same, and no context."""
         settings = self.chunks
         if not settings.fpdt:
-            return super()._forward_attention(hidden_states, *args, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         attention = self.self_attention
         head_dim = attention.hidden_size_per_attention_head
         # The device of the weights: hidden states may be host buffers.
         device = attention.linear_proj.weight.device
         kernel = kernels.select(settings.kernel, device=device, dtype=hidden_states.dtype, head_dim=head_dim)
-        half = ChunkedAttention(
+        layer = ChunkedLayer(
             project=self._project,
             output=self._output,
-            parameters=[*self.input_layernorm.parameters(), *attention.parameters()],
+            ffn=self._ffn,
+            ffn_pieces=ceil(settings.ffn_chunks / settings.layout.chunks),
+            parameters=list(self.parameters()),
             layout=settings.layout,
             mask=settings.mask,
             kernel=kernel,
             scale=attention.core_attention.scale or head_dim**-0.5,
             offload=settings.offload,
             streamed=settings.streamed,
+            recompute=self.recompute and self.training,
             replay=self._replay(),
         )
-        return half(hidden_states), None
+        return layer(hidden_states), None
 
     def _project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by TP."""
@@ -98,15 +108,14 @@ class ChunkedLayer(TransformerLayer):
         if not settings.ffn_chunks:
             return super()._forward_mlp(hidden_states, *args, **kwargs)
         return apply_in_chunks(
-            self._ffn,
+            lambda part, _: self._ffn(part),
             hidden_states,
             [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
             pieces(hidden_states.size(0), settings.ffn_chunks),
-            offload=settings.offload if settings.streamed else None,
             replay=self._replay(),
         )
 
-    def _ffn(self, x: Tensor, run: Span) -> Tensor:
+    def _ffn(self, x: Tensor) -> Tensor:
         add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
         return add(self.mlp(self.pre_mlp_layernorm(x)), x, self.hidden_dropout)
 

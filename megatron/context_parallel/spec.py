@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,14 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.context_parallel.layer import ChunkedLayer, ChunkSettings
+    from megatron.context_parallel.layer import ChunkedTransformerLayer, ChunkSettings
 
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Causal, Mask
 from megatron.context_parallel.usp import attention
 
-__all__ = ["AttentionSettings", "ChunkSettings", "ContextParallelAttention", "Norm", "StreamedNorm", "block_spec"]
+__all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Norm(nn.Module):
         return functional.layer_norm(x, self.shape, weight, self.bias, self.eps)
 
 
-class StreamedNorm(Norm):
-    """The final norm over hidden states in host memory, in runs of tokens."""
+class ChunkedNorm(Norm):
+    """The final norm in runs of tokens: keeps its input alone, which may be a host buffer."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, chunks: ChunkSettings, **kwargs: Any) -> None:
         super().__init__(config, hidden_size, **kwargs)
@@ -108,8 +108,9 @@ class StreamedNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         norm, chunks = super().forward, self.chunks
+        offload = chunks.offload if chunks.streamed else None
         runs = pieces(x.size(0), chunks.ffn_chunks)
-        return apply_in_chunks(lambda part, _: norm(part), x, [*self.parameters()], runs, offload=chunks.offload)
+        return apply_in_chunks(lambda part, _: norm(part), x, [*self.parameters()], runs, offload=offload)
 
 
 def block_spec(
@@ -119,6 +120,7 @@ def block_spec(
     transformer_engine: bool,
     num_layers: int,
     chunks: ChunkSettings | None = None,
+    recomputed: int = 0,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -129,6 +131,7 @@ def block_spec(
             linears and PyTorch's norms.
         num_layers: layers of this stage.
         chunks: FPDT, the FFN in chunks, streamed hidden states; None for core's own layer.
+        recomputed: so many layers, the first, recompute their attention chunk by chunk (FPDT).
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -143,8 +146,12 @@ def block_spec(
             qkv = layer.submodules.self_attention.submodules
             qkv.q_layernorm = qkv.k_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
+    layers = [layer] * num_layers
     if chunks is not None:
-        layer.module, layer.params = ChunkedLayer, {**layer.params, "chunks": chunks}
-        if chunks.streamed:
-            final_norm = ModuleSpec(StreamedNorm, params={"chunks": chunks})
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)
+        layers = [
+            replace(layer, module=ChunkedTransformerLayer, params={**layer.params, **settings})
+            for settings in ({"chunks": chunks, "recompute": index < recomputed} for index in range(num_layers))
+        ]
+        if chunks.fpdt:
+            final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)

@@ -41,9 +41,7 @@ def attention(
         KernelUnavailable: the kernel cannot run here.
     """
     if layout.chunks > 1:
-        raise ValueError(
-            f"the layout has {layout.chunks} chunks, which only fpdt.chunked_attention reads: make it with chunks=1"
-        )
+        raise ValueError(f"the layout has {layout.chunks} chunks, which only ChunkedLayer reads: make it with chunks=1")
     if q.size(0) != layout.local_length or k.size(0) != layout.local_length:
         raise ValueError(
             f"q and k have {q.size(0)} and {k.size(0)} tokens, the layout gives a rank {layout.local_length}"

@@ -77,13 +77,13 @@ def _layers(config: Config) -> tuple[int, int, int]:
     """Layers that keep chunks at once; hidden states saved for backward; streamed ones that come and go besides."""
     attention = config.attention
     layers = config.model.num_layers // config.parallel.pipeline_model_parallel_size
-    gradients = 3
+    passing = 3  # gradients, and the next state
     if attention.recompute_granularity != "full":
-        return layers, 2 * layers, gradients
+        return layers, layers, passing
     unit = attention.recompute_num_layers
     if attention.recompute_method == "uniform":
-        return unit, ceil(layers / unit), 2 * unit + gradients
-    return layers - unit + 1, unit + 2 * (layers - unit), 2 + gradients
+        return unit, ceil(layers / unit), passing + (unit if unit > 1 else 0)
+    return max(layers - unit, 1), layers, passing
 
 
 def _heads(config: Config) -> tuple[int, int]:

@@ -154,4 +154,5 @@ def _legend(figure: Any, axes: Any, data: list[tuple[np.ndarray, np.ndarray]]) -
 
     there = [kind for index, kind in enumerate(KINDS) if any(sizes[:, index].any() for _, sizes in data)]
     handles = [Patch(color=COLOURS[kind], label=LABELS.get(kind, kind)) for kind in there]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    columns = min(len(handles), 4 * len(data))  # five and more do not fit under one panel
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

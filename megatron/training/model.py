@@ -28,7 +28,7 @@ from megatron.context_parallel.position import LayoutRotaryEmbedding
 from megatron.context_parallel.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.training.config import Config
 from megatron.training.tokenizer import padded_vocab_size
-from megatron.training.validate_chunks import loss_chunks
+from megatron.training.validate_chunks import layers_recompute, loss_chunks
 from megatron.training.weights import initialize_weights
 
 MASKS: dict[str, Mask] = {"causal": Causal(), "full": Full()}
@@ -156,9 +156,10 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         attention_softmax_in_fp32=True,
         attention_backend=AttnBackend.auto,
         calculate_per_token_loss=True,
-        recompute_granularity=attention.recompute_granularity,
-        recompute_method=attention.recompute_method,
-        recompute_num_layers=attention.recompute_num_layers,
+        # FPDT's layers recompute themselves, chunk by chunk; core recomputes units of several layers.
+        recompute_granularity=None if layers_recompute(config) else attention.recompute_granularity,
+        recompute_method=None if layers_recompute(config) else attention.recompute_method,
+        recompute_num_layers=None if layers_recompute(config) else attention.recompute_num_layers,
         recompute_modules=["core_attn"] if attention.recompute_granularity == "selective" else None,
         # Fused elementwise kernels are compiled by torch.compile: GPUs only.
         bias_activation_fusion=on_gpu and gated,
@@ -223,12 +224,17 @@ def _build_chunk(
             offload=offload if config.chunks.fpdt_offload else None,
             streamed=config.chunks.fpdt_stream_hidden,
         )
+    layers = get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
+    recomputed = 0
+    if layers_recompute(config):
+        recomputed = layers if attention.recompute_method == "uniform" else attention.recompute_num_layers
     spec = block_spec(
         core,
         AttentionSettings(layout, mask, attention.attention_kernel),
         transformer_engine=model.transformer_impl == "transformer_engine",
-        num_layers=get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank),
+        num_layers=layers,
         chunks=chunks,
+        recomputed=recomputed,
     )
     chunk = LongContextGPT(
         config=core,

@@ -100,3 +100,11 @@ def loss_chunks(config: Config, vocab_size: int) -> int | None:
         return chunks.loss_chunks
     paper = 2 * ceil(vocab_size / model.hidden_size)
     return max(paper, chunks.ffn_chunks * ceil(vocab_size / model.ffn_hidden_size))
+
+
+def layers_recompute(config: Config) -> bool:
+    """Whether layers recompute one by one inside FPDT, and not in units of megatron-core's."""
+    attention = config.attention
+    if not config.chunks.fpdt or attention.recompute_granularity != "full":
+        return False
+    return attention.recompute_method == "block" or attention.recompute_num_layers == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import megatron.context_parallel as cp
 from megatron.context_parallel import kernels
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
-from megatron.context_parallel.fpdt import ChunkedAttention
+from megatron.context_parallel.fpdt import ChunkedLayer
 from megatron.context_parallel.grid import abstract_grid
 from megatron.context_parallel.offload import Offload, is_host_buffer
 from tests.distributed.test_attention import dense_attention
@@ -49,7 +49,7 @@ def attend(made, heads, kv_heads, x, layout, mask, offload=None, streamed=False,
 
     parameters = [w_qkv, b_qkv, w_out, made["unused"]]
     kernel = kernels.select("math", device=CPU, dtype=torch.float64, head_dim=SIZE)
-    job = ChunkedAttention(
+    job = ChunkedLayer(
         project, output, parameters, layout, mask, kernel, SIZE**-0.5, offload=offload, streamed=streamed
     )
     return job(x), project, output
