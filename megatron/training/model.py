@@ -122,7 +122,8 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         bias_activation_fusion=on_gpu and gated,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=on_gpu and core_layers._grad_accum_fusion_available,
+        # The fused kernel adds to DDP's buffers; FSDP has none.
+        gradient_accumulation_fusion=on_gpu and core_layers._grad_accum_fusion_available and parallel.zero_stage < 2,
         batch_p2p_comm=on_gpu and not overlap_p2p,
         overlap_p2p_comm=overlap_p2p,
         deallocate_pipeline_outputs=True,
