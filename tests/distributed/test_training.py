@@ -19,6 +19,8 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
 SELECTIVE = "--recompute-granularity selective"
 
+BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
+
 
 def cp(ulysses: int, ring: int, balance: str = "zigzag") -> str:
     return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring} --context-parallel-balance {balance}"
@@ -75,6 +77,7 @@ LLAMA_CASES = [
     (2, GQA, f"{ZERO3} {cp(1, 2)} {FULL}"),
     (2, GQA, f"{ZERO2} {cp(2, 1)} {FULL}"),
     (2, MQA, f"{ZERO3} {cp(2, 1)}"),
+    (3, GQA, f"{ZERO3} {BATCH_6}"),  # no matrix is a multiple of three rows
     (4, f"{GQA} --qk-layernorm", f"{ZERO3} {T2} {SP} {cp(2, 1)} {SELECTIVE}"),
     (4, GQA, f"{ZERO2} {T2} {SP} {cp(1, 2)} {FULL} --micro-batch-size 1"),
     (4, GQA, f"{ZERO3} {cp(1, 2)} {BLOCK} --micro-batch-size 1"),
@@ -105,6 +108,7 @@ GPT_CASES = [
 ALWAYS_ONE_PROCESS = (
     "--attention-mask full",
     "--optimizer sgd --lr 0.03 --weight-decay 0.1",
+    BATCH_6,
 )  # these change the numbers
 
 
