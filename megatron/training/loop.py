@@ -35,7 +35,7 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     flops = step_flops(config, job.vocab_size)
     dist.barrier()  # so that ranks that share a machine measure its rate at the same time
     peak = peak_flops(config, runtime.device)
-    meter = PeakBytes(runtime.device)
+    meter = PeakBytes(runtime.device, resized=config.parallel.zero_stage >= 2)
     saved_at, saved = progress.iteration, True
     if config.run.manual_gc:
         gc.disable()

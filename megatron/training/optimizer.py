@@ -26,7 +26,7 @@ from megatron.training.setup import compute_dtype
 def wrap_for_data_parallelism(
     chunks: Sequence[nn.Module], config: Config
 ) -> list[DistributedDataParallel | FullySharded]:
-    """Put each model chunk into core's DDP: gradients are summed over DP x CP, bucket by bucket. ZeRO 2, 3: into FSDP."""
+    """Put each model chunk into core's DDP, with ZeRO 2 and 3 into FSDP: gradients are summed over DP x CP."""
     parallel = config.parallel
     if parallel.zero_stage >= 2:
         return [FullySharded(chunk, config) for chunk in chunks]

@@ -51,7 +51,7 @@ def refused(flags: str, *expected: str, world: int = 1) -> None:
         ("--numlayers 2", 1, ("--numlayers", "--num-layers")),
         ("--fpdt", 1, ("--fpdt", "yet")),
         ("--attention-dropout 0.1", 1, ("--attention-dropout 0",)),
-        ("--zero-stage 3", 1, ("--zero-stage 3",)),
+        ("--zero-stage 3 --pipeline-model-parallel-size 2", 2, ("--zero-stage 3", "--pipeline-model-parallel-size")),
         ("--device cuda", 1, ("--device",)),
     ],
 )
