@@ -212,6 +212,9 @@ def load(
         raise Refusal(
             f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to go on without it"
         )
+    there = common.get("config", {}).get("optimizer", {}).get("optimizer")
+    if with_optimizer and there not in (None, config.optimizer.optimizer):
+        raise Refusal(f"checkpoint {path} has the states of --optimizer {there}: use it, or pass --no-load-optim")
     with_rng = settings.load_rng and not weights_only and common.get("rng_world_size") == dist.get_world_size()
     state = _state(
         chunks,

@@ -148,6 +148,8 @@ def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
     assert "another model" in told and "--num-layers 4 there, 2 here" in told
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
+    assert "--optimizer adam" in told and "--no-load-optim" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
     assert "vocabulary of 302 tokens" in told and "here 201" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")

@@ -2,8 +2,10 @@
 """ZeRO 2 and 3 beyond grid invariance: bytes a rank, bf16, evaluation, norms of shards."""
 
 import gc
+from functools import partial
 
 import pytest
+import torch
 
 from tests.distributed.training_runs import make_job, run_training, train_job
 
@@ -82,6 +84,45 @@ def test_bf16_trains_as_with_zero_1(pool, flags):
         assert mine == pytest.approx(losses, rel=2e-4)
         assert my_norms[0] == pytest.approx(norms[0], rel=1e-4 if "in-bf16" in flags else 1e-6)
     assert runs[2][:2] == runs[3][:2]
+
+
+class RunAgain(torch.autograd.Function):
+    """A part of a layer that keeps its input only, and takes its weights as inputs: as chunked layers do."""
+
+    @staticmethod
+    def forward(ctx, part, x, *weights):
+        ctx.part = part
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return part(x)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.part(x)[0]
+        return None, *torch.autograd.grad(out, (x, *weights), grad)
+
+
+def run_again(mlp, part, x, **_):
+    return RunAgain.apply(part, x, *mlp.parameters()), None
+
+
+def run_with_parts_again(flags):
+    job = make_job(flags)
+    for layer in job.chunks[0].module.decoder.layers:
+        layer.mlp.forward = partial(run_again, layer.mlp, layer.mlp.forward)
+    return train_job(job, 5)
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", f"--zero-stage 3 {FULL}"])
+def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, flags):
+    losses, _, grads = pool.run(run_training, 1, GQA, steps=5)[0]
+    for mine, _, my_grads in pool.run(run_with_parts_again, 2, f"{GQA} --micro-batch-size 1 {flags}"):
+        assert mine == pytest.approx(losses, rel=1e-5)
+        for name, grad in grads.items():
+            assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
 
 
 def figures(flags):

@@ -182,6 +182,8 @@ def test_transformer_engine_is_used_for_fp8(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(validate, "transformer_engine_installed", lambda: True)
     assert build("--fp8-format hybrid").model.transformer_impl == "transformer_engine"
     assert build("").model.transformer_impl == "auto"
+    with pytest.raises(Refusal, match="--zero-stage 3 with --fp8-format is not supported: .* --zero-stage 1"):
+        build("--fp8-format hybrid --zero-stage 3")
 
 
 # ---- what is refused: flags, processes, words of the line
