@@ -112,6 +112,8 @@ class GradientSums:
             total, wide = self._sums[index], sum_dtype(grad.dtype)
             if total is None:
                 self._sums[index] = grad.to(wide)
+                # A product of matrices is nobody else's; the gradient of a bias may be a view of dy.
+                self._own[index] = grad.dim() > 1
             elif self._own[index]:
                 total += grad
             else:

@@ -28,13 +28,21 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.config import CheckpointConfig, Config
+from megatron.training.setup import compute_dtype
+from megatron.training.sharded_state import (
+    METADATA,
+    Places,
+    find_places,
+    load_optimizer,
+    load_weights,
+    optimizer_state,
+    weights_state,
+)
 from megatron.training.validate import Refusal
 
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# Copied for every call: core writes process groups into it.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
 SHAPES = (
     "num_layers",
@@ -204,6 +212,9 @@ def load(
         raise Refusal(
             f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to go on without it"
         )
+    there = common.get("config", {}).get("optimizer", {}).get("optimizer")
+    if with_optimizer and there not in (None, config.optimizer.optimizer):
+        raise Refusal(f"checkpoint {path} has the states of --optimizer {there}: use it, or pass --no-load-optim")
     with_rng = settings.load_rng and not weights_only and common.get("rng_world_size") == dist.get_world_size()
     state = _state(
         chunks,
@@ -214,11 +225,18 @@ def load(
         loading=True,
         with_rng=with_rng,
     )
+    places = _places(chunks, config)
     loaded = dist_checkpointing.load(state, str(path))
-    for chunk, key in zip(chunks, _chunk_keys(chunks)):
-        unwrap(chunk).load_state_dict(loaded[key])
+    for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
+        if config.parallel.zero_stage < 2:
+            unwrap(chunk).load_state_dict(loaded[key])
+        elif not with_optimizer:
+            load_weights(loaded[key], places[index])
     if with_optimizer:
-        optimizer.load_state_dict(loaded["optimizer"])
+        if config.parallel.zero_stage == 1:
+            optimizer.load_state_dict(loaded["optimizer"])
+        else:
+            load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
             _load_schedule(schedule, loaded["schedule"], path)
     else:
@@ -259,18 +277,29 @@ def _state(
         "vocab_size": getattr(unwrap(chunks[0]), "real_vocab_size", None),  # the weights' vocabulary is padded
         "rng_world_size": dist.get_world_size() if config.checkpoint.save_rng else None,
     }
-    models = {}
-    for chunk, key in zip(chunks, _chunk_keys(chunks)):
-        models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
+    models, places = {}, _places(chunks, config)
+    for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
+        if config.parallel.zero_stage < 2:
+            models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
+        elif not loading or optimizer is None:  # FSDP's weights are the optimizer's main weights
+            models[key] = weights_state(places[index], compute_dtype(config))
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
-        state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
+        if config.parallel.zero_stage == 1:
+            state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
+        else:
+            state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
         if schedule is not None:
             state["schedule"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["rng"] = ShardedObject("rng", _random_state(), (world,), (rank,), replica_id=0)
     return state
+
+
+def _places(chunks: Sequence[nn.Module], config: Config) -> list[Places]:
+    """Where parameters lie in a checkpoint; core's distributed optimizer (ZeRO 1) finds out by itself."""
+    return [] if config.parallel.zero_stage == 1 else [find_places(unwrap(chunk)) for chunk in chunks]
 
 
 def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:

@@ -101,7 +101,10 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleaved 1F1B: layers a virtual stage", type=int)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages a rank", type=int)
     zero_stage: int | None = flag(
-        None, "ZeRO over DP x CP: 0 replicated, 1 optimizer states split", type=int, choices=[0, 1, 2, 3]
+        None,
+        "ZeRO splits over DP x CP: 1 optimizer states, 2 gradients too, 3 weights too",
+        type=int,
+        choices=[0, 1, 2, 3],
     )
     use_distributed_optimizer: bool = flag(False, "Megatron's spelling of --zero-stage 1")
     overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")

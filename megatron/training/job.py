@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.parallel_state import get_model_parallel_group
+from megatron.core.parallel_state import get_data_parallel_group, get_model_parallel_group
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import to_local_if_dtensor
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -155,6 +156,8 @@ def params_norm(job: Job) -> float:
     for chunk in job.chunks:
         for parameter in chunk.parameters():
             if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                total += parameter.double().square().sum()
+                total += to_local_if_dtensor(parameter).double().square().sum()
     dist.all_reduce(total, group=get_model_parallel_group())
+    if job.config.parallel.zero_stage >= 2:
+        dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
     return float(total.sqrt())

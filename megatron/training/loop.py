@@ -37,7 +37,11 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     dist.barrier()  # so that ranks that share a machine measure its rate at the same time
     peak = peak_flops(config, runtime.device)
     offload = runtime.offload
-    peaks = PeakBytes(runtime.device, host_bytes=(lambda: offload.pool.peak) if offload else None)
+    peaks = PeakBytes(
+        runtime.device,
+        host_bytes=(lambda: offload.pool.peak) if offload else None,
+        resized=config.parallel.zero_stage >= 2,
+    )
     profiled = progress.iteration + config.logging.profile_memory_step if config.logging.profile_memory else None
     saved_at, saved = progress.iteration, True
     if config.run.manual_gc:

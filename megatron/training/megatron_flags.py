@@ -247,10 +247,12 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use --lr-warmup-samples", "--lr-warmup-tokens 1"),
     ("use --train-samples", "--train-tokens 1"),
     ("use --ulysses-parallel-size", "--force-ds-sequence-parallel"),
+    ("use --zero-stage 3", "--use-torch-fsdp2"),
+    ("use --zero-stage 2", "--torch-fsdp2-no-reshard-after-forward"),
     (
         "parameters and gradients are shared out with --zero-stage",
         """
-        --use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
+        --use-megatron-fsdp
         --data-parallel-sharding-strategy 1 no_shard --outer-dp-sharding-strategy 1 no_shard --fsdp-manual-registration
         --fsdp-double-buffer --suggested-communication-unit-size 1 --keep-fp8-transpose-cache
         --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load

@@ -68,11 +68,13 @@ class TensorMeter(TorchDispatchMode):
     Args:
         device: type of the compute device.
         record: keep every change in ``history``.
+        resized: FSDP is at work. It frees and fills the storages of gathered weights by resizing them, which is no
+            operation: they are looked at again when an operation uses them, and before a new peak is believed.
     """
 
-    def __init__(self, device: str = "cpu", record: bool = False) -> None:
+    def __init__(self, device: str = "cpu", record: bool = False, resized: bool = False) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.resized = device, resized
         self.live: dict[int, Block] = {}
         self.history = History() if record else None
         self._levels: dict[Place, Level] = {"device": Level(), "host": Level(), "elsewhere": Level()}
@@ -107,13 +109,14 @@ class TensorMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._settle()
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        for leaf in tree_leaves((out, args, kwargs) if self.resized else out):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
         return out
 
     def see(self, tensor: torch.Tensor) -> Block | None:
         """Count a tensor's storage, once; returns its block, or None for a tensor without memory here."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own storage is empty, its size is not
         kind = tensor.device.type
         if kind not in ("cpu", self.device) or tensor.layout != torch.strided or not torch._C._has_storage(tensor):
             return None
@@ -156,12 +159,22 @@ class TensorMeter(TorchDispatchMode):
             for block, high in self._new:
                 self._look(block, high)
             self._new.clear()
+            device = self._levels["device"]
+            if self.resized and device.high > device.peak:
+                self._look_again()
+                device.high = device.now
             for level in self._levels.values():
                 level.settle()
 
     def _settled(self, place: Place) -> Level:
         self._settle()
         return self._levels[place]
+
+    def _look_again(self) -> None:
+        for block in list(self.live.values()):
+            storage = block.storage()
+            if storage is not None and storage.nbytes() != block.size:
+                self._resize(block, storage.nbytes())
 
     def _gone(self, key: int) -> None:
         block = self.live.pop(key, None)
@@ -176,18 +189,21 @@ class PeakBytes:
 
     Args:
         host_bytes: most bytes of host memory in use so far, from whoever offloads.
+        resized: see :class:`TensorMeter`.
     """
 
-    def __init__(self, device: torch.device, host_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, host_bytes: Callable[[], int] | None = None, resized: bool = False
+    ) -> None:
         self.device, self.bytes, self.host_bytes, self.steps = device, 0, 0, 0
-        self._ask_host = host_bytes
+        self._ask_host, self.resized = host_bytes, resized
 
     @contextmanager
     def step(self, record: bool = False) -> Iterator[TensorMeter | None]:
         """Measure one step; with ``record`` the meter, which keeps a history, is there on every step and device."""
         on_gpu = self.device.type == "cuda"
         metered = record or (not on_gpu and self.steps < METERED_STEPS)
-        meter = TensorMeter(self.device.type, record) if metered else None
+        meter = TensorMeter(self.device.type, record, self.resized) if metered else None
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         with meter or nullcontext():

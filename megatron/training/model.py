@@ -165,8 +165,11 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         bias_activation_fusion=on_gpu and gated,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
-        # The fused kernel adds to main_grad by itself; chunks add their gradients up first.
-        gradient_accumulation_fusion=on_gpu and core_layers._grad_accum_fusion_available and not in_chunks(config),
+        # The fused kernel adds to DDP's buffers by itself: FSDP has none, and chunks add their gradients up first.
+        gradient_accumulation_fusion=on_gpu
+        and core_layers._grad_accum_fusion_available
+        and not in_chunks(config)
+        and parallel.zero_stage < 2,
         batch_p2p_comm=on_gpu and not overlap_p2p,
         overlap_p2p_comm=overlap_p2p,
         deallocate_pipeline_outputs=True,

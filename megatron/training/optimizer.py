@@ -19,12 +19,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron.training.config import Config
+from megatron.training.fsdp import FullySharded
 from megatron.training.setup import compute_dtype
 
 
-def wrap_for_data_parallelism(chunks: Sequence[nn.Module], config: Config) -> list[DistributedDataParallel]:
-    """Put each model chunk into core's DDP: gradients are summed over DP x CP, bucket by bucket."""
+def wrap_for_data_parallelism(
+    chunks: Sequence[nn.Module], config: Config
+) -> list[DistributedDataParallel | FullySharded]:
+    """Put each model chunk into core's DDP, with ZeRO 2 and 3 into FSDP: gradients are summed over DP x CP."""
     parallel = config.parallel
+    if parallel.zero_stage >= 2:
+        return [FullySharded(chunk, config) for chunk in chunks]
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not parallel.grad_reduce_in_bf16,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -48,9 +53,10 @@ def _in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
     return Float16Module(chunk.config, chunk)
 
 
-def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config) -> MegatronOptimizer:
-    """Adam or SGD; with ZeRO 1 its states are split over DP x CP."""
+def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], config: Config) -> MegatronOptimizer:
+    """Adam or SGD; with ZeRO 1 its states are split over DP x CP, with ZeRO 2 and 3 they follow the weights."""
     settings, parallel = config.optimizer, config.parallel
+    fsdp = parallel.zero_stage >= 2  # its weights are fp32 for the optimizer, whatever the layers compute in
     core_settings = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.lr,
@@ -59,8 +65,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config) -
         decoupled_min_lr=settings.decoupled_min_lr,
         weight_decay=settings.weight_decay,
         fp16=settings.fp16,
-        bf16=settings.bf16,
-        params_dtype=compute_dtype(config),
+        bf16=settings.bf16 and not fsdp,
+        params_dtype=torch.float32 if fsdp else compute_dtype(config),
         loss_scale=settings.loss_scale,
         initial_loss_scale=settings.initial_loss_scale,
         min_loss_scale=settings.min_loss_scale,

@@ -99,10 +99,10 @@ def _zero(config: Config) -> None:
     if parallel.zero_stage is None:
         parallel.zero_stage = int(parallel.use_distributed_optimizer)
     stage = parallel.zero_stage
+    if stage != 1 and parallel.use_distributed_optimizer:
+        raise Refusal(f"--use-distributed-optimizer is --zero-stage 1, not {stage}: leave one out")
     if stage > 1:
-        raise Refusal(f"--zero-stage {stage} is not available yet: use --zero-stage 1")
-    if stage == 0 and parallel.use_distributed_optimizer:
-        raise Refusal("--use-distributed-optimizer is --zero-stage 1, not 0: leave one out")
+        _fsdp(config)
     parallel.use_distributed_optimizer = stage == 1
     if stage == 1 and optimizer.optimizer == "sgd":
         raise Refusal("--optimizer sgd has no state to split over --zero-stage 1: use --zero-stage 0")
@@ -111,6 +111,30 @@ def _zero(config: Config) -> None:
             "--overlap-param-gather needs --zero-stage 1 (or --use-distributed-optimizer) and --overlap-grad-reduce: "
             "add them, or leave it out"
         )
+
+
+def _fsdp(config: Config) -> None:
+    """ZeRO 2 and 3 are PyTorch's FSDP2."""
+    parallel = config.parallel
+    zero = f"--zero-stage {parallel.zero_stage}"
+    if parallel.pipeline_model_parallel_size > 1:
+        raise Refusal(
+            f"{zero} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported: "
+            "use --zero-stage 1, or --pipeline-model-parallel-size 1"
+        )
+    if config.optimizer.fp16:
+        raise Refusal(f"{zero} with --fp16 is not supported: use --bf16, or --zero-stage 1")
+    if config.model.fp8_format:
+        raise Refusal(f"{zero} with --fp8-format is not supported: use --bf16 alone, or --zero-stage 1")
+    hints = {
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
+        "--overlap-param-gather": parallel.overlap_param_gather,
+        "--ddp-bucket-size": parallel.ddp_bucket_size,
+    }
+    given = [flag for flag, value in hints.items() if value]
+    if given:
+        config.notes.append(f"{', '.join(given)}: no effect with {zero}, where FSDP overlaps messages layer by layer")
+    parallel.overlap_grad_reduce = parallel.overlap_param_gather = False
 
 
 def check_batch(config: Config, data_parallel: int) -> None:

@@ -38,6 +38,8 @@ def resume(flags, folder, steps):
         (1, "--hidden-dropout 0.1 --bf16"),
         (1, "--optimizer sgd"),
         (2, "--zero-stage 1 --hidden-dropout 0.1"),
+        (2, "--zero-stage 2 --bf16 --micro-batch-size 1"),
+        (4, f"{T2} --zero-stage 3 --ring-parallel-size 2 --hidden-dropout 0.1"),
         (4, "--ulysses-parallel-size 2 --ring-parallel-size 2 --hidden-dropout 0.1"),
         (
             4,
@@ -56,11 +58,18 @@ def test_a_resumed_run_goes_on_exactly(pool, tmp_path, world, flags):
     assert resumed == uninterrupted  # to the last bit
 
 
+BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 GRIDS = {
     "one process": (1, ""),
     "ZeRO 1, R 2": (4, "--zero-stage 1 --ring-parallel-size 2"),
     "TP 2, U 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2"),
     "PP 2, ZeRO 1": (4, "--pipeline-model-parallel-size 2 --zero-stage 1"),
+    "ZeRO 2, U 2": (2, "--zero-stage 2 --ulysses-parallel-size 2"),
+    "ZeRO 3, R 4": (4, "--zero-stage 3 --ring-parallel-size 4"),
+    "TP 2, ZeRO 3": (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3"),
+    "DP 3, ZeRO 3": (3, f"--zero-stage 3 {BATCH_6}"),  # no matrix is a multiple of three rows
+    "one process, batch of 6": (1, BATCH_6),
+    "TP 2, PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "TP 2, PP 2, ZeRO 1": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1"),
 }
 
@@ -73,6 +82,16 @@ GRIDS = {
         ("TP 2, PP 2, ZeRO 1", "ZeRO 1, R 2"),
         ("PP 2, ZeRO 1", "ZeRO 1, R 2"),
         ("TP 2, U 2", "one process"),
+        ("TP 2, PP 2", "ZeRO 1, R 2"),
+        ("one process", "TP 2, ZeRO 3"),
+        ("TP 2, ZeRO 3", "ZeRO 3, R 4"),
+        ("ZeRO 3, R 4", "TP 2, PP 2, ZeRO 1"),
+        ("TP 2, PP 2, ZeRO 1", "TP 2, ZeRO 3"),
+        ("ZeRO 3, R 4", "TP 2, U 2"),
+        ("TP 2, ZeRO 3", "ZeRO 2, U 2"),
+        ("PP 2, ZeRO 1", "TP 2, PP 2"),
+        ("DP 3, ZeRO 3", "one process, batch of 6"),
+        ("one process, batch of 6", "DP 3, ZeRO 3"),
     ],
 )
 def test_any_grid_reads_what_another_wrote(pool, tmp_path, saved_on, loaded_on):
@@ -129,6 +148,8 @@ def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
     assert "another model" in told and "--num-layers 4 there, 2 here" in told
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
+    assert "--optimizer adam" in told and "--no-load-optim" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
     assert "vocabulary of 302 tokens" in told and "here 201" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
@@ -147,7 +168,12 @@ def weights_only(flags, folder):
 
 def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
     _, after = pool.run(train_and_save, 1, GQA, str(tmp_path), 3, 1)[0]
-    for world, flags in ((1, GQA), (2, f"{GQA} --zero-stage 1 --bf16"), (2, f"{GQA} --tensor-model-parallel-size 2")):
+    for world, flags in (
+        (1, GQA),
+        (2, f"{GQA} --zero-stage 1 --bf16"),
+        (2, f"{GQA} --zero-stage 3 --bf16"),
+        (2, f"{GQA} --tensor-model-parallel-size 2"),
+    ):
         first, losses = pool.run(weights_only, world, flags, str(tmp_path))[0]
         assert first == 0
         assert losses[0] < 5.5  # a fresh model starts at 5.72

@@ -13,11 +13,13 @@ T2, T4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
 SP = "--sequence-parallel"
 P2, P4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 V2 = "--num-virtual-stages-per-pipeline-rank 2"
-ZERO1 = "--zero-stage 1"
+ZERO1, ZERO2, ZERO3 = "--zero-stage 1", "--zero-stage 2", "--zero-stage 3"
 GPT = "--hidden-dropout 0 --attention-dropout 0"  # learned positions, LayerNorm, GELU, biases, tied embeddings
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
 SELECTIVE = "--recompute-granularity selective"
+
+BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 
 
 def cp(ulysses: int, ring: int, balance: str = "zigzag") -> str:
@@ -66,6 +68,20 @@ LLAMA_CASES = [
     (4, GQA, f"{P2} {V2} {cp(2, 1)}"),
     (4, GQA, f"{P4} --micro-batch-size 1"),
     (4, GQA, f"{P2} {V2} {ZERO1} --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1"),
+    (1, GQA, ZERO3),
+    (2, GQA, ZERO2),
+    (2, GQA, ZERO3),
+    (2, GQA, f"{ZERO2} --micro-batch-size 1"),
+    (2, GQA, f"{ZERO3} --micro-batch-size 1 --loss-chunks 5"),
+    (2, GQA, f"{ZERO2} {cp(1, 2)} {SELECTIVE}"),
+    (2, GQA, f"{ZERO3} {cp(1, 2)} {FULL}"),
+    (2, GQA, f"{ZERO2} {cp(2, 1)} {FULL}"),
+    (2, MQA, f"{ZERO3} {cp(2, 1)}"),
+    (3, GQA, f"{ZERO3} {BATCH_6}"),  # no matrix is a multiple of three rows
+    (4, f"{GQA} --qk-layernorm", f"{ZERO3} {T2} {SP} {cp(2, 1)} {SELECTIVE}"),
+    (4, GQA, f"{ZERO2} {T2} {SP} {cp(1, 2)} {FULL} --micro-batch-size 1"),
+    (4, GQA, f"{ZERO3} {cp(1, 2)} {BLOCK} --micro-batch-size 1"),
+    (8, GQA, f"{ZERO3} {T2} {SP} {cp(2, 1)}"),
     (8, GQA, f"{cp(4, 2)} {ZERO1}"),
     (8, MQA, cp(2, 4)),
     (8, MHA, cp(8, 1)),
@@ -81,6 +97,10 @@ GPT_CASES = [
     (4, MHA, f"{T2} {SP} {cp(2, 1)}"),
     (4, GQA, f"{cp(2, 2)} {FULL} {ZERO1}"),
     (8, MHA, f"{P2} {T2} {cp(1, 2)}"),
+    (2, MHA, f"{ZERO3} {cp(1, 2)}"),
+    (2, MHA, f"{ZERO2} --micro-batch-size 1 {FULL}"),
+    (4, MHA, f"{ZERO3} {T2} {SP} {cp(2, 1)} --loss-chunks 4"),
+    (2, MHA, f"{ZERO3} {cp(2, 1)} --optimizer sgd --lr 0.03 --weight-decay 0.1"),
     (2, MHA, f"{cp(2, 1)} --attention-mask full"),
     (2, MHA, f"{cp(1, 2)} --attention-mask full"),
     (2, MHA, f"{cp(1, 2)} --optimizer sgd --lr 0.03 --weight-decay 0.1"),
@@ -88,6 +108,7 @@ GPT_CASES = [
 ALWAYS_ONE_PROCESS = (
     "--attention-mask full",
     "--optimizer sgd --lr 0.03 --weight-decay 0.1",
+    BATCH_6,
 )  # these change the numbers
 
 

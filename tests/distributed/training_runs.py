@@ -81,7 +81,10 @@ def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
         if job.config.parallel.zero_stage == 1:
             gather_gradient_shards(chunk)
         for name, parameter in canonical_parameters(unwrap(chunk)):
-            grad = parameter.main_grad.detach().float()
+            if job.config.parallel.zero_stage >= 2:
+                grad = parameter.grad.full_tensor()
+            else:
+                grad = parameter.main_grad.detach().float()
             if getattr(parameter, "tensor_model_parallel", False):
                 grad = gather_over_tensor_parallel(
                     grad, parameter.partition_dim, getattr(parameter, "partition_stride", 1), job.runtime.grid.tensor

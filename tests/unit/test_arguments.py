@@ -222,6 +222,8 @@ def test_entry_point_defaults_must_exist():
         ("--num-experts 8 --moe-grouped-gemm --fp4-format e2m1", ["--num-experts, --moe-grouped-gemm", "--fp4-format"]),
         ("--cp-comm-type a2a", ["--cp-comm-type", "--ulysses-parallel-size"]),
         ("--use-megatron-fsdp", ["--use-megatron-fsdp", "--zero-stage"]),
+        ("--use-torch-fsdp2", ["--use-torch-fsdp2", "use --zero-stage 3"]),
+        ("--torch-fsdp2-no-reshard-after-forward", ["--torch-fsdp2-no-reshard-after-forward", "use --zero-stage 2"]),
         ("--no-position-embedding", ["--no-position-embedding", "--position-embedding-type none"]),
     ],
 )

@@ -52,7 +52,7 @@ def refused(flags: str, *expected: str, world: int = 1) -> None:
         ("--fpdt", 1, ("--fpdt-chunk-size 65536", "--seq-length")),
         ("--partition-position-embedding", 1, ("--partition-position-embedding", "yet")),
         ("--attention-dropout 0.1", 1, ("--attention-dropout 0",)),
-        ("--zero-stage 3", 1, ("--zero-stage 3",)),
+        ("--zero-stage 3 --pipeline-model-parallel-size 2", 2, ("--zero-stage 3", "--pipeline-model-parallel-size")),
         ("--device cuda", 1, ("--device",)),
     ],
 )

@@ -121,11 +121,24 @@ def test_one_virtual_stage_is_none():
 
 @pytest.mark.parametrize(
     ("flags", "stage"),
-    [("", 0), ("--zero-stage 0", 0), ("--zero-stage 1", 1), ("--use-distributed-optimizer", 1)],
+    [
+        ("", 0),
+        ("--zero-stage 0", 0),
+        ("--zero-stage 1", 1),
+        ("--use-distributed-optimizer", 1),
+        ("--zero-stage 2", 2),
+        ("--zero-stage 3 --optimizer sgd", 3),
+    ],
 )
 def test_zero(flags: str, stage: int):
     parallel = build(flags).parallel
-    assert parallel.zero_stage == stage and parallel.use_distributed_optimizer == bool(stage)
+    assert parallel.zero_stage == stage and parallel.use_distributed_optimizer == (stage == 1)
+
+
+def test_fsdp_overlaps_by_itself():
+    config = build("--zero-stage 3 --overlap-grad-reduce --overlap-param-gather")
+    assert not config.parallel.overlap_grad_reduce and not config.parallel.overlap_param_gather
+    assert any("--overlap-grad-reduce, --overlap-param-gather: no effect" in note for note in config.notes)
 
 
 def test_recompute_activations_is_selective():
@@ -169,6 +182,8 @@ def test_transformer_engine_is_used_for_fp8(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(validate, "transformer_engine_installed", lambda: True)
     assert build("--fp8-format hybrid").model.transformer_impl == "transformer_engine"
     assert build("").model.transformer_impl == "auto"
+    with pytest.raises(Refusal, match="--zero-stage 3 with --fp8-format is not supported: .* --zero-stage 1"):
+        build("--fp8-format hybrid --zero-stage 3")
 
 
 # ---- what is refused: flags, processes, words of the line
@@ -248,8 +263,13 @@ REFUSALS = [
     ("--transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine installed local"),
     ("--grad-reduce-in-bf16", 1, "--grad-reduce-in-bf16 --bf16"),
     ("--swiglu --squared-relu", 1, "--swiglu --squared-relu"),
-    ("--zero-stage 2", 1, "--zero-stage 2 not available yet --zero-stage 1"),
-    ("--zero-stage 3", 1, "--zero-stage 3 not available yet --zero-stage 1"),
+    (
+        "--zero-stage 3 --pipeline-model-parallel-size 2",
+        2,
+        "--zero-stage 3 --pipeline-model-parallel-size 2 --zero-stage 1 --pipeline-model-parallel-size 1",
+    ),
+    ("--zero-stage 2 --fp16", 1, "--zero-stage 2 --fp16 --bf16 --zero-stage 1"),
+    ("--zero-stage 3 --use-distributed-optimizer", 1, "--use-distributed-optimizer --zero-stage 1 not 3"),
     ("--zero-stage 0 --use-distributed-optimizer", 1, "--use-distributed-optimizer --zero-stage 1"),
     ("--zero-stage 1 --optimizer sgd", 1, "--optimizer sgd --zero-stage 0"),
     ("--overlap-param-gather --overlap-grad-reduce", 1, "--overlap-param-gather --zero-stage 1"),

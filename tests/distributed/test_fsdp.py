@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO 2 and 3 beyond grid invariance: bytes a rank, bf16, evaluation, norms of shards."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+
+from tests.distributed.training_runs import make_job, run_training, train_job
+
+GQA = "--group-query-attention --num-query-groups 2"
+T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def bytes_held(flags):
+    """Bytes of weights, gradients and optimizer states between the backward pass and the update."""
+    from megatron.core.utils import to_local_if_dtensor
+
+    job = make_job(flags)
+    found = []
+
+    def look():
+        inner = getattr(job.optimizer, "chained_optimizers", [job.optimizer])[0].optimizer
+        tensors = [value for state in inner.state.values() for value in state.values()]
+        for parameter in job.chunks[0].parameters():
+            grads = (parameter.grad, getattr(parameter, "main_grad", None))
+            tensors += [parameter, *(grad for grad in grads if grad is not None)]
+        storages = {}
+        for tensor in tensors:
+            storage = to_local_if_dtensor(tensor).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        found.append(sum(storages.values()))
+        return update()
+
+    update, job.optimizer.step = job.optimizer.step, look
+    train_job(job, 1)
+    return found[0]
+
+
+@pytest.mark.parametrize("flags", ["", T2, FULL])
+def test_a_rank_holds_its_share(pool, flags):
+    whole = pool.run(bytes_held, 2 if flags == T2 else 1, f"{GQA} {flags} --micro-batch-size 1")[0]
+    for stage in (2, 3):
+        world = 8 if flags == T2 else 4
+        for held in pool.run(bytes_held, world, f"{GQA} {flags} --micro-batch-size 1 --zero-stage {stage}"):
+            assert held == pytest.approx(whole / 4, rel=0.01)
+
+
+def peak_of_a_step(flags):
+    from megatron.training.job import batches_for
+    from megatron.training.memory import PeakBytes
+    from megatron.training.step import train_step
+
+    job = make_job(flags)
+    meter = PeakBytes(job.runtime.device, resized=job.config.parallel.zero_stage >= 2)
+    batches = batches_for(job, job.datasets[0], 0, 0)
+    gc.collect()  # what jobs before this one have left
+    with meter:
+        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+    return meter.bytes
+
+
+def test_the_metered_peak_falls_with_the_stage(pool):
+    """Eight layers of 3 MB and hardly any activations: with Adam and gradients, 91 MB in all."""
+    flags = f"{GQA} --hidden-size 256 --num-layers 8 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
+    peaks = {stage: pool.run(peak_of_a_step, 4, f"{flags} --zero-stage {stage}")[0] for stage in (3, 2, 0)}
+    assert peaks[3] < 0.4 * peaks[0]  # everything is split, a layer or two is whole
+    assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[0]  # the weights are whole
+
+
+@pytest.mark.parametrize("flags", ["", "--micro-batch-size 1 --grad-reduce-in-bf16", FULL])
+def test_bf16_trains_as_with_zero_1(pool, flags):
+    """Weights and forward pass are the same to the last bit; bf16 gradients are summed in another order."""
+    runs = {
+        stage: pool.run(run_training, 2, f"{GQA} --bf16 --zero-stage {stage} {flags}", timeout=120)[0]
+        for stage in (1, 2, 3)
+    }
+    losses, norms, _ = runs[1]
+    for stage in (2, 3):
+        mine, my_norms, _ = runs[stage]
+        assert mine[0] == losses[0]
+        assert mine == pytest.approx(losses, rel=2e-4)
+        assert my_norms[0] == pytest.approx(norms[0], rel=1e-4 if "in-bf16" in flags else 1e-6)
+    assert runs[2][:2] == runs[3][:2]
+
+
+class RunAgain(torch.autograd.Function):
+    """A part of a layer that keeps its input only, and takes its weights as inputs: as chunked layers do."""
+
+    @staticmethod
+    def forward(ctx, part, x, *weights):
+        ctx.part = part
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return part(x)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.part(x)[0]
+        return None, *torch.autograd.grad(out, (x, *weights), grad)
+
+
+def run_again(mlp, part, x, **_):
+    return RunAgain.apply(part, x, *mlp.parameters()), None
+
+
+def run_with_parts_again(flags):
+    job = make_job(flags)
+    for layer in job.chunks[0].module.decoder.layers:
+        layer.mlp.forward = partial(run_again, layer.mlp, layer.mlp.forward)
+    return train_job(job, 5)
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", f"--zero-stage 3 {FULL}"])
+def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, flags):
+    losses, _, grads = pool.run(run_training, 1, GQA, steps=5)[0]
+    for mine, _, my_grads in pool.run(run_with_parts_again, 2, f"{GQA} --micro-batch-size 1 {flags}"):
+        assert mine == pytest.approx(losses, rel=1e-5)
+        for name, grad in grads.items():
+            assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
+
+
+def figures(flags):
+    """What the log and evaluation say, in the middle of training: before and after an evaluation."""
+    from megatron.training.job import batches_for, params_norm
+    from megatron.training.step import evaluate, train_step
+
+    job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8")
+    found = []
+    for _ in range(3):
+        for index in (0, 1):
+            batches = batches_for(job, job.datasets[index], 0, 0)
+            arguments = (job.config, job.batch_sizes.get())
+            if index:
+                result = evaluate(job.runtime, job.chunks, batches, *arguments, 1)
+            else:
+                result = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, *arguments)
+            found += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
+    return found
+
+
+@pytest.mark.parametrize("flags, world", [("--zero-stage 2", 2), (f"--zero-stage 3 {T2} --ring-parallel-size 2", 4)])
+def test_figures_do_not_depend_on_shards(pool, flags, world):
+    expected = pool.run(figures, 1, GQA)[0]
+    for mine in pool.run(figures, world, f"{GQA} {flags}"):
+        assert mine == pytest.approx(expected, rel=1e-5)
