@@ -103,8 +103,8 @@ def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_di
         return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
     # dq of each query chunk is written when each of its key chunks is done and read again for the next and at the end.
     moved = n + below
-    to_host = n * q + moved * dq + n * dkv
-    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq + n * dkv
+    to_host = n * q + moved * dq
+    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
     return CopiedBytes(forward, (to_host, to_device))
 
 
@@ -294,36 +294,51 @@ class _Pass:
         runs = [self.runs[query] for query in queries]
         saved = shelf.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
         for query, x, dy_chunk, there in zip(queries, self.x.walk(runs), dy.walk(runs), saved):
-            q, out, lse = (there[name, query] for name in ("q", "out", "lse"))
-            keys = sorted(needs[query], key=lambda key: key == query)  # its own last: their gradients stay here
-            coming = shelf.walk([[("kv", key), ("dkv", key)] for key in keys])
-            dout, residual = self.output_grad(out, x, dy_chunk, query)
-            dq = Sum(q)
-            for key, pair in zip(keys, coming):
-                kv, dkv = pair["kv", key], Sum(pair["kv", key], pair.get(("dkv", key)))
-                for tile in tiles(self.spans[query], self.spans[key], self.job.mask):
-                    dq_tile, *dkv_tile = self.tile_backward(tile, q, *kv.unbind(1), dout, out, lse)
-                    dq.add(tile.q, dq_tile)
-                    dkv.add(tile.k, torch.stack(dkv_tile, dim=1))
-                if key != query or done[key] != query:
-                    shelf.put(("dkv", key), dkv.total)
-            shelf.drop(("out", query), ("lse", query))
             finished = [chunk for chunk in range(self.chunks) if done[chunk] == query]
+            dq, dkv, residual = self.query_grads(query, x, dy_chunk, there, needs[query], last=query in finished)
             if query in finished:
-                own = dkv.total if keys and keys[-1] == query else shelf.pop(("dkv", query))
-                self.finish_grad(query, x, dq.total, own, residual)
+                self.finish_grad(query, x, dq, dkv, residual)
             else:
-                shelf.put(("dq", query), dq.total)
+                shelf.put(("dq", query), dq)
                 self.dx.write(self.runs[query], residual)
+            del dq, dkv, residual
             self.finish_waiting([chunk for chunk in finished if chunk != query])
 
-    def finish_waiting(self, chunks: list[int]) -> None:
-        """Finish chunks whose gradients wait on the shelf."""
+    def query_grads(
+        self, query: int, x: Tensor, dy: Tensor, there: dict, keys: list[int], *, last: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """dq of a query chunk, and the gradient of x beside attention; dk and dv of its keys are added to the shelf's.
+
+        With ``last``, its own dk and dv, which nobody adds to any more, are returned and not put away.
+        """
+        keys = sorted(keys, key=lambda key: key == query)  # its own last
+        coming = self.shelf.walk([[("kv", key), ("dkv", key)] for key in keys])
+        q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
+        dout, residual = self.output_grad(out, x, dy, query)
+        dq, own = Sum(q), None
+        for key, pair in zip(keys, coming):
+            kv = pair.pop(("kv", key))
+            dkv = Sum(kv, pair.pop(("dkv", key), None))
+            for tile in tiles(self.spans[query], self.spans[key], self.job.mask):
+                dq_tile, *dkv_tile = self.tile_backward(tile, q, *kv.unbind(1), dout, out, lse)
+                dq.add(tile.q, dq_tile)
+                dkv.add(tile.k, torch.stack(dkv_tile, dim=1))
+            if last and key == query:
+                own = dkv.total
+            else:
+                self.shelf.put(("dkv", key), dkv.total)
+        self.shelf.drop(("out", query), ("lse", query))
+        if last and own is None:
+            own = self.shelf.pop(("dkv", query))
+        return dq.total, own, residual
+
+    def finish_waiting(self, chunks: list[int], fresh: dict[tuple, Tensor] | None = None) -> None:
+        """Finish chunks whose gradients wait on the shelf, or are here still (``fresh``)."""
         runs = [self.runs[chunk] for chunk in chunks]
-        for chunk, x, there in zip(
-            chunks, self.x.walk(runs), self.shelf.walk([[("dq", chunk), ("dkv", chunk)] for chunk in chunks])
-        ):
-            self.finish_grad(chunk, x, there["dq", chunk], there["dkv", chunk], self.dx.read(self.runs[chunk]))
+        waiting = self.shelf.walk([[("dq", chunk), ("dkv", chunk)] for chunk in chunks], fresh or {})
+        for chunk, x, there in zip(chunks, self.x.walk(runs), waiting):
+            dq, dkv = there.pop(("dq", chunk)), there.pop(("dkv", chunk))
+            self.finish_grad(chunk, x, dq, dkv, self.dx.read(self.runs[chunk]))
 
     def tile_backward(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
@@ -367,7 +382,8 @@ class _Pass:
                     result = Accumulator(q, kept.get(("sum", query)), kept.get(("sum_lse", query)))
                     for tile in self.tiles_of(query, key, block):
                         result.add(tile.q, *self.tile_forward(tile, q, block.k, block.v))
-                    shelf.put(("sum", query), result.out_SBHD)
+                    # Wide from the start: the shelf writes later sums into the first one's place.
+                    shelf.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
                     shelf.put(("sum_lse", query), result.lse_SBH)
             if not self.saving:
                 shelf.drop(("kv", key))
@@ -389,21 +405,31 @@ class _Pass:
             shelf.put(("dout", chunk), dout)
             self.dx.write(self.runs[chunk], residual)
         for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
-            source, kv = self.source(key), there["kv", key]
-            for block in source.blocks_with_grads(*kv.unbind(1), sum_dtype(kv.dtype)):
-                queries = self.queries_of(key, block.hop.source)
-                names = [[(name, query) for name in ("q", "dout", "out", "lse", "dq")] for query in queries]
-                for query, kept in zip(queries, shelf.walk(names)):
-                    q, dout, out, lse = (kept[name, query] for name in ("q", "dout", "out", "lse"))
-                    dq = Sum(q, kept.get(("dq", query)))
-                    for tile in self.tiles_of(query, key, block):
-                        dq_tile, dk, dv = self.tile_backward(tile, q, block.k, block.v, dout, out, lse)
-                        dq.add(tile.q, dq_tile)
-                        block.add_grad(tile, dk, dv)
-                    shelf.put(("dq", query), dq.total)
-            shelf.put(("dkv", key), torch.stack(source.take_grads(), dim=1))
-            self.finish_waiting([chunk for chunk in chunks if max(chunk, last[chunk]) == key])
+            finished = [chunk for chunk in chunks if max(chunk, last[chunk]) == key]
+            fresh = {("dkv", key): self.key_grads(key, there.pop(("kv", key)))}
+            if key not in finished:
+                shelf.put(*fresh.popitem())
+            self.finish_waiting(finished, fresh)
             shelf.drop(*((name, chunk) for chunk in chunks if last[chunk] <= key for name in ("dout", "out", "lse")))
+
+    def key_grads(self, key: int, kv: Tensor) -> Tensor:
+        """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the shelf's."""
+        source = self.source(key)
+        for block in source.blocks_with_grads(*kv.unbind(1), sum_dtype(kv.dtype)):
+            queries = self.queries_of(key, block.hop.source)
+            names = [[(name, query) for name in ("q", "dout", "out", "lse", "dq")] for query in queries]
+            for query, there in zip(queries, self.shelf.walk(names)):
+                self.pair_grads(key, query, block, there)
+        return torch.stack(source.take_grads(), dim=1)
+
+    def pair_grads(self, key: int, query: int, block: KeyBlock, there: dict) -> None:
+        q, dout, out, lse = (there.pop((name, query)) for name in ("q", "dout", "out", "lse"))
+        dq = Sum(q, there.pop(("dq", query), None))
+        for tile in self.tiles_of(query, key, block):
+            dq_tile, dk, dv = self.tile_backward(tile, q, block.k, block.v, dout, out, lse)
+            dq.add(tile.q, dq_tile)
+            block.add_grad(tile, dk, dv)
+        self.shelf.put(("dq", query), dq.total)
 
 
 class Sum:

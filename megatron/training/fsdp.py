@@ -79,13 +79,14 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
 
     for layer in layers:
         make_unit(layer, free=free)
-    # A tied embedding is read by the output layer too, and --loss-chunks reads the output layer's weight without
-    # calling it: both stay with the root, which is gathered all step long.
-    if not chunk.share_embeddings_and_output_weights:
+    # A tied embedding is read by the output layer too, a streamed one runs again chunk by chunk, and a loss in chunks
+    # reads the output layer's weight without calling it: these stay with the root, which is gathered all step long.
+    streamed = chunk.chunks is not None and chunk.chunks.streamed
+    if not chunk.share_embeddings_and_output_weights and not streamed:
         make_unit(chunk.embedding, free=free)
         chunk.embedding.set_unshard_in_backward(False)  # a lookup's gradient does not need the table
-        if config.attention.loss_chunks is None:
-            make_unit(chunk.output_layer, free=False)  # its backward pass comes next
+    if not chunk.share_embeddings_and_output_weights and not chunk.loss_chunks:
+        make_unit(chunk.output_layer, free=False)  # its backward pass comes next
     make_unit(chunk, free=False)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)  # sums: the division by tokens comes last

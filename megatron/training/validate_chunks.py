@@ -9,6 +9,9 @@ from megatron.training.config import ChunkConfig, Config
 from megatron.training.refusal import Refusal
 
 
+LOSS_ROWS = 256  # tokens of a sequence that a chunk of the loss has at least, unless the paper's rule gives it fewer
+
+
 def check_chunks(config: Config) -> None:
     """Settle FPDT, chunked MLP and offloading."""
     chunks, attention, model = config.chunks, config.attention, config.model
@@ -94,12 +97,15 @@ def attention_chunks(config: Config) -> int:
 
 def loss_chunks(config: Config, vocab_size: int) -> int | None:
     """Chunks of the loss. FPDT's are the paper's 2 x vocabulary / hidden size, or more: so many that the logits of one
-    are no larger than the inside of an MLP chunk, however long the sequence."""
-    model, chunks = config.model, config.chunks
+    are no larger than the inside of an MLP chunk, however long the sequence, but for chunks of a few tokens, which
+    would spend their time on adding to the weight's gradient."""
+    model, parallel, chunks = config.model, config.parallel, config.chunks
     if chunks.loss_chunks or not chunks.fpdt:
         return chunks.loss_chunks
     paper = 2 * ceil(vocab_size / model.hidden_size)
-    return max(paper, chunks.ffn_chunks * ceil(vocab_size / model.ffn_hidden_size))
+    as_mlp = chunks.ffn_chunks * ceil(vocab_size / model.ffn_hidden_size)
+    rows = config.data.seq_length // parallel.ring_parallel_size // _unit(config)
+    return max(paper, min(as_mlp, ceil(rows / LOSS_ROWS)))
 
 
 def layers_recompute(config: Config) -> bool:

@@ -60,6 +60,19 @@ LLAMA_CASES = [
     (4, GQA, f"{P2} {cp(2, 1)} {fpdt(13)}"),
     (4, GQA, f"{P2} {V2} {cp(1, 2)} {fpdt(32, DEVICE)}"),
     (4, GQA, f"{cp(2, 1)} {ZERO1} {fpdt(32, HOST)} --overlap-grad-reduce"),
+    # ZeRO 2 and 3
+    (2, GQA, f"--zero-stage 2 {fpdt(22)}"),
+    (2, GQA, f"--zero-stage 3 --micro-batch-size 1 {fpdt(13, FULL, HOST)}"),
+    (2, GQA, f"--zero-stage 3 {cp(2, 1)} {fpdt(22, STREAM)}"),
+    (
+        2,
+        MHA,
+        f"--zero-stage 3 {cp(1, 2)} {fpdt(32)} --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+    ),
+    (4, GQA, f"--zero-stage 3 {T2} {SP} {cp(2, 1)} {fpdt(22, STREAM, FULL)}"),
+    (2, GQA, f"--zero-stage 3 {cp(2, 1)} {fpdt(16, HOST)} {TWO}"),
+    (2, GQA, "--zero-stage 3 --ffn-chunks 3 --loss-chunks 3"),
     (8, GQA, f"{T2} {SP} {cp(2, 2)} {fpdt(16, FULL, HOST)} {ZERO1}"),
     (8, MQA, f"{P2} {T2} {SP} {cp(2, 1)} {fpdt(22)}"),
 ]
@@ -69,6 +82,7 @@ GPT_CASES = [
     (1, MHA, fpdt(22, "--attention-mask full")),
     (2, MHA, f"{cp(2, 1)} {fpdt(13, DEVICE, '--attention-mask full')}"),
     (2, GQA, f"{cp(1, 2)} {fpdt(32, FULL, HOST, '--attention-mask full')}"),
+    (2, MHA, f"--zero-stage 3 {cp(2, 1)} {fpdt(13, STREAM)}"),
     (4, MHA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, STREAM)}"),
     (4, MHA, f"{P2} {cp(2, 1)} {fpdt(22, FULL)}"),
     (4, MHA, f"{cp(2, 2)} {fpdt(22)}"),

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.memory import MODES, measure
 
 WIDTH, CHUNK = 64, 256
-SHAPE = f"""--num-layers 3 --hidden-size {WIDTH} --num-attention-heads 4 --vocab-size 2999 --micro-batch-size 1
+SHAPE = f"""--num-layers 4 --hidden-size {WIDTH} --num-attention-heads 4 --vocab-size 3999 --micro-batch-size 1
 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --device cpu
 --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --normalization RMSNorm
 --untie-embeddings-and-output-weights"""
@@ -23,6 +23,7 @@ def bytes_of(pool):
     @cache
     def look(mode: str, length: int) -> dict[str, int]:
         flags = f"{SHAPE} --seq-length {length} --max-position-embeddings {length} {MODES[mode].format(chunk=CHUNK)}"
+        flags += f" --loss-chunks {length // 16}" if "--fpdt" in flags else ""
         return pool.run(measure, 1, flags.split(), timeout=120)[0]
 
     return look

@@ -57,7 +57,7 @@ def peak_of_a_step(flags):
     meter = PeakBytes(job.runtime.device, resized=job.config.parallel.zero_stage >= 2)
     batches = batches_for(job, job.datasets[0], 0, 0)
     gc.collect()  # what jobs before this one have left
-    with meter:
+    with meter.step():
         train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
     return meter.bytes
 
