@@ -12,10 +12,8 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.machine import busy_seconds, foreign_share
-from megatron.context_parallel.offload import is_host_buffer
 from megatron.training.arguments import parse
 from megatron.training.flops import peak_flops, step_flops
 from megatron.training.job import Job, batches_for, prepare
@@ -24,14 +22,6 @@ from megatron.training.models import shape
 from megatron.training.setup import start, stop
 from megatron.training.step import train_step
 from pretrain_llama import LLAMA
-
-
-class DeviceMeter(TensorMeter):
-    """Counts tensors of the device alone: on a CPU, host buffers are memory of the same kind."""
-
-    def _see(self, tensor: Tensor) -> None:
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_host_buffer(tensor):
-            super()._see(tensor)
 
 
 def work(words: list[str]) -> int:
@@ -68,7 +58,7 @@ def metered_step(job: Job, batches: Any) -> dict:
     device, offload = job.runtime.device, job.runtime.offload
     before = (offload.copies.to_host, offload.copies.to_device) if offload else (0, 0)
     if device.type == "cpu":
-        with DeviceMeter() as meter:
+        with TensorMeter() as meter:
             states = meter.now
             _train(job, batches)
         peak = meter.peak
