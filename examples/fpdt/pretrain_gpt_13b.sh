@@ -11,7 +11,7 @@
 #
 # Memory. 12.8B parameters of 18 bytes (bf16 weight; fp32 gradient, main weight and Adam's two): 29 GB a GPU under ZeRO
 # 3, 96 GB under ZeRO 1. Hidden states: 2.5 GiB each on a GPU, some six at a time. The layer at hand, in the pass
-# before recompute: 5 GiB of keys and values. Host: layer inputs of 400 KiB a token, 800 GiB a node, and 220 GiB for
+# before recompute: 5 GiB of keys and values. Host: layer inputs of 400 KiB a token, 800 GiB a node, and 140 GiB for
 # the layer in its backward pass. --recompute-num-layers 2 halves the inputs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

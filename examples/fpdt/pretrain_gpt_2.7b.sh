@@ -11,8 +11,8 @@
 #
 # Memory. 2.6B parameters of 18 bytes (bf16 weight; fp32 gradient, main weight and Adam's two): 12 GB a GPU under ZeRO
 # 3, 24 GB under ZeRO 1. Hidden states: 2.5 GiB each on a GPU, some six at a time. The layer at hand, in the pass
-# before recompute: 5 GiB of keys and values. Host: layer inputs of 160 KiB a token, 320 GiB a node, and 110 GiB for
-# the layer in its backward pass. --recompute-num-layers 2 halves the inputs.
+# before recompute: 5 GiB of keys and values. Host: layer inputs of 160 KiB a token, 320 GiB a node, and 70 GiB for the
+# layer in its backward pass. --recompute-num-layers 2 halves the inputs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi

@@ -12,7 +12,7 @@
 # Memory. 30.0B parameters of 18 bytes (bf16 weight; fp32 gradient, main weight and Adam's two): 34 GB a GPU under ZeRO
 # 3, 202 GB under ZeRO 1. Hidden states: 1.8 GiB each on a GPU, some six at a time. The layer at hand, in the pass
 # before recompute: 8.8 GiB of queries, keys, values and fp32 sums. Host: layer inputs of 672 KiB a token, 672 GiB a
-# node, and 154 GiB for the layer in its backward pass. --recompute-num-layers 2 halves the inputs.
+# node, and 98 GiB for the layer in its backward pass. --recompute-num-layers 2 halves the inputs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi

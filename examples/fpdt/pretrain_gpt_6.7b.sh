@@ -11,7 +11,7 @@
 #
 # Memory. 6.7B parameters of 18 bytes (bf16 weight; fp32 gradient, main weight and Adam's two): 30 GB a GPU under ZeRO
 # 3, 60 GB under ZeRO 1. Hidden states: 4 GiB each on a GPU, some six at a time. The layer at hand, in the pass before
-# recompute: 8 GiB of keys and values. Host: layer inputs of 256 KiB a token, 512 GiB a node, and 176 GiB for the layer
+# recompute: 8 GiB of keys and values. Host: layer inputs of 256 KiB a token, 512 GiB a node, and 112 GiB for the layer
 # in its backward pass. --recompute-num-layers 2 halves the inputs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -12,7 +12,7 @@
 # Memory. 70.6B parameters of 18 bytes (bf16 weight; fp32 gradient, main weight and Adam's two): 40 GB a GPU under ZeRO
 # 3, 450 GB under ZeRO 1. Hidden states: 2 GiB each on a GPU, some six at a time. The layer at hand, in the pass before
 # recompute: 6.5 GiB of queries, keys, values and fp32 sums. Host: layer inputs of 1280 KiB a token, 1,280 GiB a node,
-# and 92 GiB for the layer in its backward pass. --recompute-num-layers 2 halves the inputs.
+# and 84 GiB for the layer in its backward pass. --recompute-num-layers 2 halves the inputs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
