@@ -79,7 +79,11 @@ def describe(problem: dict) -> str:
     size = problem["model"] or f"{problem['num_layers']} layers of {problem['hidden_size']}"
     return (
         f"Llama, {size}, {problem['seq_length']:,} tokens, vocabulary {problem['vocab_size']:,}, {problem['dtype']}, "
-        + (f"CPU, {problem['threads']} threads" if problem["device"] == "cpu" else "one GPU")
+        + (
+            f"CPU, {problem['threads']} thread{'s' * (problem['threads'] > 1)}"
+            if problem["device"] == "cpu"
+            else "one GPU"
+        )
     )
 
 
@@ -119,7 +123,7 @@ def draw(report: dict, file: Path) -> None:
         levels = [row["of_reference"] * reference["tokens_per_second"] if reference and "of_reference" in row
                   else row["tokens_per_second"] for row in points]  # fmt: skip
         speed.plot([at[row["chunk_size"]] for row in points], levels, "o-", color=colours[mode], label=SAYS[mode])
-    speed.set(ylabel="tokens per second", ylim=(0, None))
+    speed.set(ylabel="tokens per second", ylim=(0, 1.08 * speed.dataLim.ymax))
     per_token = next((row["mfu"] / row["tokens_per_second"] for row in rows if "mfu" in row), None)
     if per_token:
         second = speed.secondary_yaxis("right", functions=(lambda y: y * per_token, lambda y: y / per_token))
