@@ -58,6 +58,7 @@ def show(report: dict) -> None:
         "", "chunk", "step, s", "tokens/s", "MFU", "of recompute", "by CPU time", "activations", "states", "host",
         "to host", "to device",
     )  # fmt: skip
+    table.columns[0].no_wrap = True
     for row in merged(report):
         cells = [row["mode"], _size(row["chunk_size"])]
         if row["failed"]:
