@@ -1,0 +1,293 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT against plain recompute: tokens per second and device memory over the chunk size (FPDT paper, figure 12).
+
+    python benchmarks/fpdt.py                                   # the sweep: out/fpdt/sweep.json, .csv and .png
+    python benchmarks/fpdt.py --compare recompute fpdt --chunks 8 --repeats 5
+    python benchmarks/fpdt.py --plot out/fpdt/sweep.json        # draw again
+
+Every configuration trains in a process of its own, on random tokens. On a CPU the configurations of one chunk size and
+the reference take steps in turn, round after round, so that whatever else the machine does hits all alike; ratios are
+taken round by round and their median counts. Memory is metered in a further step of its own, since metering is slow.
+On a GPU, where clocks are steady and memory is what we look at, they run one after another.
+
+The loss is in chunks in every mode, the reference included (--loss-chunks), so that what differs is FPDT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.fpdt_report import REFERENCE, SAYS, draw, show, write  # noqa: E402
+from benchmarks.machine import QUIET  # noqa: E402
+from benchmarks.train import gemm_rates  # noqa: E402
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+MODES: dict[str, list[str]] = {
+    "plain": [],
+    "recompute": RECOMPUTE,
+    "fpdt": ["--fpdt"],
+    "fpdt-device": ["--fpdt", "--no-fpdt-offload"],
+    "fpdt-inputs": ["--fpdt", "--offload-checkpoints"],
+    "fpdt-recompute": ["--fpdt", *RECOMPUTE],
+    "fpdt-stream": ["--fpdt", "--fpdt-stream-hidden"],
+}
+SWEEP = ["recompute", "fpdt", "fpdt-device", "fpdt-stream"]
+
+
+@dataclass
+class Run:
+    """A mode at a chunk size, and what was measured.
+
+    Attributes:
+        chunks: of the attention; None where the mode has none.
+        steps: {"seconds", "cpu_seconds", "foreign"} of each round.
+        memory: bytes: "states" before a step, "activations" on top of them at the peak, "host" at the peak, "to_host"
+            and "to_device" copied in a step.
+        failed: why there is nothing of that.
+    """
+
+    mode: str
+    chunks: int | None
+    steps: list[dict] = field(default_factory=list)
+    memory: dict = field(default_factory=dict)
+    failed: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.mode if self.chunks is None else f"{self.mode}, {self.chunks} chunks"
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--worker"]:
+        from benchmarks.fpdt_worker import work
+
+        return work(sys.argv[2:])
+    args = arguments()
+    if args.plot:
+        report = json.loads(Path(args.plot).read_text())
+        draw(report, Path(args.plot).with_suffix(".png"))
+        show(report)
+        return 0
+    environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), PYTHONWARNINGS="ignore")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    peak = max(gemm_rates(args, environment).values()) if args.device == "cpu" else None
+    report: dict = {"problem": {**vars(args), "peak_flops": peak}, "load_at_start": os.getloadavg()[0], "rows": []}
+    for number, chunks in enumerate(args.chunks):
+        if args.seq_length % chunks:
+            raise SystemExit(f"error: --chunks {chunks} does not divide --seq-length {args.seq_length}")
+        # Modes without chunks are measured once; the reference is beside every chunk size.
+        modes = [mode for mode in args.modes if "--fpdt" in MODES[mode] or number == 0 or mode == REFERENCE]
+        group = [Run(mode, chunks if "--fpdt" in MODES[mode] else None) for mode in modes]
+        report["rows"] += measure(group, args, environment, peak)
+        write(report, Path(args.output))
+    show(report)
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a named shape in place of the sizes below, for example gpt-2.7b")
+    parser.add_argument("--num-layers", type=int, help="default: 2, or the model's")
+    parser.add_argument("--hidden-size", type=int, help="default: 512, or the model's")
+    parser.add_argument("--num-attention-heads", type=int, help="default: 8, or the model's")
+    parser.add_argument("--kv-heads", type=int, help="key/value heads; default: as many as query heads, or the model's")
+    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--seq-length", type=int, default=16384)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--chunks", type=int, nargs="+", help="chunks of the sequence; default: 1 2 4 8 16 32")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=SWEEP, metavar="MODE", help=_modes())
+    parser.add_argument("--compare", nargs="+", choices=list(MODES), metavar="MODE", help="these modes alone, 8 chunks")
+    parser.add_argument(
+        "--loss-chunks", type=int, help="of all modes; default: 2 x vocabulary / width; 0: each its own"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="rounds that count; figures are medians over them")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave the metered step out")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="default: fp32, on a GPU bf16")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--output", default="out/fpdt/sweep", metavar="PREFIX", help="of the .json, .csv and .png")
+    parser.add_argument("--plot", metavar="FILE", help="draw the figures of an earlier run's JSON, and stop")
+    parser.add_argument("more", nargs="*", metavar="-- FLAG", help="further flags of the training program")
+    args = parser.parse_args()
+    if args.compare:
+        args.modes = args.compare
+    if REFERENCE not in args.modes:
+        args.modes = [REFERENCE, *args.modes]
+    args.chunks = args.chunks or ([8] if args.compare else [1, 2, 4, 8, 16, 32])
+    if args.device == "auto":
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")
+    if not args.model:
+        args.num_layers, args.hidden_size = args.num_layers or 2, args.hidden_size or 512
+        args.num_attention_heads = args.num_attention_heads or 8
+    return args
+
+
+def _modes() -> str:
+    listed = "; ".join(f"{mode}: {says}" for mode, says in SAYS.items())
+    return f"what to measure; default: {' '.join(SWEEP)}. {listed}"
+
+
+def flags(run: Run, args: argparse.Namespace) -> list[str]:
+    """The training program's."""
+    settings = {
+        "--model": args.model,
+        "--num-layers": args.num_layers,
+        "--hidden-size": args.hidden_size,
+        "--num-attention-heads": args.num_attention_heads,
+        "--num-query-groups": args.kv_heads,
+        "--seq-length": args.seq_length,
+        "--max-position-embeddings": args.seq_length,
+        "--micro-batch-size": args.micro_batch_size,
+        "--global-batch-size": args.micro_batch_size,
+        "--train-iters": args.repeats + 100,
+        "--lr": 1e-4,
+        "--tokenizer-type": "NullTokenizer",
+        "--vocab-size": args.vocab_size - 1,  # one more for the end of a document
+        "--position-embedding-type": "rope",
+        "--num-workers": 0,
+        "--eval-iters": 0,
+        "--device": args.device,
+        "--loss-chunks": _loss_chunks(args),
+        "--fpdt-chunk-size": args.seq_length // run.chunks if run.chunks else None,
+    }
+    words = [str(word) for flag, value in settings.items() if value is not None for word in (flag, value)]
+    words += ["--mock-data", "--no-progress"] + ["--bf16"] * (args.dtype == "bf16")
+    words += ["--group-query-attention"] * bool(args.kv_heads)
+    return words + MODES[run.mode] + args.more
+
+
+def _loss_chunks(args: argparse.Namespace) -> int | None:
+    """The paper's number, for all modes."""
+    if args.loss_chunks == 0:
+        return None
+    from megatron.training.models import shape
+
+    width = args.hidden_size or shape(args.model)["hidden_size"]
+    return args.loss_chunks or 2 * ceil(args.vocab_size / width)
+
+
+def measure(group: list[Run], args: argparse.Namespace, environment: dict[str, str], peak: float | None) -> list[dict]:
+    """The rows of some configurations: in turn on a CPU, one after another on a GPU."""
+    if args.device == "cpu":
+        _rounds(group, args, environment)
+    else:
+        for run in group:
+            _rounds([run], args, environment)
+    reference = next(run for run in group if run.mode == REFERENCE)
+    return [row(run, reference, args, peak) for run in group]
+
+
+def _rounds(group: list[Run], args: argparse.Namespace, environment: dict[str, str]) -> None:
+    workers: list[tuple[Run, Worker]] = []
+    try:
+        for run in group:
+            workers.append((run, Worker(run, flags(run, args), environment)))
+        # The first step allocates what the later ones use again, and does not count.
+        for number in range(args.repeats + 1):
+            for run, worker in workers:
+                answer = worker.ask("step")
+                if answer and number:
+                    run.steps.append(answer)
+            _tell(f"{', '.join(run.name for run, _ in workers)}: round {number} of {args.repeats}")
+        for run, worker in workers if args.memory else ():
+            run.memory = worker.ask("meter") or {}
+    finally:
+        for _, worker in workers:
+            worker.close()
+
+
+class Worker:
+    """A process that trains one configuration, a step at a time, when told to."""
+
+    def __init__(self, run: Run, words: list[str], environment: dict[str, str]) -> None:
+        self.run, self.errors = run, tempfile.TemporaryFile("w+")
+        command = [sys.executable, __file__, "--worker", *words]
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors
+        )
+
+    def ask(self, what: str) -> dict | None:
+        """The worker's answer; None once it has failed."""
+        if self.run.failed:
+            return None
+        try:
+            self.process.stdin.write(f"{what}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: the loop below finds no answer
+        for line in self.process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        code = self.process.wait()
+        self.errors.seek(0)
+        text = self.errors.read().strip()
+        self.run.failed = "out of memory" if "OutOfMemory" in text or code == -9 else (text or f"exit code {code}")
+        if self.run.failed != "out of memory":
+            raise SystemExit(f"error: {self.run.name}: the training program ended:\n{text[-3000:]}")
+        _tell(f"{self.run.name}: out of memory")
+        return None
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.errors.close()
+
+
+def row(run: Run, reference: Run, args: argparse.Namespace, peak: float | None) -> dict:
+    """The figures of a configuration; rounds that other programs disturbed are left out where two others remain."""
+    found = {
+        "mode": run.mode,
+        "chunks": run.chunks,
+        "chunk_size": args.seq_length // run.chunks if run.chunks else None,
+        "failed": run.failed,
+        **run.memory,
+        "steps": run.steps,
+    }
+    if not run.steps:
+        return found
+    seconds = statistics.median(step["seconds"] for step in run.steps)
+    found |= {
+        "seconds": seconds,
+        "tokens_per_second": args.seq_length * args.micro_batch_size / seconds,
+        "mfu": run.steps[0]["flops"] / seconds / (peak or run.steps[0]["peak_flops"]),
+    }
+    pairs = list(zip(reference.steps, run.steps))
+    quiet = [pair for pair in pairs if all(step["foreign"] <= QUIET for step in pair)]
+    counted = quiet if len(quiet) >= 2 else pairs
+    if counted:
+        found |= {
+            "of_reference": statistics.median(a["seconds"] / b["seconds"] for a, b in counted),
+            "of_reference_by_cpu_time": statistics.median(
+                a["cpu_seconds"] / max(b["cpu_seconds"], 1e-9) for a, b in counted
+            ),
+            "rounds_that_count": len(counted),
+            "undisturbed": counted is quiet,
+        }
+    return found
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

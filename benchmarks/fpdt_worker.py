@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of benchmarks/fpdt.py that trains one configuration, a step at a time.
+
+A line on stdin asks for a step, "step" or "meter"; a line on stdout answers, "answer {...}".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.machine import busy_seconds, foreign_share
+from megatron.training.arguments import parse
+from megatron.training.flops import peak_flops, step_flops
+from megatron.training.job import Job, batches_for, prepare
+from megatron.training.memory import TensorMeter
+from megatron.training.models import shape
+from megatron.training.setup import start, stop
+from megatron.training.step import train_step
+from pretrain_llama import LLAMA
+
+
+def work(words: list[str]) -> int:
+    named = words[words.index("--model") + 1] if "--model" in words else None
+    defaults = None if named and not shape(named).get("swiglu") else LLAMA
+    config = parse(words, defaults, 1)
+    runtime = start(config)
+    try:
+        job = prepare(config, runtime)
+        batches = batches_for(job, job.datasets[0], 0, 0)
+        job.chunks[0].train()
+        for line in sys.stdin:
+            answer = {"step": step, "meter": metered_step}[line.strip()](job, batches)
+            print("answer", json.dumps(answer), flush=True)
+    finally:
+        stop()
+    return 0
+
+
+def step(job: Job, batches: Any) -> dict:
+    """One step by the clock."""
+    device = job.runtime.device
+    busy, own, begin = busy_seconds(), time.process_time(), time.perf_counter()
+    _train(job, batches)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - own
+    foreign = foreign_share(busy, cpu, seconds) if device.type == "cpu" else 0.0
+    flops = step_flops(job.config, job.vocab_size).model * job.config.data.global_batch_size
+    peak = None if device.type == "cpu" else peak_flops(job.config, device)
+    return {"seconds": seconds, "cpu_seconds": cpu, "foreign": foreign, "flops": flops, "peak_flops": peak}
+
+
+def metered_step(job: Job, batches: Any) -> dict:
+    """Bytes of one step: what was there before it, what came on top, what was copied to and from host memory."""
+    device, offload = job.runtime.device, job.runtime.offload
+    before = (offload.copies.to_host, offload.copies.to_device) if offload else (0, 0)
+    if device.type == "cpu":
+        with TensorMeter() as meter:
+            states = meter.now
+            _train(job, batches)
+        peak = meter.peak
+    else:
+        torch.cuda.reset_peak_memory_stats(device)
+        states = torch.cuda.memory_allocated(device)
+        _train(job, batches)
+        peak = torch.cuda.max_memory_allocated(device)
+    return {
+        "states": states,
+        "activations": peak - states,
+        "host": offload.pool.peak if offload else 0,
+        "to_host": offload.copies.to_host - before[0] if offload else 0,
+        "to_device": offload.copies.to_device - before[1] if offload else 0,
+    }
+
+
+def _train(job: Job, batches: Any) -> None:
+    train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+    if job.runtime.device.type == "cuda":
+        torch.cuda.synchronize(job.runtime.device)
