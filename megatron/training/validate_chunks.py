@@ -8,7 +8,6 @@ from math import ceil
 from megatron.training.config import ChunkConfig, Config
 from megatron.training.refusal import Refusal
 
-
 LOSS_ROWS = 256  # tokens of a sequence that a chunk of the loss has at least, unless the paper's rule gives it fewer
 
 
