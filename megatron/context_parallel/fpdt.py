@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.context_parallel import kernels
 from megatron.context_parallel.chunked import GradientSums, Replay, pieces
 from megatron.context_parallel.kernels.base import Kernel
 from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Mask, Span
+from megatron.context_parallel.masks import Causal, Mask, Span
 from megatron.context_parallel.offload import Offload, Rows, Shelf
 from megatron.context_parallel.ring import KeyBlock, RingSource, ring_plan
 from megatron.context_parallel.tiled import Accumulator, sum_dtype, tile_grads, tile_of
@@ -56,9 +57,9 @@ class ChunkedLayer:
     output: Callable[[Tensor, Tensor, int], Tensor]
     parameters: Sequence[Tensor]
     layout: SequenceLayout
-    mask: Mask
-    kernel: Kernel
-    scale: float
+    mask: Mask = Causal()
+    kernel: str = "auto"
+    scale: float | None = None
     ffn: Callable[[Tensor], Tensor] | None = None
     ffn_pieces: int = 1
     offload: Offload | None = None
@@ -159,6 +160,8 @@ class _Pass:
         self.sums = GradientSums(job.parameters)
         self.random: dict[int, Callable[[], AbstractContextManager]] = {}
         self.heads: tuple[int, int] | None = None
+        self.kernel: Kernel | None = None
+        self.scale = job.scale
 
     @property
     def keys_outside(self) -> bool:
@@ -175,7 +178,10 @@ class _Pass:
     def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """q [c, b, heads, d] and kv [c, 2, b, kv_heads, d] of all the chunk's tokens, for this rank's heads."""
         q, k, v = self.job.project(x, chunk)
-        self.heads = q.size(2), k.size(2)
+        if self.kernel is None:
+            self.heads = q.size(2), k.size(2)
+            self.kernel = kernels.select(self.job.kernel, device=q.device, dtype=q.dtype, head_dim=q.size(3))
+            self.scale = q.size(3) ** -0.5 if self.scale is None else self.scale
         q, k, v = sequence_to_heads(q, k, v, self.job.layout.grid.ulysses)
         return q.contiguous(), torch.stack((k, v), dim=1)  # views would keep all of q, k and v
 
@@ -274,8 +280,7 @@ class _Pass:
                 self.finish(query, result, x if query == chunk else None, y)
 
     def tile_forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        job = self.job
-        return job.kernel.forward(*tile_of(tile, q, k, v), causal=tile.kind == "causal", mask=None, scale=job.scale)
+        return self.kernel.forward(*tile_of(tile, q, k, v), causal=tile.kind == "causal", mask=None, scale=self.scale)
 
     def finish(self, query: int, result: Accumulator, x: Tensor | None, y: Rows | None) -> None:
         """All keys of a query chunk, whose input may be here still, were met."""
@@ -343,7 +348,7 @@ class _Pass:
     def tile_backward(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
     ) -> list[Tensor]:
-        return tile_grads(self.job.kernel, tile, q, k, v, dout, out, lse, self.job.scale)
+        return tile_grads(self.kernel, tile, q, k, v, dout, out, lse, self.scale)
 
     # --- by keys ---
 

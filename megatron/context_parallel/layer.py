@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron.context_parallel import kernels
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
 from megatron.context_parallel.fpdt import ChunkedLayer
 from megatron.context_parallel.layout import SequenceLayout
@@ -67,11 +66,6 @@ class ChunkedTransformerLayer(TransformerLayer):
         settings = self.chunks
         if not settings.fpdt:
             return super().forward(hidden_states, *args, **kwargs)
-        attention = self.self_attention
-        head_dim = attention.hidden_size_per_attention_head
-        # The device of the weights: hidden states may be host buffers.
-        device = attention.linear_proj.weight.device
-        kernel = kernels.select(settings.kernel, device=device, dtype=hidden_states.dtype, head_dim=head_dim)
         layer = ChunkedLayer(
             project=self._project,
             output=self._output,
@@ -80,8 +74,8 @@ class ChunkedTransformerLayer(TransformerLayer):
             parameters=list(self.parameters()),
             layout=settings.layout,
             mask=settings.mask,
-            kernel=kernel,
-            scale=attention.core_attention.scale or head_dim**-0.5,
+            kernel=settings.kernel,
+            scale=self.self_attention.core_attention.scale,
             offload=settings.offload,
             streamed=settings.streamed,
             recompute=self.recompute and self.training,

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
-from megatron.context_parallel import kernels
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
 from megatron.context_parallel.fpdt import ChunkedLayer
 from megatron.context_parallel.grid import abstract_grid
@@ -48,10 +47,7 @@ def attend(made, heads, kv_heads, x, layout, mask, offload=None, streamed=False,
         return part + out.flatten(2) @ w_out
 
     parameters = [w_qkv, b_qkv, w_out, made["unused"]]
-    kernel = kernels.select("math", device=CPU, dtype=torch.float64, head_dim=SIZE)
-    job = ChunkedLayer(
-        project, output, parameters, layout, mask, kernel, SIZE**-0.5, offload=offload, streamed=streamed
-    )
+    job = ChunkedLayer(project, output, parameters, layout, mask, "math", offload=offload, streamed=streamed)
     return job(x), project, output
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel import kernels
 from megatron.context_parallel.fpdt import ChunkedLayer, copied_bytes
 from megatron.context_parallel.grid import abstract_grid
 from megatron.context_parallel.offload import HostPool, Offload, Rows, SavedInHost, Shelf, is_host_buffer
@@ -124,10 +123,7 @@ def run_layer(heads, kv_heads, chunks, offload, streamed=False, train=True, leng
     def output(out, x, chunk):
         return x + out.flatten(2) @ w_out
 
-    kernel = kernels.select("cpu", device=CPU, dtype=torch.float32, head_dim=size)
-    job = ChunkedLayer(
-        project, output, [w_qkv, w_out], layout, cp.Causal(), kernel, size**-0.5, offload=offload, streamed=streamed
-    )
+    job = ChunkedLayer(project, output, [w_qkv, w_out], layout, offload=offload, streamed=streamed)
     x = torch.randn(length, batch, width)
     x = offload.to_host(x) if streamed else x
     if offload:

@@ -16,6 +16,7 @@ from megatron.training.arguments import parse
 from megatron.training.config import Config
 from megatron.training.refusal import Refusal
 from megatron.training.validate import complete, data_parallel_size
+from megatron.training.validate_chunks import attention_chunks, loss_chunks
 
 SMALL = (
     "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 192 --max-position-embeddings 192 "
@@ -42,6 +43,31 @@ def no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- what is derived
+
+
+@pytest.mark.parametrize(
+    "flags, world, chunks, ffn, loss",
+    [
+        ("", 1, 1, None, None),
+        ("--fpdt --fpdt-chunk-size 192", 1, 1, 2, 4),
+        ("--fpdt --fpdt-chunk-size 100", 1, 2, 4, 4),
+        ("--fpdt --fpdt-chunk-size 40 --ffn-chunks 3 --loss-chunks 7", 1, 5, 3, 7),
+        ("--fpdt --fpdt-chunk-size 40 --ulysses-parallel-size 2 --ring-parallel-size 2", 4, 5, 10, 4),
+        ("--fpdt --fpdt-chunk-size 40 --tensor-model-parallel-size 2 --sequence-parallel", 2, 5, 10, 4),
+        ("--ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size 64", 1, 3, 6, 4),
+    ],
+)
+def test_numbers_of_chunks(flags, world, chunks, ffn, loss):
+    config = build(flags, world)
+    assert attention_chunks(config) == chunks and config.chunks.ffn_chunks == ffn
+    assert loss_chunks(config, vocab_size=150) == loss  # twice 150 / 96
+
+
+def test_a_loss_chunk_does_not_grow_with_the_sequence():
+    for length in (262144, 1048576):
+        flags = f"--fpdt --fpdt-chunk-size 8192 --max-position-embeddings {length} --position-embedding-type rope"
+        config = build(f"{flags} --seq-length {length}", without="--seq-length --max-position-embeddings")
+        assert length / loss_chunks(config, vocab_size=32000) == 256
 
 
 def test_shape_defaults():
@@ -282,6 +308,37 @@ REFUSALS = [
     ),
     ("--recompute-method uniform", 1, "--recompute-method --recompute-granularity full"),
     ("--recompute-activations --recompute-granularity full", 1, "--recompute-activations --recompute-granularity"),
+    # chunks and host memory
+    ("--fpdt", 1, "--fpdt-chunk-size 65536 --seq-length 192 at most 192"),
+    ("--fpdt --fpdt-chunk-size 193", 1, "--fpdt-chunk-size 193 --seq-length 192 at most 192"),
+    (
+        "--fpdt --fpdt-chunk-size 7 --ulysses-parallel-size 2 --ring-parallel-size 2 --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
+        8,
+        "--fpdt-chunk-size 7 Ulysses 2 x Ring 2 x TP 2 at least 8",
+    ),
+    ("--fpdt-chunk-size 64", 1, "--fpdt-chunk-size without --fpdt: add"),
+    ("--no-fpdt-offload", 1, "--no-fpdt-offload without --fpdt: add"),
+    ("--fpdt-stream-hidden", 1, "--fpdt-stream-hidden without --fpdt: add"),
+    ("--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --no-fpdt-offload", 1, "--fpdt-stream-hidden --no-fpdt-offload"),
+    (
+        "--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --pipeline-model-parallel-size 2",
+        2,
+        "--fpdt-stream-hidden --pipeline-model-parallel-size 2 use --pipeline-model-parallel-size 1",
+    ),
+    (
+        "--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --offload-checkpoints",
+        1,
+        "--fpdt-stream-hidden leave --offload-checkpoints out",
+    ),
+    ("--fpdt --fpdt-chunk-size 64 --recompute-activations", 1, "selective --fpdt leave it out"),
+    ("--offload-checkpoints", 1, "--offload-checkpoints --recompute-granularity full --fpdt"),
+    (
+        "--offload-checkpoints --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+        1,
+        "--offload-checkpoints --recompute-method block use --recompute-method uniform",
+    ),
+    ("--ffn-chunks 0", 1, "--ffn-chunks 0 at least 1"),
     # batches and schedule
     (
         "--global-batch-size 6 --micro-batch-size 2",
