@@ -67,6 +67,10 @@ GRIDS = {
     "ZeRO 2, U 2": (2, "--zero-stage 2 --ulysses-parallel-size 2"),
     "ZeRO 3, R 4": (4, "--zero-stage 3 --ring-parallel-size 4"),
     "TP 2, ZeRO 3": (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3"),
+    "FPDT streamed, ZeRO 3, U 2": (
+        2,
+        "--fpdt --fpdt-chunk-size 22 --fpdt-stream-hidden --zero-stage 3 --ulysses-parallel-size 2",
+    ),
     "DP 3, ZeRO 3": (3, f"--zero-stage 3 {BATCH_6}"),  # no matrix is a multiple of three rows
     "one process, batch of 6": (1, BATCH_6),
     "TP 2, PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
@@ -78,6 +82,8 @@ GRIDS = {
     "saved_on, loaded_on",
     [
         ("one process", "TP 2, U 2"),
+        ("FPDT streamed, ZeRO 3, U 2", "one process"),
+        ("TP 2, U 2", "FPDT streamed, ZeRO 3, U 2"),
         ("ZeRO 1, R 2", "TP 2, PP 2, ZeRO 1"),
         ("TP 2, PP 2, ZeRO 1", "ZeRO 1, R 2"),
         ("PP 2, ZeRO 1", "ZeRO 1, R 2"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.test_training import FULL, GPT, GQA, MHA, MQA, P2, SP, T2, V2, ZERO1, check, cp, on_one_process
+from tests.distributed.training_runs import run_training
 
 __all__ = ["on_one_process"]
 
@@ -87,6 +88,31 @@ GPT_CASES = [
     (4, MHA, f"{P2} {cp(2, 1)} {fpdt(22, FULL)}"),
     (4, MHA, f"{cp(2, 2)} {fpdt(22)}"),
 ]
+
+
+def losses_and_grads(flags):
+    return run_training(flags, False, 5)
+
+
+@pytest.mark.parametrize("memory", ["", DEVICE, FULL, STREAM, f"{STREAM} {FULL}", f"{FULL} {HOST}"])
+def test_dropout_is_the_same_in_the_backward_pass(pool, memory):
+    """With one chunk random numbers are drawn in the plain layer's order, so the whole run is the plain one."""
+    shape = "--num-layers 2 --hidden-dropout 0.2 --attention-dropout 0"
+    ((losses, _, grads),) = pool.run(losses_and_grads, 1, shape)
+    flags = f"{shape} --fpdt --fpdt-chunk-size 64 --ffn-chunks 1 {memory}"
+    ((mine, _, my_grads),) = pool.run(losses_and_grads, 1, flags)
+    assert mine == pytest.approx(losses, rel=1e-5)
+    for name, grad in grads.items():
+        assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
+
+
+def test_dropout_in_many_chunks_does_not_depend_on_what_is_recomputed(pool):
+    shape = f"--num-layers 2 --hidden-dropout 0.2 --attention-dropout 0 {fpdt(13)}"
+    ((losses, _, grads),) = pool.run(losses_and_grads, 1, shape)
+    ((mine, _, my_grads),) = pool.run(losses_and_grads, 1, f"{shape} {FULL}")
+    assert mine == pytest.approx(losses, rel=1e-6)
+    for name, grad in grads.items():
+        assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
 
 
 @pytest.mark.parametrize("world, model, grid", LLAMA_CASES)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts are bijections, and zigzag is balanced: property-tested over random grids and lengths."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,18 +21,26 @@ def all_ranks(layout: SequenceLayout) -> list[SequenceLayout]:
     """The layout as every context-parallel rank sees it, in the order of the context-parallel group."""
     grid = layout.grid
     return [
-        SequenceLayout(layout.seq_length, grid.at(ulysses=u, ring=r), layout.balance)
+        replace(layout, grid=grid.at(ulysses=u, ring=r))
         for r in range(grid.ring.size)
         for u in range(grid.ulysses.size)
     ]
 
 
-@settings(max_examples=300, deadline=None)
-@given(grids)
-def test_every_position_is_held_once(case):
+def draw_layout(data, case) -> SequenceLayout:
+    """A layout of any shape, whole or in chunks, with or without TP sequence parallelism."""
     ulysses, ring, balance, times = case
-    length = length_unit(ulysses, ring, balance) * times
-    layout = SequenceLayout(length, abstract_grid(ulysses=ulysses, ring=ring), balance)
+    tensor = data.draw(st.integers(1, 3))
+    length = length_unit(ulysses, ring, balance, tensor) * times
+    chunks = data.draw(st.integers(1, length // (ulysses * ring * tensor)))
+    return SequenceLayout(length, abstract_grid(ulysses=ulysses, ring=ring), balance, chunks, tensor)
+
+
+@settings(max_examples=300, deadline=None)
+@given(grids, st.data())
+def test_every_position_is_held_once(case, data):
+    layout = draw_layout(data, case)
+    length = layout.seq_length
     held = torch.cat([rank.positions for rank in all_ranks(layout)])
     assert torch.equal(held.sort().values, torch.arange(length))
     assert torch.equal(held, layout.order)
@@ -38,13 +48,11 @@ def test_every_position_is_held_once(case):
 
 
 @settings(max_examples=200, deadline=None)
-@given(grids, st.integers(0, 2))
-def test_shards_put_back_in_order_give_the_whole(case, dim):
-    ulysses, ring, balance, times = case
-    length = length_unit(ulysses, ring, balance) * times
-    layout = SequenceLayout(length, abstract_grid(ulysses=ulysses, ring=ring), balance)
+@given(grids, st.integers(0, 2), st.data())
+def test_shards_put_back_in_order_give_the_whole(case, dim, data):
+    layout = draw_layout(data, case)
     shape = [2, 3, 4]
-    shape[dim] = length
+    shape[dim] = layout.seq_length
     x = torch.randn(shape)
     shards = torch.cat([rank.shard(x, dim) for rank in all_ranks(layout)], dim)
     whole = torch.empty_like(x).index_copy_(dim, layout.order, shards)
@@ -62,6 +70,30 @@ def test_the_ulysses_ranks_of_a_ring_rank_hold_its_sequence_in_order(case):
         joined = [rank.positions for rank in all_ranks(layout) if rank.grid.ring.rank == r]
         spans = torch.cat([torch.arange(*span) for span in layout.ring_spans(r)])
         assert torch.equal(torch.cat(joined), spans)
+
+
+@settings(max_examples=200, deadline=None)
+@given(grids, st.data())
+def test_gathering_a_chunk_over_tp_and_then_ulysses_gives_it_in_order(case, data):
+    layout = draw_layout(data, case)
+    parts = layout.tensor_parts
+    for r in range(layout.grid.ring.size):
+        ranks = [rank for rank in all_ranks(layout) if rank.grid.ring.rank == r]
+        for chunk, (start, stop) in enumerate(layout.local_chunks):
+            gathered = []
+            for rank in ranks:
+                rows = rank.positions.view(parts, -1)[:, start:stop].flatten()  # what TP ranks hold, one after another
+                assert rows.tolist() == [p for span in rank.local_chunk_spans(chunk) for p in range(*span)]
+                gathered.append(rows)
+            spans = [p for span in layout.chunk_spans(chunk, r) for p in range(*span)]
+            assert torch.cat(gathered).tolist() == spans
+        together = [p for c in range(layout.chunks) for s in layout.chunk_spans(c, r) for p in range(*s)]
+        assert together == [p for span in layout.ring_spans(r) for p in range(*span)]
+
+
+def test_chunks_that_cannot_be_cut_are_refused():
+    with pytest.raises(ValueError, match="cannot be cut in 5 chunks over Ulysses 2 x Ring 1 x 1 TP parts: use 1 to 4"):
+        SequenceLayout(8, abstract_grid(ulysses=2), chunks=5)
 
 
 @settings(max_examples=100, deadline=None)
