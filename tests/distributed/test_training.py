@@ -125,7 +125,7 @@ def on_one_process(pool):
     return reference
 
 
-def check(pool, on_one_process, world, model, grid, llama):
+def check(pool, on_one_process, world, model, grid, llama, steps=20):
     if not any(flags in grid for flags in (P4, V2, BLOCK)):
         model += " --num-layers 2"  # half the time; more stages, and blocks of two layers a stage, need the four
     changes = " ".join(flags for flags in ALWAYS_ONE_PROCESS if flags in grid)
@@ -133,13 +133,13 @@ def check(pool, on_one_process, world, model, grid, llama):
     assert losses[0] - losses[-1] > 0.1, "the reference does not learn"
     seen = set()
     for rank, (mine, my_norms, my_grads) in enumerate(
-        pool.run(run_training, world, f"{model} {grid}", llama, timeout=180)
+        pool.run(run_training, world, f"{model} {grid}", llama, steps, timeout=180)
     ):
-        assert mine == pytest.approx(losses, rel=1e-5), f"losses of rank {rank}"
+        assert mine == pytest.approx(losses[:steps], rel=1e-5), f"losses of rank {rank}"
         assert my_norms[0] == pytest.approx(norms[0], rel=1e-6), f"first gradient norm of rank {rank}"
         # Later ones are looser for a reason: Adam divides by the gradient's size, so where a gradient is zero but for
         # rounding (a key bias) its steps are noise. With --adam-eps 1e-4, or with SGD, they agree to 1e-7.
-        assert my_norms == pytest.approx(norms, rel=1e-3), f"gradient norms of rank {rank}"
+        assert my_norms == pytest.approx(norms[:steps], rel=1e-3), f"gradient norms of rank {rank}"
         for name, grad in my_grads.items():
             error = float((grad - grads[name]).abs().max() / grads[name].abs().max())
             assert error < 1e-5, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"
