@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.memory import MODES, measure
 
-WIDTH, CHUNK = 64, 256
+WIDTH, CHUNK = 64, 128
 SHAPE = f"""--num-layers 4 --hidden-size {WIDTH} --num-attention-heads 4 --vocab-size 3999 --micro-batch-size 1
 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --device cpu
 --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --normalization RMSNorm
@@ -21,8 +21,8 @@ def bytes_of(pool):
     """Device and host bytes of a mode at a length."""
 
     @cache
-    def look(mode: str, length: int) -> dict[str, int]:
-        flags = f"{SHAPE} --seq-length {length} --max-position-embeddings {length} {MODES[mode].format(chunk=CHUNK)}"
+    def look(mode: str, length: int, chunk: int = CHUNK) -> dict[str, int]:
+        flags = f"{SHAPE} --seq-length {length} --max-position-embeddings {length} {MODES[mode].format(chunk=chunk)}"
         flags += f" --loss-chunks {length // 16}" if "--fpdt" in flags else ""
         return pool.run(measure, 1, flags.split(), timeout=120)[0]
 
@@ -30,25 +30,25 @@ def bytes_of(pool):
 
 
 def test_chunks_need_a_fraction_of_what_recompute_and_plain_layers_hold(bytes_of):
-    fpdt, recompute, plain = (bytes_of(mode, 2048)["device"] for mode in ("fpdt-inputs", "recompute", "plain"))
+    fpdt, recompute, plain = (bytes_of(mode, 4096, 512)["device"] for mode in ("fpdt-inputs", "recompute", "plain"))
     assert recompute > 10 * fpdt and plain > 20 * fpdt, (fpdt, recompute, plain)
 
 
 @pytest.mark.parametrize("mode", ["fpdt-inputs", "fpdt-recompute"])
 def test_at_a_fixed_chunk_at_most_four_hidden_states_grow_with_the_sequence(bytes_of, mode):
-    growth = bytes_of(mode, 4096)["device"] - bytes_of(mode, 2048)["device"]
-    hidden = 2048 * WIDTH * 4
+    growth = bytes_of(mode, 2048)["device"] - bytes_of(mode, 1024)["device"]
+    hidden = 1024 * WIDTH * 4
     assert growth <= 4.15 * hidden, f"{growth / hidden:.2f} hidden states"  # 0.15: token ids, labels, positions
 
 
 @pytest.mark.parametrize("mode", ["stream", "stream-recompute"])
 def test_streamed_hidden_states_leave_nothing_that_grows_on_the_device(bytes_of, mode):
-    short, long = bytes_of(mode, 2048), bytes_of(mode, 8192)
+    short, long = bytes_of(mode, 1024), bytes_of(mode, 4096)
     assert long["device"] < 1.15 * short["device"]
     assert long["host"] == pytest.approx(4 * short["host"], rel=0.05)
 
 
 def test_without_offload_nothing_is_in_host_memory(bytes_of):
-    assert bytes_of("fpdt-device", 2048)["host"] == 0
-    assert bytes_of("fpdt", 2048)["host"] > 0
-    assert bytes_of("fpdt", 2048)["device"] < bytes_of("fpdt-device", 2048)["device"]
+    assert bytes_of("fpdt-device", 1024)["host"] == 0
+    assert bytes_of("fpdt", 1024)["host"] > 0
+    assert bytes_of("fpdt", 1024)["device"] < bytes_of("fpdt-device", 1024)["device"]
