@@ -128,3 +128,24 @@ def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, world, model, gr
 @pytest.mark.parametrize("world, model, grid", GPT_CASES)
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid))
+
+
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp16 --initial-loss-scale 1024"])
+@pytest.mark.parametrize(
+    "world, flags", [(1, fpdt(16, STREAM)), (1, fpdt(13, FULL, HOST)), (2, f"{cp(1, 2)} {fpdt(8)}")]
+)
+def test_half_precision_in_chunks_is_as_near_to_fp32_as_the_plain_run(pool, on_one_process, world, flags, dtype):
+    """Sums over chunks are in fp32: cutting costs no precision."""
+    exact, _, grads = on_one_process(f"{GQA} --num-layers 2 ", True)
+
+    def distance(world, flags):
+        losses, _, mine = pool.run(run_training, world, f"{GQA} --num-layers 2 {dtype} {flags}", True, 6, timeout=120)[
+            0
+        ]
+        apart = max(abs(a / b - 1) for a, b in zip(losses, exact))
+        scale = 1024 if "fp16" in dtype else 1
+        errors = [float((mine[name] / scale - grad).norm() / grad.norm()) for name, grad in grads.items()]
+        return apart, max(errors)
+
+    plain, chunked = distance(1, ""), distance(world, flags)
+    assert chunked[0] < 2 * plain[0] + 1e-4 and chunked[1] < 1.5 * plain[1], (plain, chunked)
