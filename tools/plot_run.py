@@ -46,10 +46,11 @@ def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) 
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     marks: set[int] = set()
-    for name, rows in logs.items():
+    for index, (name, rows) in enumerate(logs.items()):
+        width = 1.6 * (len(logs) - index)  # curves that coincide show side by side
         tokens = dict(zip((row["iteration"] for row in rows), accumulate(row["tokens"] for row in rows)))
         losses = [row["lm_loss"] for row in rows]
-        (line,) = axes.plot(list(tokens.values()), smooth(losses), label=f"{name}, mean of 5 steps", linewidth=1.6)
+        (line,) = axes.plot(list(tokens.values()), smooth(losses), label=f"{name}, mean of 5 steps", linewidth=width)
         axes.plot(list(tokens.values()), losses, color=line.get_color(), alpha=0.35, linewidth=0.8)
         points = [(tokens[row["iteration"]], row["validation_loss"]) for row in rows if "validation_loss" in row]
         if points:

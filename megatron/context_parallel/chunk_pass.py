@@ -51,7 +51,8 @@ class Pass:
         self.spans = [layout.chunk_spans(chunk, ring.rank) for chunk in range(layout.chunks)]
         self.sums = GradientSums(job.parameters)
         self.random: dict[int, Callable[[], AbstractContextManager]] = {}
-        self.heads: tuple[int, int] | None = None
+        self.heads: tuple[int, int] | None = None  # of queries and of keys, before the all-to-all
+        self.local_heads: tuple[int, int] | None = None  # and after it
         self.kernel: Kernel | None = None
         self.scale = job.scale
 
@@ -61,9 +62,9 @@ class Pass:
 
         A tile by queries moves k, v and their fp32 gradients, in and out; by keys it moves q, out, dout and dq.
         """
-        heads, kv_heads, item = *self.heads, self.job.offload and self.x.x.element_size()
-        on_ring = self.job.layout.grid.ring.size > 1
-        return on_ring or (bool(item) and goes_by_keys(heads, kv_heads, item))
+        if self.job.layout.grid.ring.size > 1:
+            return True
+        return self.job.offload is not None and goes_by_keys(*self.local_heads, self.x.x.element_size())
 
     # --- one chunk ---
 
@@ -75,6 +76,7 @@ class Pass:
             self.kernel = kernels.select(self.job.kernel, device=q.device, dtype=q.dtype, head_dim=q.size(3))
             self.scale = q.size(3) ** -0.5 if self.scale is None else self.scale
         q, k, v = sequence_to_heads(q, k, v, self.job.layout.grid.ulysses)
+        self.local_heads = q.size(2), k.size(2)
         return q.contiguous(), torch.stack((k, v), dim=1)  # views would keep all of q, k and v
 
     def output(self, out: Tensor, x: Tensor, chunk: int, y: Rows) -> None:

@@ -36,8 +36,8 @@ train baseline
 train fpdt --fpdt --fpdt-chunk-size 256
 train fpdt-offload-off --fpdt --fpdt-chunk-size 256 --no-fpdt-offload
 
-"$PYTHON" tools/plot_run.py "$OUT"/baseline.jsonl "$OUT"/fpdt.jsonl "$OUT"/fpdt-offload-off.jsonl \
-    --output "$OUT/figure_14.png"
+PLOT="$PWD/tools/plot_run.py"
+(cd "$OUT" && "$PYTHON" "$PLOT" baseline.jsonl fpdt.jsonl fpdt-offload-off.jsonl --output figure_14.png)
 "$PYTHON" - "$OUT" <<'EOF'
 import json, sys
 from pathlib import Path
