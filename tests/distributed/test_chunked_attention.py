@@ -122,6 +122,7 @@ CASES = [
             ((8, 8), 1, 1, "zigzag", "full", "device"),
         ]
     )
+    if u * r < 4 or (index + step) % 2  # half of the cases on many ranks
 ]
 
 
