@@ -4,6 +4,7 @@
 import resource
 import shutil
 import signal
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ GRIDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """What a grid has saved after three steps, once, and the losses of its next three."""
+
+    @cache
+    def run(name: str) -> tuple[str, list[float]]:
+        (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
+        return folder, pool.run(train_and_save, world, f"{GQA} {flags}", folder, 3, 3, timeout=120)[0][1]
+
+    return run
+
+
 @pytest.mark.parametrize(
     "saved_on, loaded_on",
     [
@@ -86,25 +99,20 @@ GRIDS = {
         ("TP 2, U 2", "FPDT streamed, ZeRO 3, U 2"),
         ("ZeRO 1, R 2", "TP 2, PP 2, ZeRO 1"),
         ("TP 2, PP 2, ZeRO 1", "ZeRO 1, R 2"),
-        ("PP 2, ZeRO 1", "ZeRO 1, R 2"),
         ("TP 2, U 2", "one process"),
-        ("TP 2, PP 2", "ZeRO 1, R 2"),
+        ("PP 2, ZeRO 1", "TP 2, PP 2"),
         ("one process", "TP 2, ZeRO 3"),
         ("TP 2, ZeRO 3", "ZeRO 3, R 4"),
         ("ZeRO 3, R 4", "TP 2, PP 2, ZeRO 1"),
-        ("TP 2, PP 2, ZeRO 1", "TP 2, ZeRO 3"),
-        ("ZeRO 3, R 4", "TP 2, U 2"),
-        ("TP 2, ZeRO 3", "ZeRO 2, U 2"),
-        ("PP 2, ZeRO 1", "TP 2, PP 2"),
+        ("TP 2, PP 2, ZeRO 1", "ZeRO 2, U 2"),
         ("DP 3, ZeRO 3", "one process, batch of 6"),
         ("one process, batch of 6", "DP 3, ZeRO 3"),
     ],
 )
-def test_any_grid_reads_what_another_wrote(pool, tmp_path, saved_on, loaded_on):
-    world, flags = GRIDS[saved_on]
-    _, uninterrupted = pool.run(train_and_save, world, f"{GQA} {flags}", str(tmp_path), 3, 3, timeout=120)[0]
+def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
+    folder, uninterrupted = saved(saved_on)
     world, flags = GRIDS[loaded_on]
-    first, resumed = pool.run(resume, world, f"{GQA} {flags}", str(tmp_path), 3, timeout=120)[0]
+    first, resumed = pool.run(resume, world, f"{GQA} {flags}", folder, 3, timeout=120)[0]
     assert first == 3
     assert resumed == pytest.approx(uninterrupted, rel=1e-5)
 
