@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
@@ -240,10 +240,21 @@ def _close(file: object) -> None:
         file.close()
 
 
-def _stop(*_: object) -> None:
-    """End by an exception, so that temporary files go, and undisturbed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(143)
+def _stopper(patience: float = 5.0) -> Callable[..., None]:
+    """What SIGTERM does: end by an exception, so that temporary files go, undisturbed by more of them for a while.
+
+    Not for ever: an exception that happens to come inside a finalizer is lost, and then the next signal must count.
+    """
+    asked = -patience
+
+    def stop(*_: object) -> None:
+        nonlocal asked
+        now = time.monotonic()
+        if now - asked >= patience:
+            asked = now
+            sys.exit(143)
+
+    return stop
 
 
 class _Refuse(argparse.Action):
@@ -282,7 +293,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Run the program."""
     args = build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _stopper())
     try:
         if args.workers < 1 or args.log_interval < 1:
             raise Refusal("--workers and --log-interval must be at least 1")
