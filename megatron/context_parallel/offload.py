@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.masks import Span
+
+Item, Coming, There = TypeVar("Item"), TypeVar("Coming"), TypeVar("There")
 
 IN_FLIGHT = 2  # device tensors on their way to the host that may wait for their copy: bounds the memory they hold
 
@@ -216,13 +219,24 @@ class Shelf:
             there = [name for name in item if name in fresh or name in self._kept]
             return dict(zip(there, self.load(there, fresh)))
 
-        def steps(coming: dict[tuple, Loading]) -> Iterator[dict[tuple, Tensor]]:
-            for index in range(len(items)):
-                current, coming = coming, start(items[index + 1]) if index + 1 < len(items) else {}
-                yield {name: loading.wait() for name, loading in current.items()}
-                del current
+        def wait(there: dict[tuple, Loading]) -> dict[tuple, Tensor]:
+            return {name: loading.wait() for name, loading in there.items()}
 
-        return steps(start(items[0]) if items else {})
+        return _one_ahead(items, start, wait)
+
+
+def _one_ahead(
+    items: Sequence[Item], start: Callable[[Item], Coming], wait: Callable[[Coming], There]
+) -> Iterator[There]:
+    """``wait(start(item))`` of each item; the first is started now, every other while the one before it is used."""
+
+    def steps(coming: Coming | None) -> Iterator[There]:
+        for index in range(len(items)):
+            current, coming = coming, start(items[index + 1]) if index + 1 < len(items) else None
+            yield wait(current)
+            del current
+
+    return steps(start(items[0]) if items else None)
 
 
 class Rows:
@@ -239,11 +253,7 @@ class Rows:
 
     def walk(self, runs: Sequence[Span]) -> Iterator[Tensor]:
         """The rows of each run in turn, on the device; a host buffer's come one run ahead."""
-        coming = self._load(runs[0]) if runs else None
-        for following in (*runs[1:], None):
-            current, coming = coming, self._load(following) if following else None
-            yield current.wait()
-            del current
+        return _one_ahead(runs, self._load, Loading.wait)
 
     def read(self, run: Span) -> Tensor:
         return self._load(run).wait()

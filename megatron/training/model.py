@@ -122,6 +122,15 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
             "fp8_amax_history_len": model.fp8_amax_history_len,
             "fp8_amax_compute_algo": model.fp8_amax_compute_algo,
         }
+    recompute: dict[str, Any] = {}
+    if not layers_recompute(
+        config
+    ):  # FPDT's layers do it themselves, chunk by chunk; core does units of several layers
+        recompute = {
+            "recompute_granularity": attention.recompute_granularity,
+            "recompute_method": attention.recompute_method,
+            "recompute_num_layers": attention.recompute_num_layers,
+        }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -156,10 +165,6 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         attention_softmax_in_fp32=True,
         attention_backend=AttnBackend.auto,
         calculate_per_token_loss=True,
-        # FPDT's layers recompute themselves, chunk by chunk; core recomputes units of several layers.
-        recompute_granularity=None if layers_recompute(config) else attention.recompute_granularity,
-        recompute_method=None if layers_recompute(config) else attention.recompute_method,
-        recompute_num_layers=None if layers_recompute(config) else attention.recompute_num_layers,
         recompute_modules=["core_attn"] if attention.recompute_granularity == "selective" else None,
         # Fused elementwise kernels are compiled by torch.compile: GPUs only.
         bias_activation_fusion=on_gpu and gated,
@@ -174,6 +179,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         overlap_p2p_comm=overlap_p2p,
         deallocate_pipeline_outputs=True,
         **fp8,
+        **recompute,
     )
 
 
