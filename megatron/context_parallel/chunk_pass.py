@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel import kernels
 from megatron.context_parallel.chunked import GradientSums, pieces
-from megatron.context_parallel.kernels.base import Kernel
 from megatron.context_parallel.masks import Span
 from megatron.context_parallel.offload import Rows, Shelf
 from megatron.context_parallel.ring import KeyBlock, RingSource, ring_plan
-from megatron.context_parallel.tiled import Accumulator, sum_dtype, tile_grads, tile_of
+from megatron.context_parallel.tile_kernel import TileKernel
+from megatron.context_parallel.tiled import Accumulator, sum_dtype
 from megatron.context_parallel.tiles import Tile, packed, tiles
 from megatron.context_parallel.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 
@@ -53,8 +53,8 @@ class Pass:
         self.random: dict[int, Callable[[], AbstractContextManager]] = {}
         self.heads: tuple[int, int] | None = None  # of queries and of keys, before the all-to-all
         self.local_heads: tuple[int, int] | None = None  # and after it
-        self.kernel: Kernel | None = None
-        self.scale = job.scale
+        self.head_dim: int | None = None
+        self.kernel: TileKernel | None = None
 
     @property
     def keys_outside(self) -> bool:
@@ -71,11 +71,12 @@ class Pass:
     def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """q [c, b, heads, d] and kv [c, 2, b, kv_heads, d] of all the chunk's tokens, for this rank's heads."""
         q, k, v = self.job.project(x, chunk)
+        if self.heads is None:
+            self.heads, self.head_dim = (q.size(2), k.size(2)), q.size(3)
+        layout = self.job.layout
+        q, k, v = sequence_to_heads(q, k, v, layout.grid.ulysses)
         if self.kernel is None:
-            self.heads = q.size(2), k.size(2)
-            self.kernel = kernels.select(self.job.kernel, device=q.device, dtype=q.dtype, head_dim=q.size(3))
-            self.scale = q.size(3) ** -0.5 if self.scale is None else self.scale
-        q, k, v = sequence_to_heads(q, k, v, self.job.layout.grid.ulysses)
+            self.kernel = self.job.rule.tile_kernel(q, layout.grid.ulysses, layout.seq_length)
         self.local_heads = q.size(2), k.size(2)
         return q.contiguous(), torch.stack((k, v), dim=1)  # views would keep all of q, k and v
 
@@ -133,8 +134,15 @@ class Pass:
         self.sums.add(grads)
         return dx
 
-    def finish_grad(self, chunk: int, x: Tensor, dq: Tensor, dkv: Tensor, residual: Tensor) -> None:
-        """All of a chunk's gradients are there."""
+    def finish_grad(
+        self, chunk: int, x: Tensor, dq: Tensor | None, dkv: Tensor | None, residual: Tensor
+    ) -> None:
+        """All of a chunk's gradients are there; None for queries without keys, and for keys without queries."""
+        (start, stop), (heads, kv_heads) = self.job.layout.chunk_rows[chunk], self.local_heads
+        if dq is None:
+            dq = x.new_zeros((stop - start, x.size(1), heads, self.head_dim))
+        if dkv is None:
+            dkv = x.new_zeros((stop - start, 2, x.size(1), kv_heads, self.head_dim))
         self.dx.write(self.runs[chunk], residual + self.project_grad(x, dq, dkv, chunk))
         self.shelf.drop(("kv", chunk), ("dkv", chunk), ("q", chunk), ("dq", chunk))
 
@@ -142,7 +150,7 @@ class Pass:
 
     def keys_of(self, query: int) -> list[int]:
         """The key chunks that a query chunk meets, on a ring of one."""
-        return [key for key in range(self.chunks) if tiles(self.spans[query], self.spans[key], self.job.mask)]
+        return [key for key in range(self.chunks) if tiles(self.spans[query], self.spans[key], self.job.rule.mask)]
 
     def forward(self, y: Rows | None) -> None:
         """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
@@ -169,12 +177,9 @@ class Pass:
                 result = Accumulator(q)
                 for key, there in zip(keys, self.shelf.walk([[("kv", key)] for key in keys], fresh)):
                     k, v = there["kv", key].unbind(1)
-                    for tile in tiles(self.spans[query], self.spans[key], self.job.mask):
-                        result.add(tile.q, *self.tile_forward(tile, q, k, v))
+                    for tile in tiles(self.spans[query], self.spans[key], self.job.rule.mask):
+                        result.add(tile.q, *self.kernel.forward(tile, q, k, v))
                 self.finish(query, result, x if query == chunk else None, y)
-
-    def tile_forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.kernel.forward(*tile_of(tile, q, k, v), causal=tile.kind == "causal", mask=None, scale=self.scale)
 
     def finish(self, query: int, result: Accumulator, x: Tensor | None, y: Rows | None) -> None:
         """All keys of a query chunk, whose input may be here still, were met."""
@@ -218,8 +223,8 @@ class Pass:
         for key, pair in zip(keys, coming):
             kv = pair.pop(("kv", key))
             dkv = Sum(kv, pair.pop(("dkv", key), None))
-            for tile in tiles(self.spans[query], self.spans[key], self.job.mask):
-                dq_tile, *dkv_tile = self.tile_backward(tile, q, *kv.unbind(1), dout, out, lse)
+            for tile in tiles(self.spans[query], self.spans[key], self.job.rule.mask):
+                dq_tile, *dkv_tile = self.kernel.backward(tile, q, *kv.unbind(1), dout, out, lse)
                 dq.add(tile.q, dq_tile)
                 dkv.add(tile.k, torch.stack(dkv_tile, dim=1))
             if last and key == query:
@@ -236,35 +241,30 @@ class Pass:
         runs = [self.runs[chunk] for chunk in chunks]
         waiting = self.shelf.walk([[("dq", chunk), ("dkv", chunk)] for chunk in chunks], fresh or {})
         for chunk, x, there in zip(chunks, self.x.walk(runs), waiting):
-            dq, dkv = there.pop(("dq", chunk)), there.pop(("dkv", chunk))
+            dq, dkv = there.pop(("dq", chunk), None), there.pop(("dkv", chunk), None)
             self.finish_grad(chunk, x, dq, dkv, self.dx.read(self.runs[chunk]))
-
-    def tile_backward(
-        self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
-    ) -> list[Tensor]:
-        return tile_grads(self.kernel, tile, q, k, v, dout, out, lse, self.scale)
 
     # --- by keys ---
 
     def tiles_of(self, query: int, key: int, block: KeyBlock) -> list[Tile]:
         """The tiles between a query chunk and key chunk ``key`` of the ring rank that a block is from."""
         keys = self.job.layout.chunk_spans(key, block.hop.source)
-        found = tiles(self.spans[query], keys, self.job.mask)
-        return [Tile(tile.q, packed(tile.k, block.hop.held), tile.kind) for tile in found]
+        found = tiles(self.spans[query], keys, self.job.rule.mask)
+        return [replace(tile, k=packed(tile.k, block.hop.held)) for tile in found]
 
     def queries_of(self, key: int, ring: int) -> list[int]:
         """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""
         keys = self.job.layout.chunk_spans(key, ring)
-        return [query for query in range(self.chunks) if tiles(self.spans[query], keys, self.job.mask)]
+        return [query for query in range(self.chunks) if tiles(self.spans[query], keys, self.job.rule.mask)]
 
     def last_keys(self) -> list[int]:
         """For each query chunk the last key chunk, of any ring rank, that it meets."""
         ring = range(self.job.layout.grid.ring.size)
         met = [(query, key) for key in range(self.chunks) for rank in ring for query in self.queries_of(key, rank)]
-        return [max(key for query, key in met if query == chunk) for chunk in range(self.chunks)]
+        return [max((key for query, key in met if query == chunk), default=0) for chunk in range(self.chunks)]
 
     def source(self, key: int) -> RingSource:
-        return RingSource(ring_plan(self.job.layout, self.job.mask, chunk=key), self.job.layout.grid.ring)
+        return RingSource(ring_plan(self.job.layout, self.job.rule.mask, chunk=key), self.job.layout.grid.ring)
 
     def forward_by_keys(self, y: Rows | None) -> None:
         shelf, last = self.shelf, self.last_keys()
@@ -280,7 +280,7 @@ class Pass:
                     q = kept["q", query]
                     result = Accumulator(q, kept.get(("sum", query)), kept.get(("sum_lse", query)))
                     for tile in self.tiles_of(query, key, block):
-                        result.add(tile.q, *self.tile_forward(tile, q, block.k, block.v))
+                        result.add(tile.q, *self.kernel.forward(tile, q, block.k, block.v))
                     # Wide from the start: the shelf writes later sums into the first one's place.
                     shelf.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
                     shelf.put(("sum_lse", query), result.lse_SBH)
@@ -325,7 +325,7 @@ class Pass:
         q, dout, out, lse = (there.pop((name, query)) for name in ("q", "dout", "out", "lse"))
         dq = Sum(q, there.pop(("dq", query), None))
         for tile in self.tiles_of(query, key, block):
-            dq_tile, dk, dv = self.tile_backward(tile, q, block.k, block.v, dout, out, lse)
+            dq_tile, dk, dv = self.kernel.backward(tile, q, block.k, block.v, dout, out, lse)
             dq.add(tile.q, dq_tile)
             block.add_grad(tile, dk, dv)
         self.shelf.put(("dq", query), dq.total)

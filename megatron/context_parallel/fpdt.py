@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from megatron.context_parallel.chunk_pass import Pass, goes_by_keys
 from megatron.context_parallel.chunked import Replay
 from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Causal, Mask
 from megatron.context_parallel.offload import Offload, Rows
+from megatron.context_parallel.tile_kernel import AttentionRule
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ChunkedLayer:
         output: (attention output [c, b, heads, d], x of the chunk, chunk) -> [c, b, h], residual added.
         parameters: what ``project``, ``output`` and ``ffn`` read and want gradients for.
         layout: of the sequence; its chunks are the chunks.
-        mask, kernel, scale: as in :func:`megatron.context_parallel.attention`.
+        rule: mask, kernel, scale and ALiBi.
         ffn: token-wise, of what ``output`` gave: [n, b, h] -> [n, b, h]; None where the layer ends with ``output``.
         ffn_pieces: runs that a chunk goes through ``ffn`` in.
         offload: host memory for finished chunks; None keeps them on the device.
@@ -46,9 +46,7 @@ class ChunkedLayer:
     output: Callable[[Tensor, Tensor, int], Tensor]
     parameters: Sequence[Tensor]
     layout: SequenceLayout
-    mask: Mask = Causal()
-    kernel: str = "auto"
-    scale: float | None = None
+    rule: AttentionRule = AttentionRule()
     ffn: Callable[[Tensor], Tensor] | None = None
     ffn_pieces: int = 1
     offload: Offload | None = None

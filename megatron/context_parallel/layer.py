@@ -9,21 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from typing import Any
 
+import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
+from megatron.context_parallel.documents import document_rows, restart
 from megatron.context_parallel.fpdt import ChunkedLayer
 from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Mask
+from megatron.context_parallel.masks import Documents, Mask
 from megatron.context_parallel.offload import Offload
 from megatron.context_parallel.position import LayoutRotaryEmbedding
+from megatron.context_parallel.tile_kernel import AttentionRule, positions
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What the attention of every layer needs to know.
+
+    Attributes:
+        layout: who holds which tokens.
+        rule: the mask inside a document, and the rest.
+        separate: packed documents do not see each other.
+    """
+
+    layout: SequenceLayout
+    rule: AttentionRule = AttentionRule()
+    separate: bool = True
+
+    def packed(self, document_ends: Tensor | None) -> tuple[SequenceLayout, list[Mask]]:
+        """Layout and masks (one, or one a sample) of a batch.
+
+        Args:
+            document_ends: int64 [b, n] in host memory, one past the last token of each document; rows are filled up
+                with the length of the sequence. None: the sequences are one document each.
+        """
+        if document_ends is None:
+            return self.layout, [self.rule.mask]
+        ends = document_rows(document_ends)
+        masks = [Documents(row, self.rule.mask) for row in ends] if self.separate else [self.rule.mask]
+        return self.layout.of_documents(ends[0]), masks
 
 
 @dataclass
@@ -31,22 +63,22 @@ class ChunkSettings:
     """How a layer cuts its work.
 
     Attributes:
-        layout, mask, kernel: of the attention.
+        attention: layout of the sequence and rule of the attention.
         fpdt: the layer in the layout's chunks; otherwise core's attention half is left as it is.
         ffn_chunks: the FFN in (at least) this many runs; None, only without FPDT: whole.
         offload: host memory for FPDT's chunks and for streamed hidden states; None: everything stays on the device.
         streamed: hidden states are host buffers.
         rotary: angles by position, set once the model is there; None where positions enter otherwise.
+        restart: positions start anew in each document.
     """
 
-    layout: SequenceLayout
-    mask: Mask
-    kernel: str
+    attention: AttentionSettings
     fpdt: bool = False
     ffn_chunks: int | None = None
     offload: Offload | None = None
     streamed: bool = False
     rotary: LayoutRotaryEmbedding | None = field(default=None, compare=False)
+    restart: bool = False
 
 
 class ChunkedTransformerLayer(TransformerLayer):
@@ -61,34 +93,45 @@ class ChunkedTransformerLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         self.chunks, self.recompute = chunks, recompute
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, h], the same, and no context."""
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s_local, b, h], the same, and no context. ``attention_mask``: see :meth:`AttentionSettings.packed`."""
+        if not self.chunks.fpdt:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        if attention_mask is None or len(attention_mask) == 1:
+            return self._chunked(hidden_states, attention_mask), None
+        samples = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each has tiles of its own
+        return torch.cat([self._chunked(*sample) for sample in samples], dim=1), None
+
+    def _chunked(self, hidden_states: Tensor, document_ends: Tensor | None) -> Tensor:
         settings = self.chunks
-        if not settings.fpdt:
-            return super().forward(hidden_states, *args, **kwargs)
+        layout, (mask,) = settings.attention.packed(document_ends)
+        ends = document_rows(document_ends)[0] if settings.restart else None
         layer = ChunkedLayer(
-            project=self._project,
+            project=partial(self._project, layout, ends),
             output=self._output,
             ffn=self._ffn,
-            ffn_pieces=ceil(settings.ffn_chunks / settings.layout.chunks),
+            ffn_pieces=ceil(settings.ffn_chunks / layout.chunks),
             parameters=list(self.parameters()),
-            layout=settings.layout,
-            mask=settings.mask,
-            kernel=settings.kernel,
-            scale=self.self_attention.core_attention.scale,
+            layout=layout,
+            rule=replace(settings.attention.rule, mask=mask, scale=self.self_attention.core_attention.scale),
             offload=settings.offload,
             streamed=settings.streamed,
             recompute=self.recompute and self.training,
             replay=self._replay(),
         )
-        return layer(hidden_states), None
+        return layer(hidden_states)
 
-    def _project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layout: SequenceLayout, ends: tuple[int, ...] | None, x: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by TP."""
         query, key, value = self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None)
-        settings = self.chunks
-        if settings.rotary is not None:
-            angles = settings.rotary.of_spans(settings.layout.local_chunk_spans(chunk))
+        rotary = self.chunks.rotary
+        if rotary is not None:
+            at = positions(layout.local_chunk_spans(chunk), query.device)
+            angles = rotary.at(at if ends is None else restart(at, ends))
             query, key = (apply_rotary_pos_emb(part, angles, config=self.config) for part in (query, key))
         return query, key, value
 

@@ -7,7 +7,7 @@ Tokens, labels, loss mask, position ids, RoPE, the tiles and the data loader all
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 from typing import Literal
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.context_parallel.documents import deal
 from megatron.context_parallel.grid import Grid
 from megatron.context_parallel.masks import Span
 
-Balance = Literal["zigzag", "contiguous"]
+Balance = Literal["zigzag", "contiguous", "documents"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ class SequenceLayout:
     """How a sequence of ``seq_length`` tokens is dealt over the context-parallel ranks.
 
     ``zigzag`` (USP paper, algorithm 2): ring rank r of R holds blocks r and 2R-1-r of 2R, so that under a causal mask
-    all ring ranks do the same work. ``contiguous``: ring rank r holds the r-th of R blocks. Either way, a ring rank's
-    sequence is cut over its Ulysses ranks, so that the all-to-all over heads restores the order.
+    all ring ranks do the same work. ``contiguous``: ring rank r holds the r-th of R blocks. ``documents``: packed
+    documents are dealt so that the work of each with itself is even (:func:`~megatron.context_parallel.documents.deal`).
+    Either way, a ring rank's sequence is cut over its Ulysses ranks, so that the all-to-all over heads restores the
+    order.
 
     With ``chunks`` above one (FPDT paper, figure 6) a ring rank's sequence is first cut in chunks, then each chunk over
     the Ulysses ranks, so that the all-to-all of every chunk restores its order. Under TP sequence parallelism each
@@ -39,9 +42,10 @@ class SequenceLayout:
     Args:
         seq_length: tokens of the whole sequence.
         grid: the process grid.
-        balance: zigzag or contiguous.
+        balance: zigzag, contiguous or documents.
         chunks: pieces a ring rank's sequence is cut in, of equal length but for one unit of Ulysses x tensor_parts.
         tensor_parts: TP size where TP ranks split the tokens between the layers, else 1.
+        document_ends: for the balance "documents", one past the last token of each; () is one document.
 
     Raises:
         ValueError: the length cannot be cut evenly; the message names the next lengths that can.
@@ -52,10 +56,16 @@ class SequenceLayout:
     balance: Balance = "zigzag"
     chunks: int = 1
     tensor_parts: int = 1
+    document_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.balance not in ("zigzag", "contiguous"):
-            raise ValueError(f"balance {self.balance} is unknown: use zigzag or contiguous")
+        if self.balance not in ("zigzag", "contiguous", "documents"):
+            raise ValueError(f"balance {self.balance} is unknown: use zigzag, contiguous or documents")
+        if self.document_ends and (self.balance != "documents" or self.document_ends[-1] != self.seq_length):
+            raise ValueError(
+                f"documents that end at {self.document_ends[-1]} with the balance {self.balance}: they are for the "
+                f"balance documents, and the last one ends with the sequence, at {self.seq_length}"
+            )
         unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance, self.tensor_parts)
         if self.seq_length < 1 or self.seq_length % unit:
             below, above = self.seq_length // unit * unit, (self.seq_length // unit + 1) * unit
@@ -82,11 +92,17 @@ class SequenceLayout:
         if self.balance == "contiguous" or size == 1:
             block = self.seq_length // size
             return ((ring * block, (ring + 1) * block),)
+        if self.balance == "documents":
+            return deal(self.document_ends or (self.seq_length,), size)[ring]
         block = self.seq_length // (2 * size)
         low, high = ring, 2 * size - 1 - ring
         if high == low + 1:  # the two blocks in the middle touch
             return ((low * block, (high + 1) * block),)
         return ((low * block, (low + 1) * block), (high * block, (high + 1) * block))
+
+    def of_documents(self, ends: tuple[int, ...]) -> SequenceLayout:
+        """The layout of a sequence of packed documents; the same one unless its balance depends on them."""
+        return replace(self, document_ends=ends) if self.balance == "documents" else self
 
     @property
     def chunk_unit(self) -> int:

@@ -196,8 +196,10 @@ class Shelf:
     def get(self, name: tuple) -> Tensor:
         return self.load([name])[0].wait()
 
-    def pop(self, name: tuple) -> Tensor:
-        """As :meth:`get`, for the last time."""
+    def pop(self, name: tuple) -> Tensor | None:
+        """As :meth:`get`, for the last time; None where nothing is kept."""
+        if name not in self._kept:
+            return None
         x = self.get(name)
         del self._kept[name]
         return x

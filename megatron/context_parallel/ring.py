@@ -52,7 +52,13 @@ class RingPlan:
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
 
-def ring_plan(layout: SequenceLayout, mask: Mask, rank: int | None = None, chunk: int | None = None) -> RingPlan:
+def ring_plan(
+    layout: SequenceLayout,
+    mask: Mask,
+    rank: int | None = None,
+    chunk: int | None = None,
+    key_layout: SequenceLayout | None = None,
+) -> RingPlan:
     """The plan of ring rank ``rank`` (default: this one): its queries against everybody's keys.
 
     Keys go round in the direction that sends fewer rows: upwards for a contiguous causal ring, which then never wraps
@@ -60,10 +66,14 @@ def ring_plan(layout: SequenceLayout, mask: Mask, rank: int | None = None, chunk
 
     Args:
         chunk: only the keys of this chunk of every rank travel (FPDT); default the whole blocks.
+        key_layout: of the keys, in cross-attention; default ``layout``.
     """
-    ring = layout.grid.ring
+    ring, key_layout = layout.grid.ring, key_layout or layout
     queries = tuple(layout.ring_spans(r) for r in range(ring.size))
-    keys = queries if chunk is None else tuple(layout.chunk_spans(chunk, r) for r in range(ring.size))
+    if chunk is None:
+        keys = tuple(key_layout.ring_spans(r) for r in range(ring.size))
+    else:
+        keys = tuple(key_layout.chunk_spans(chunk, r) for r in range(ring.size))
     return _plan(queries, keys, mask, ring.rank if rank is None else rank)
 
 
@@ -163,10 +173,13 @@ class RingSource:
         self.plan, self.axis = plan, axis
         self._grads: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def single_tile(self) -> bool:
-        """Whether one tile is all there is: its results need no merging."""
-        return len(self.plan.hops) == 1 and len(self.plan.hops[0].tiles) == 1
+    def single_tile(self, queries: int, keys: int) -> Tile | None:
+        """The tile that is all there is, if one covers all queries and keys: its results need no merging."""
+        whole = (0, queries), (0, keys)
+        computed = [tile for hop in self.plan.hops for tile in hop.tiles]
+        if len(self.plan.hops) == 1 and len(computed) == 1 and (computed[0].q, computed[0].k) == whole:
+            return computed[0]
+        return None
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
         """Every block this rank needs, its own first. While the caller computes on one, the next one travels."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,23 +23,12 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.context_parallel.layer import ChunkedTransformerLayer, ChunkSettings
+    from megatron.context_parallel.layer import AttentionSettings, ChunkedTransformerLayer, ChunkSettings
 
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
-from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Causal, Mask
 from megatron.context_parallel.usp import attention
 
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
-
-
-@dataclass(frozen=True)
-class AttentionSettings:
-    """What the attention core of every layer needs to know."""
-
-    layout: SequenceLayout
-    mask: Mask = Causal()
-    kernel: str = "auto"
 
 
 class ContextParallelAttention(MegatronModule):
@@ -63,12 +52,23 @@ class ContextParallelAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
-        """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d]."""
-        if attention_mask is not None:
-            raise ValueError("a dense attention_mask was given: masks are chosen with --attention-mask")
-        settings = self.settings
+        """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
+
+        ``attention_mask``, which core hands through to here, is where packed documents end: see
+        :meth:`AttentionSettings.packed`. Masks themselves are never tensors.
+        """
+        settings, rule = self.settings, self.settings.rule
+        layout, masks = settings.packed(attention_mask)
         out = attention(
-            query, key, value, layout=settings.layout, mask=settings.mask, kernel=settings.kernel, scale=self.scale
+            query,
+            key,
+            value,
+            layout=layout,
+            mask=masks,
+            kernel=rule.kernel,
+            scale=self.scale,
+            alibi_slopes=rule.alibi_slopes,
+            mask_cpu_threshold=rule.mask_cpu_threshold,
         )
         return out.flatten(2)
 

@@ -126,7 +126,7 @@ def _add(group: Any, section: str, field: Field) -> None:
     kind = (
         meta.get("type") or {"int": int, "float": float, "str": str}[field.type.split("[")[-1].split()[0].rstrip("]")]
     )
-    metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+    metavar = {int: "N", float: "X", str: "TEXT"}.get(kind, "LEFT,RIGHT")
     if choices := meta.get("choices"):
         metavar = "{" + ",".join(map(str, choices)) + "}"
     if isinstance(field.default, (int, float, str)):
@@ -155,5 +155,4 @@ def _check_choices(given: dict[str, Any]) -> None:
         if choices is None or value is None or value in choices:
             continue
         flag = spellings(field)[0]
-        later = "not available yet" if value in megatron_flags.LATER_VALUES.get(flag, ()) else "not supported"
-        raise Refusal(f"{flag} {value}: {later}; choose from {', '.join(map(str, choices))}")
+        raise Refusal(f"{flag} {value}: not supported; choose from {', '.join(map(str, choices))}")

@@ -25,6 +25,12 @@ def flag(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def window(text: str) -> tuple[int, int]:
+    """``LEFT,RIGHT`` as Megatron-LM writes it, with or without parentheses."""
+    left, right = (int(part) for part in text.strip("() ").split(","))
+    return left, right
+
+
 @dataclass
 class ModelConfig:
     """The network. Shapes may come from a named model (``--model``), which single flags override."""
@@ -41,7 +47,7 @@ class ModelConfig:
     kv_channels: int | None = flag(None, "size of a head; default hidden_size / num_attention_heads", type=int)
     max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "none"]
+        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "alibi", "none"]
     )
     rotary_base: int = flag(10000, "base period of RoPE")
     rotary_percent: float = flag(1.0, "share of a head that is rotated")
@@ -94,8 +100,12 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None, "Megatron's spelling of the grid: Ulysses degree, then Ring degree", type=int, nargs="+"
     )
-    context_parallel_balance: str = flag(
-        "zigzag", "how the ring shares a causal mask's work", choices=["zigzag", "contiguous"]
+    context_parallel_balance: str | None = flag(
+        None,
+        "how the ring shares the work: zigzag, for a causal mask, is the default; contiguous, for a window; documents, "
+        "for packed documents",
+        type=str,
+        choices=["zigzag", "contiguous", "documents"],
     )
     pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)")
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleaved 1F1B: layers a virtual stage", type=int)
@@ -126,7 +136,33 @@ class AttentionConfig:
         "kernel of one attention tile",
         choices=["auto", "flash_attn", "cudnn", "flash", "cpu", "math"],
     )
-    attention_mask: str = flag("causal", "attention mask", choices=["causal", "full"])
+    attention_mask: str | None = flag(
+        None,
+        "attention mask; default causal. document: causal, with --reset-attention-mask",
+        type=str,
+        choices=["causal", "full", "window", "document", "block-sparse", "function"],
+    )
+    window_size: tuple[int, int] | None = flag(
+        None, "tokens before and after a query that it attends to, LEFT,RIGHT; -1 is no bound", type=window
+    )
+    window_global_tokens: int = flag(0, "first tokens, which see and are seen outside the window as well")
+    sparse_block_size: int = flag(128, "tokens of a block of --attention-mask block-sparse")
+    sparse_pattern: str = flag(
+        "longformer",
+        "blocks to keep: longformer, bigbird, strided, or a JSON file with a list of key blocks for each query block",
+    )
+    sparse_window_blocks: int = flag(3, "longformer, bigbird: blocks before and after a query's own")
+    sparse_global_blocks: int = flag(1, "longformer, bigbird: first blocks, which everybody sees")
+    sparse_random_blocks: int = flag(3, "bigbird: blocks drawn for each query block")
+    sparse_stride: int = flag(8, "strided: the last so many blocks, and every so-manieth")
+    mask_function: str | None = flag(
+        None,
+        "FILE.py:NAME, for --attention-mask function: (query positions, key positions) -> boolean, within causal",
+        type=str,
+    )
+    mask_cpu_threshold: int = flag(
+        16384, "masks of --mask-function are made in host memory, in row blocks, where a sequence is longer than this"
+    )
     recompute_granularity: str | None = flag(
         None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"]
     )
@@ -238,6 +274,8 @@ class DataConfig:
     dataloader_type: str = flag(
         "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
     )
+    reset_position_ids: bool = flag(False, "positions start anew after each end-of-document token")
+    reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     tokenizer_type: str | None = flag(
         None,

@@ -25,6 +25,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron.context_parallel.documents import document_ends, document_rows, restart
+from megatron.context_parallel.layout import SequenceLayout
 from megatron.training import data_files
 from megatron.training.config import Config
 from megatron.training.mock_data import MockDataset
@@ -233,18 +235,27 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool]]]):
 class _Samples(Dataset):
     """A dataset by (index, real), where a sample that is not real has no loss."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset, eod: int | None) -> None:
+        self.dataset, self.eod = dataset, eod
 
     def __getitem__(self, item: tuple[int, bool]) -> Batch:
         index, real = item
         sample = self.dataset[index]
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
-        return {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
+        taken = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
+        if self.eod is not None:
+            taken["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod))
+        return taken
 
 
 def _stack(samples: list[Batch]) -> Batch:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    if "document_ends" in samples[0]:  # rows of one length, filled up with the length of the sequence
+        ends = [sample["document_ends"] for sample in samples]
+        batch["document_ends"] = batch["tokens"].new_full((len(ends), max(map(len, ends))), batch["tokens"].size(1))
+        for row, found in zip(batch["document_ends"], ends):
+            row[: len(found)] = found
+    return batch
 
 
 def _start_worker(_: int) -> None:
@@ -263,10 +274,13 @@ def micro_batches(
     dataloader_type: str = "single",
     seed: int = 0,
     drop_last: bool = True,
+    eod: int | None = None,
 ) -> Iterator[Batch]:
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
-    Call it only on ranks of the first and the last pipeline stage. It knows nothing of the global batch, which may
+    With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end.
+
+    Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows nothing of the global batch, which may
     grow: take as many micro-batches as a step needs. "single" ends with the data; "cyclic" does not.
     """
     total, cyclic = len(dataset), dataloader_type == "cyclic"
@@ -276,7 +290,7 @@ def micro_batches(
         total, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, cyclic, seed, drop_last
     )
     loader = DataLoader(
-        _Samples(dataset),
+        _Samples(dataset, eod),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_stack,
@@ -287,17 +301,28 @@ def micro_batches(
     return iter(loader)
 
 
-def shard_batch(batch: Batch, layout: Any, device: torch.device | str) -> Batch:
+def shard_batch(
+    batch: Batch, layout: SequenceLayout, device: torch.device | str, *, reset_positions: bool = False
+) -> Batch:
     """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
 
-    ``position_ids`` [b, s_local] are the global positions. A tensor that is not in the batch is left out.
+    ``position_ids`` [b, s_local] are the global positions; with ``reset_positions`` those within the documents that
+    ``document_ends`` [b, n] bound, which stay in host memory. A tensor that is not in the batch is left out.
     """
-    device, positions = torch.device(device), layout.positions
+    device, ends = torch.device(device), batch.get("document_ends")
+    rows = next(iter(batch.values())).shape[0]
+    documents = [] if ends is None else document_rows(ends)
+    if documents:
+        layout = layout.of_documents(documents[0])
+    positions = layout.positions
     local = {key: batch[key].index_select(1, positions) for key in KEYS if key in batch}
     local["position_ids"] = positions[None]
+    if reset_positions:
+        local["position_ids"] = torch.stack([restart(positions, row) for row in documents])
     if device.type == "cuda":
         local = {key: tensor.pin_memory() for key, tensor in local.items()}
     local = {key: tensor.to(device, non_blocking=True) for key, tensor in local.items()}
-    rows = next(iter(batch.values())).shape[0]
     local["position_ids"] = local["position_ids"].expand(rows, -1)
+    if documents:
+        local["document_ends"] = ends
     return local

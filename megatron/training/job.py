@@ -44,6 +44,7 @@ class Job:
     batch_sizes: Any  # core's calculator of micro-batches a step
     iterations: int
     vocab_size: int
+    eod: int
 
 
 def prepare(config: Config, runtime: Runtime) -> Job:
@@ -85,7 +86,19 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     elif config.checkpoint.load:
         config.notes.append(f"--load {config.checkpoint.load} holds no checkpoint: starting from iteration 0")
     batch_sizes.update(progress.consumed_train_samples, False)
-    return Job(config, runtime, chunks, optimizer, schedule, progress, datasets, batch_sizes, iterations, vocab_size)
+    return Job(
+        config,
+        runtime,
+        chunks,
+        optimizer,
+        schedule,
+        progress,
+        datasets,
+        batch_sizes,
+        iterations,
+        vocab_size,
+        tokenizer.eod,
+    )
 
 
 def length_of_run(config: Config, batch_sizes: Any) -> tuple[int, int]:
@@ -127,6 +140,7 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
             num_workers=workers,
             dataloader_type=config.data.dataloader_type,
             seed=config.run.seed,
+            eod=job.eod if runtime.by_documents else None,
         )
 
     return [iterator() for _ in job.chunks] if len(job.chunks) > 1 else iterator()

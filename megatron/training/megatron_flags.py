@@ -204,14 +204,10 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "not available yet: leave it out",
         """
-        --partition-position-embedding --mask-cpu-threshold 1 --dry-run --dry-run-json 1 --world-size 1 --gpu 1
+        --partition-position-embedding --dry-run --dry-run-json 1 --world-size 1 --gpu 1
         """,
     ),
-    ("sliding windows are not available yet: leave it out", "--window-size 1 --window-attn-skip-freq 1"),
-    (
-        "packed documents that do not see each other are not available yet: leave it out",
-        "--reset-position-ids --reset-attention-mask",
-    ),
+    ("all layers have the same mask: leave it out", "--window-attn-skip-freq 1"),
     (
         "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
         """
@@ -501,12 +497,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
 )
-
-# Values of our own flags that belong to later work.
-LATER_VALUES: dict[str, tuple[str, ...]] = {
-    "--position-embedding-type": ("alibi",),
-    "--attention-mask": ("window", "document", "block-sparse"),
-}
 
 # Older spellings that store a value in a setting of ours: flag -> (section.field, value).
 SPELLINGS: dict[str, tuple[str, Any]] = {

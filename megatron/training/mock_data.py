@@ -14,8 +14,8 @@ from megatron.training.tokenizer import Tokenizer
 class MockDataset(Dataset):
     """Random token sequences from (seed, split, index) alone, with something to learn.
 
-    Runs of consecutive ids, on average 8 long, start at ids that are the more likely the smaller they are; now and then
-    a document ends. Core's mock data are always 1, 2, 3, ..., never above 4095, whatever the seed or the vocabulary.
+    Runs of consecutive ids, on average 8 long, start at ids that are the more likely the smaller they are; documents
+    are on average an eighth of a sequence long, and at most 1,024 tokens. Core's mock data are always 1, 2, 3, ..., never above 4095, whatever the seed or the vocabulary.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, split: int, size: int) -> None:
@@ -35,7 +35,7 @@ class MockDataset(Dataset):
         first = random.integers(0, 2**62, n) % (1 << octave)
         start = np.maximum.accumulate(np.where(begin, position, 0))
         ids = (first[start] + position - start) % self.vocab_size
-        ids[random.integers(0, 1024, n) == 0] = self.eod
+        ids[random.integers(0, min(max(self.seq_length // 8, 1), 1024), n) == 0] = self.eod
         text = torch.from_numpy(ids)
         loss_mask = torch.ones(n - 1)
         if self.mask_eod:

@@ -22,17 +22,14 @@ from megatron.context_parallel.grid import Axis, Grid
 from megatron.context_parallel.layer import replay_random_state
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.loss import chunked_linear_cross_entropy
-from megatron.context_parallel.masks import Causal, Full, Mask
 from megatron.context_parallel.offload import Offload, SavedInHost
 from megatron.context_parallel.position import LayoutRotaryEmbedding
 from megatron.context_parallel.spec import AttentionSettings, ChunkSettings, block_spec
+from megatron.training.attention_rule import attention_rule
 from megatron.training.config import Config
 from megatron.training.tokenizer import padded_vocab_size
 from megatron.training.validate_chunks import layers_recompute, loss_chunks
 from megatron.training.weights import initialize_weights
-
-MASKS: dict[str, Mask] = {"causal": Causal(), "full": Full()}
-
 
 class LongContextGPT(GPTModel):
     """megatron-core's GPT whose loss does not see the padding of the vocabulary.
@@ -47,9 +44,11 @@ class LongContextGPT(GPTModel):
         tensor: Axis,
         loss_chunks: int | None,
         chunks: ChunkSettings | None,
+        positions_vary: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.positions_vary = positions_vary  # from batch to batch, with the documents in it
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
 
@@ -57,7 +56,11 @@ class LongContextGPT(GPTModel):
         """As core's; streamed hidden states are embedded chunk by chunk into host memory."""
         if self.pre_process and self.chunks is not None and self.chunks.streamed:
             kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids)
-        return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        rotary = getattr(self, "rotary_pos_emb", None)
+        if not self.positions_vary or not isinstance(rotary, LayoutRotaryEmbedding):
+            return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        with rotary.of_batch(position_ids):
+            return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
 
     def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Host buffer [s, b, h] of this TP rank's tokens, from ids [b, s_local] of all its TP group's."""
@@ -218,20 +221,19 @@ def _build_chunk(
     offload: Offload | None,
 ) -> GPTModel:
     model, attention = config.model, config.attention
-    mask = MASKS[attention.attention_mask]
+    settings = AttentionSettings(layout, attention_rule(config, grid), separate=config.data.reset_attention_mask)
     stages = core.virtual_pipeline_model_parallel_size or 1
     first = grid.pipeline.rank == 0 and (stage or 0) == 0
     last = grid.pipeline.rank == grid.pipeline.size - 1 and (stage or 0) == stages - 1
     chunks = None
     if in_chunks(config):
         chunks = ChunkSettings(
-            layout,
-            mask,
-            attention.attention_kernel,
+            settings,
             fpdt=config.chunks.fpdt,
             ffn_chunks=config.chunks.ffn_chunks,
             offload=offload if config.chunks.fpdt_offload else None,
             streamed=config.chunks.fpdt_stream_hidden,
+            restart=config.data.reset_position_ids,
         )
     layers = get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
     recomputed = 0
@@ -239,7 +241,7 @@ def _build_chunk(
         recomputed = layers if attention.recompute_method == "uniform" else attention.recompute_num_layers
     spec = block_spec(
         core,
-        AttentionSettings(layout, mask, attention.attention_kernel),
+        settings,
         transformer_engine=model.transformer_impl == "transformer_engine",
         num_layers=layers,
         chunks=chunks,
@@ -253,11 +255,13 @@ def _build_chunk(
         tensor=grid.tensor,
         loss_chunks=loss_chunks(config, vocab_size),
         chunks=chunks,
+        positions_vary=positions_vary(config),
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
+        # ALiBi's positions enter through the attention rule.
+        position_embedding_type="none" if model.position_embedding_type == "alibi" else model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
@@ -312,6 +316,11 @@ def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> No
 def in_chunks(config: Config) -> bool:
     """Whether layers cut their work."""
     return config.chunks.fpdt or bool(config.chunks.ffn_chunks)
+
+
+def positions_vary(config: Config) -> bool:
+    """Whether the positions of a rank's tokens depend on the documents in the batch."""
+    return config.data.reset_position_ids or config.parallel.context_parallel_balance == "documents"
 
 
 def virtual_stages(config: Config) -> int | None:

@@ -18,8 +18,10 @@ from megatron.context_parallel import kernels
 from megatron.context_parallel.grid import Grid, initialize_grid
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.offload import Offload
+from megatron.training.attention_rule import attention_mask
 from megatron.training.config import Config
 from megatron.training.validate import Refusal, transformer_engine_installed
+from megatron.training.validate_attention import varies_by_batch
 from megatron.training.validate_chunks import attention_chunks
 
 T = TypeVar("T")
@@ -33,6 +35,8 @@ class Runtime:
     grid: Grid
     layout: SequenceLayout
     offload: Offload | None = None  # host memory, where anything goes there
+    by_documents: bool = False  # attention or positions depend on where a batch's documents end
+    reset_positions: bool = False  # positions start anew in each document
 
     @property
     def device(self) -> torch.device:
@@ -44,8 +48,8 @@ class Runtime:
 
     @property
     def reads_data(self) -> bool:
-        """Tokens are needed on the first pipeline stage, labels on the last."""
-        return self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
+        """Tokens are needed on the first pipeline stage, labels on the last, the ends of documents on every one."""
+        return self.by_documents or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
 def start(config: Config) -> Runtime:
@@ -64,6 +68,7 @@ def start(config: Config) -> Runtime:
             device=where.device,
             dtype=compute_dtype(config),
             head_dim=config.model.kv_channels,
+            needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
         )
     except ValueError as error:
         raise Refusal(str(error)) from None
@@ -91,7 +96,14 @@ def start(config: Config) -> Runtime:
     )
     seed_everything(config.run.seed, grid)
     offloads = (chunks.fpdt and chunks.fpdt_offload) or chunks.offload_checkpoints
-    return Runtime(where, grid, layout, Offload(where.device) if offloads else None)
+    return Runtime(
+        where,
+        grid,
+        layout,
+        Offload(where.device) if offloads else None,
+        by_documents=varies_by_batch(config),
+        reset_positions=config.data.reset_position_ids,
+    )
 
 
 def compute_dtype(config: Config) -> torch.dtype:

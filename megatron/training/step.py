@@ -46,10 +46,17 @@ def forward_step(
     """Run the model on the next micro-batch; returns its output and the function that makes a loss of it."""
     if mark is not None:
         mark("forward")
-    batch: dict[str, Tensor | None] = {"tokens": None, "position_ids": None, "labels": None, "loss_mask": None}
+    batch: dict[str, Tensor | None] = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask", "document_ends"))
     if runtime.reads_data:
-        batch.update(shard_batch(next(batches), runtime.layout, runtime.device))
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        restart = runtime.reset_positions
+        batch.update(shard_batch(next(batches), runtime.layout, runtime.device, reset_positions=restart))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["document_ends"],  # in the place of core's dense mask: see AttentionSettings.packed
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
     if mark is not None and output.requires_grad:
         output.register_hook(lambda _: mark("backward"))  # called when its backward begins, whatever the schedule
     return output, partial(sum_of_losses, batch["loss_mask"])

@@ -14,6 +14,7 @@ from math import gcd
 from megatron.training.config import Config, ModelConfig
 from megatron.training.models import derive_shape
 from megatron.training.refusal import Refusal
+from megatron.training.validate_attention import check_attention
 from megatron.training.validate_chunks import check_chunks
 from megatron.training.validate_job import check_batch, check_job, check_memory, check_ranges, near
 
@@ -33,6 +34,7 @@ def complete(config: Config, world_size: int) -> Config:
     check_ranges(config)
     config.model = _model(config)
     _context(config)
+    check_attention(config)
     _grid(config, world_size)
     _heads(config)
     _sequence(config)

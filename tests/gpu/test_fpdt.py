@@ -51,7 +51,7 @@ def layer(heads, kv_heads, weights, length, mask, mode, offload) -> ChunkedLayer
         output,
         weights,
         layout,
-        MASKS[mask],
+        cp.AttentionRule(MASKS[mask]),
         ffn=ffn,
         ffn_pieces=2,
         offload=None if mode == "device" else offload,

@@ -162,7 +162,7 @@ def test_lengths_that_cannot_be_cut_are_refused_with_a_way_out(length, ulysses, 
 
 
 def test_an_unknown_balance_is_refused():
-    with pytest.raises(ValueError, match="zigzag or contiguous"):
+    with pytest.raises(ValueError, match="zigzag, contiguous or documents"):
         SequenceLayout(16, abstract_grid(), "striped")
 
 

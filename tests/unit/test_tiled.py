@@ -51,15 +51,16 @@ def test_tiles_on_some_rows_and_rows_without_keys():
     assert torch.allclose(merged[32:], other.permute(2, 0, 1, 3)[32:], rtol=1e-14)
 
 
-def test_no_tile_at_all_is_an_error():
-    with pytest.raises(ValueError, match="no tile"):
-        Accumulator(torch.zeros(4, 1, 1, 8)).finish()
+def test_queries_without_any_key_give_zero():
+    out, lse = Accumulator(torch.ones(4, 1, 2, 8)).finish()
+    assert not out.any() and out.shape == (4, 1, 2, 8)
+    assert (lse == -torch.inf).all() and lse.shape == (4, 1, 2)
 
 
 def attend(q, k, v, layout):
     plan = ring_plan(layout, cp.Causal())
-    kernel = select("math", device=q.device, dtype=q.dtype, head_dim=q.size(3))
-    return tiled_attention(q, k, v, source=RingSource(plan, layout.grid.ring), kernel=kernel, scale=0.3)
+    kernel = cp.AttentionRule(kernel="math", scale=0.3).tile_kernel(q, layout.grid.ulysses, len(q))
+    return tiled_attention(q, k, v, source=RingSource(plan, layout.grid.ring), kernel=kernel)
 
 
 def test_gradients_against_finite_differences():

@@ -8,6 +8,7 @@ Query head i reads key head ``i // (h // hk)``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,6 +19,32 @@ INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one ca
 
 class KernelUnavailable(ValueError):
     """The kernel that was asked for cannot run here. The message is one line and names the way out."""
+
+
+ROW_MASK_BYTES = 32 * 2**20  # what the making of one block of a RowMask's rows may take
+PAIR_BYTES = 24  # of one pair while its mask is made: two int64 of arithmetic on positions, and the booleans
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """Which pairs of a tile are allowed, and what is added to their scores, made for a block of rows at a time.
+
+    Attributes:
+        allowed: (first row, end row, number of keys) -> boolean [rows, keys], on any device; None allows all.
+        bias: the same arguments -> [heads, rows, keys], in the dtype of lse, on the tile's device; None adds nothing.
+        heads: that ``bias`` is for.
+    """
+
+    allowed: Callable[[int, int, int], Tensor] | None
+    bias: Callable[[int, int, int], Tensor] | None = None
+    heads: int = 1
+
+    def bytes_per_row(self, keys: int, itemsize: int) -> int:
+        """Bytes that one row takes while it is made."""
+        return keys * (PAIR_BYTES + (self.heads if self.bias else 1) * itemsize)
+
+
+AnyMask = Tensor | RowMask | None
 
 
 class Kernel(Protocol):
@@ -42,12 +69,12 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Returns out_BHSD in the dtype of q and lse_BHS, natural logarithm, in fp32 (fp64 for fp64 inputs).
 
         ``causal``: query i sees keys 0..i; the tile must be square. ``mask``: boolean, True = attend, broadcastable to
-        ``[b, h, sq, sk]``; with ``causal`` both must allow a pair. Raises ValueError on a tile that is not what it
+        ``[b, h, sq, sk]``, or a `RowMask`; with ``causal`` both must allow a pair. Raises ValueError on a tile that is not what it
         says, and on a mask where the kernel takes none.
         """
         ...
@@ -62,7 +89,7 @@ class Kernel(Protocol):
         lse_BHS: Tensor,
         *,
         causal: bool,
-        mask: Tensor | None,
+        mask: AnyMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns dq, dk, dv of this tile, in the dtypes of q, k, v. ``out_BHSD`` and ``lse_BHS`` are the final ones.
@@ -77,8 +104,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> Tensor | None:
-    """Raises ValueError where a tile breaks the contract; returns the mask with all its four dimensions."""
+def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: AnyMask) -> AnyMask:
+    """Raises ValueError where a tile breaks the contract; returns the mask, a tensor with all its four dimensions."""
     b, h, sq, d = q.shape
     hk, sk = k.shape[1:3]
     if k.shape != (b, hk, sk, d) or v.shape != k.shape or h % hk != 0:
@@ -91,6 +118,8 @@ def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool,
         return None
     if not kernel.supports_mask:
         raise ValueError(f"the attention kernel {kernel.name} takes no mask")
+    if isinstance(mask, RowMask):
+        return mask
     if mask.dtype != torch.bool:
         raise ValueError(f"an attention mask is boolean, True = attend; got {mask.dtype}")
     full = [1] * (4 - mask.dim()) + list(mask.shape)
@@ -99,22 +128,43 @@ def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool,
     return mask.view(full)
 
 
-def mask_rows(
-    mask: Tensor | None, causal: bool, start: int, end: int, keys: int, device: torch.device
-) -> Tensor | None:
+def mask_rows(mask: AnyMask, causal: bool, start: int, end: int, keys: int, device: torch.device) -> Tensor | None:
     """The pairs that query rows start..end of a tile may attend to, among its first ``keys`` keys; None for all.
 
-    ``mask`` is four-dimensional or None and may live elsewhere, in host memory say: only these rows move. Returns a
-    boolean tensor that broadcasts to ``[b, h, end - start, keys]``.
+    A tensor is four-dimensional and may live elsewhere, in host memory say: only these rows move. Returns a boolean
+    tensor that broadcasts to ``[b, h, end - start, keys]``.
     """
     allowed = None
-    if mask is not None:
+    if isinstance(mask, RowMask):
+        if mask.allowed is not None:
+            allowed = to_device(mask.allowed(start, end, keys), device)[None, None]
+    elif mask is not None:
         allowed = mask if mask.shape[2] == 1 else mask[:, :, start:end]
-        allowed = (allowed if mask.shape[3] == 1 else allowed[..., :keys]).to(device)
+        allowed = to_device(allowed if mask.shape[3] == 1 else allowed[..., :keys], device)
     if causal:
         diagonal = torch.ones(end - start, keys, dtype=torch.bool, device=device).tril(start)
         allowed = diagonal.view(1, 1, end - start, keys) if allowed is None else allowed & diagonal
     return allowed
+
+
+def bias_rows(mask: AnyMask, start: int, end: int, keys: int) -> Tensor | None:
+    """What is added to the scores of query rows start..end and the first ``keys`` keys: [1, h, rows, keys] or None."""
+    if not isinstance(mask, RowMask) or mask.bias is None:
+        return None
+    return mask.bias(start, end, keys)[None]
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` on ``device``; from host memory to a GPU through a pinned buffer, without waiting for the copy.
+
+    PyTorch's pinned allocator hands a buffer out again only once the copies from it are done: block after block is made
+    in host memory while the ones before travel.
+    """
+    if x.device == device:
+        return x
+    if x.device.type == "cpu" and device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def row_blocks(rows: int, bytes_per_row: int, limit: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.base import (
+    ROW_MASK_BYTES,
+    AnyMask,
+    RowMask,
     accumulation_dtype,
+    bias_rows,
     check_tile,
     compact,
     lse_for_backward,
@@ -40,7 +44,7 @@ class CpuKernel:
         return None
 
     def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
         q, k, v = compact(q_BHSD), compact(k_BHSD), compact(v_BHSD)
@@ -48,13 +52,15 @@ class CpuKernel:
             return _forward(q, k, v, 0.0, causal, scale=scale)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
-        for start, end, keys, allowed in _blocks(q, k, causal, mask):
-            bias, rows = _additive(allowed, q.dtype), slice(start, end)
+        for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
+            bias, rows = _additive(allowed, bias, q.dtype), slice(start, end)
             out[:, :, rows], lse_rows = _forward(
                 q[:, :, rows], k[:, :, :keys], v[:, :, :keys], 0.0, False, attn_mask=bias, scale=scale
             )
-            without_keys = allowed.view(torch.uint8).amax(-1) == 0  # `any` on booleans is twenty times as slow
-            lse[:, :, rows] = lse_rows.masked_fill(without_keys, float("-inf"))
+            if allowed is not None:
+                without_keys = allowed.view(torch.uint8).amax(-1) == 0  # `any` on booleans is twenty times as slow
+                lse_rows = lse_rows.masked_fill(without_keys, float("-inf"))
+            lse[:, :, rows] = lse_rows
         return out, lse
 
     def backward(
@@ -67,7 +73,7 @@ class CpuKernel:
         lse_BHS: Tensor,
         *,
         causal: bool,
-        mask: Tensor | None,
+        mask: AnyMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
@@ -77,8 +83,8 @@ class CpuKernel:
             return _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-        for start, end, keys, allowed in _blocks(q, k, causal, mask):
-            bias, rows = _additive(allowed, q.dtype), slice(start, end)
+        for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
+            bias, rows = _additive(allowed, bias, q.dtype), slice(start, end)
             rows_and_keys = (dout[:, :, rows], q[:, :, rows], k[:, :, :keys], v[:, :, :keys])
             dq[:, :, rows], dk_part, dv_part = _backward(
                 *rows_and_keys, out[:, :, rows], lse[:, :, rows], 0.0, False, attn_mask=bias, scale=scale
@@ -92,15 +98,24 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, mask: Tensor):
-    """(first row, end row, number of keys, boolean mask of these pairs), block by block."""
+def _blocks(q: Tensor, k: Tensor, causal: bool, mask: Tensor | RowMask):
+    """(first row, end row, number of keys, boolean mask of these pairs or None, bias or None), block by block."""
     sq, sk = q.shape[2], k.shape[2]
-    bytes_per_row = mask.shape[0] * mask.shape[1] * sk * q.dtype.itemsize
-    for start, end in row_blocks(sq, bytes_per_row, MASK_BYTES):
+    if isinstance(mask, RowMask):
+        blocks = row_blocks(sq, mask.bytes_per_row(sk, q.dtype.itemsize), ROW_MASK_BYTES)
+    else:
+        blocks = row_blocks(sq, mask.shape[0] * mask.shape[1] * sk * q.dtype.itemsize, MASK_BYTES)
+    for start, end in blocks:
         keys = end if causal else sk
-        yield start, end, keys, mask_rows(mask, causal, start, end, keys, q.device)
+        yield start, end, keys, mask_rows(mask, causal, start, end, keys, q.device), bias_rows(mask, start, end, keys)
 
 
-def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a pair is allowed, -inf where not: ``1 - 1 / allowed``, on the CPU ten times as fast as `masked_fill`."""
-    return allowed.view(torch.uint8).to(dtype).reciprocal_().neg_().add_(1)
+def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The bias, or 0, where a pair is allowed, -inf where not.
+
+    ``1 - 1 / allowed``: on the CPU ten times as fast as `masked_fill`.
+    """
+    if allowed is None:
+        return bias.to(dtype)
+    additive = allowed.view(torch.uint8).to(dtype).reciprocal_().neg_().add_(1)
+    return additive if bias is None else bias.to(dtype).add_(additive)

@@ -13,7 +13,7 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels.base import backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
+from megatron.context_parallel.kernels.base import AnyMask, backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
 from megatron.context_parallel.kernels.math_kernel import MathKernel
 
 
@@ -40,7 +40,7 @@ class CudnnKernel:
         return None
 
     def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
         if min(q_BHSD.shape[2], k_BHSD.shape[2]) == 1:
@@ -62,7 +62,7 @@ class CudnnKernel:
         lse_BHS: Tensor,
         *,
         causal: bool,
-        mask: Tensor | None,
+        mask: AnyMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels.base import backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
+from megatron.context_parallel.kernels.base import AnyMask, backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
 
 
 class FlashKernel:
@@ -27,7 +27,7 @@ class FlashKernel:
         return None
 
     def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
 
@@ -47,7 +47,7 @@ class FlashKernel:
         lse_BHS: Tensor,
         *,
         causal: bool,
-        mask: Tensor | None,
+        mask: AnyMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)

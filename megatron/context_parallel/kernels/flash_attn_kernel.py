@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels.base import backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
+from megatron.context_parallel.kernels.base import AnyMask, backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
 
 
 class FlashAttnKernel:
@@ -34,7 +34,7 @@ class FlashAttnKernel:
         return found if isinstance(found, str) else None
 
     def forward(
-        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
         library = _library_for(q_BHSD)
@@ -60,7 +60,7 @@ class FlashAttnKernel:
         lse_BHS: Tensor,
         *,
         causal: bool,
-        mask: Tensor | None,
+        mask: AnyMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)

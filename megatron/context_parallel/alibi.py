@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ALiBi: a bias in the scores in place of an embedding of positions (arXiv 2108.12409; DeepSpeed4Science)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """The slope of each head, fp32 [heads].
+
+    For n heads, n a power of two, ``2^(-8/n), 2^(-16/n), ...``; otherwise those of the next smaller power of two, and
+    every second one of the next larger power.
+    """
+    nearest = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (head + 1) / nearest) for head in range(nearest)]
+    slopes += [2 ** (-4 * (2 * head + 1) / nearest) for head in range(heads - nearest)]
+    return torch.tensor(slopes, dtype=torch.float32)
