@@ -134,9 +134,7 @@ class Pass:
         self.sums.add(grads)
         return dx
 
-    def finish_grad(
-        self, chunk: int, x: Tensor, dq: Tensor | None, dkv: Tensor | None, residual: Tensor
-    ) -> None:
+    def finish_grad(self, chunk: int, x: Tensor, dq: Tensor | None, dkv: Tensor | None, residual: Tensor) -> None:
         """All of a chunk's gradients are there; None for queries without keys, and for keys without queries."""
         (start, stop), (heads, kv_heads) = self.job.layout.chunk_rows[chunk], self.local_heads
         if dq is None:

@@ -15,7 +15,7 @@ UNEVEN = 0.03  # a rank's work may be this much above the mean before one more d
 
 
 def document_ends(tokens: Tensor, eod: int) -> tuple[int, ...]:
-    """One past the last token of each document of ``tokens`` [s]: of each end-of-document token, and of the sequence."""
+    """One past each end-of-document token of ``tokens`` [s], and the length of the sequence."""
     ends = (torch.nonzero(tokens == eod).flatten() + 1).tolist()
     return tuple(ends if ends and ends[-1] == len(tokens) else [*ends, len(tokens)])
 

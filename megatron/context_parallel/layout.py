@@ -30,7 +30,7 @@ class SequenceLayout:
 
     ``zigzag`` (USP paper, algorithm 2): ring rank r of R holds blocks r and 2R-1-r of 2R, so that under a causal mask
     all ring ranks do the same work. ``contiguous``: ring rank r holds the r-th of R blocks. ``documents``: packed
-    documents are dealt so that the work of each with itself is even (:func:`~megatron.context_parallel.documents.deal`).
+    documents are dealt so that the work is even (:func:`~megatron.context_parallel.documents.deal`).
     Either way, a ring rank's sequence is cut over its Ulysses ranks, so that the all-to-all over heads restores the
     order.
 

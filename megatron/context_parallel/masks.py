@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention masks, as answers about positions.
 
-A mask never sees a rank or a backend. It is asked which keys consecutive queries attend to, and answers in bands; tiles,
-ring transfers and chunk loops all follow from those. A new mask is one small class here, and works everywhere at once.
+A mask never sees a rank or a backend. It is asked which keys consecutive queries attend to, and answers in bands;
+tiles, ring transfers and chunk loops follow from those. A new mask is one small class, and works everywhere at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Band:
         if start >= stop:
             return
         enters = k[0] - self.first if self.first_step else start  # the query from which the lower edge counts
-        leaves = k[1] - self.end if self.end_step else start  # the query from which the upper edge counts no more
+        leaves = k[1] - self.end + 1 if self.end_step else start  # the query from which the upper edge counts no more
         cuts = sorted({start, stop, *(cut for cut in (enters, leaves) if start < cut < stop)})
         for low, high in zip(cuts, cuts[1:]):
             yield Band(
@@ -221,4 +221,4 @@ class MaskFunction:
         chosen = self.function(q, k)
         if chosen.dtype != torch.bool:
             raise ValueError(f"a mask function gives booleans, True = attend; this one gives {chosen.dtype}")
-        return chosen & self.within.allowed(q, k) if self.within.fine else chosen
+        return chosen & self.within.allowed(q, k)

@@ -23,8 +23,8 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor, *, interleaved: bool = Fa
         stretch: linear interpolation; positions are divided by it.
 
     Returns:
-        fp32 [s, 1 or b, 1, dim]. The product is taken in fp64 and reduced to one turn before it is rounded, so angles are as
-        exact at four million as at four (in fp32 alone they are off by a tenth of a radian there).
+        fp32 [s, 1 or b, 1, dim]. The product is taken in fp64 and reduced to one turn before it is rounded, so angles
+        are as exact at four million as at four (in fp32 alone they are off by a tenth of a radian there).
     """
     by_sample = positions if positions.dim() == 2 else positions[:, None]
     turns = by_sample.double()[..., None] / stretch * inv_freq.to(positions.device).double() % (2 * torch.pi)

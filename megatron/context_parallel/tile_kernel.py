@@ -119,7 +119,9 @@ class AttentionRule:
         slopes = self.alibi_slopes
         if slopes is not None:
             if slopes.shape != (heads * ulysses.size,):
-                raise ValueError(f"alibi_slopes {list(slopes.shape)} are not one for each of {heads * ulysses.size} heads")
+                raise ValueError(
+                    f"alibi_slopes {list(slopes.shape)} are not one for each of {heads * ulysses.size} heads"
+                )
             slopes = slopes[ulysses.rank * heads : (ulysses.rank + 1) * heads]
         kernel = kernels.select(
             self.kernel,

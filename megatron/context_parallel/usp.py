@@ -49,7 +49,9 @@ def attention(
     """
     for part, x, name in ((layout, q, "q"), (key_layout or layout, k, "k")):
         if part.chunks > 1:
-            raise ValueError(f"the layout has {part.chunks} chunks, which only ChunkedLayer reads: make it with chunks=1")
+            raise ValueError(
+                f"the layout has {part.chunks} chunks, which only ChunkedLayer reads: make it with chunks=1"
+            )
         if x.size(0) != part.local_length:
             raise ValueError(f"{name} has {x.size(0)} tokens, the layout gives a rank {part.local_length}")
         if part.grid != layout.grid:

@@ -73,8 +73,8 @@ def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
         found = BlockList(tuple(tuple(int(block) for block in row) for row in rows))
     except (OSError, ValueError, TypeError) as error:
         raise Refusal(
-            f"--sparse-pattern {name}: {getattr(error, 'strerror', None) or error}; use longformer, bigbird, strided, or "
-            "a JSON file with a list of key blocks for each query block"
+            f"--sparse-pattern {name}: {getattr(error, 'strerror', None) or error}; use longformer, bigbird, strided, "
+            "or a JSON file with a list of key blocks for each query block"
         ) from None
     if len(found.rows) != blocks or any(not 0 <= block < blocks for row in found.rows for block in row):
         raise Refusal(

@@ -280,8 +280,9 @@ def micro_batches(
 
     With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end.
 
-    Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows nothing of the global batch, which may
-    grow: take as many micro-batches as a step needs. "single" ends with the data; "cyclic" does not.
+    Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows
+    nothing of the global batch, which may grow: take as many micro-batches as a step needs. "single" ends with the
+    data; "cyclic" does not.
     """
     total, cyclic = len(dataset), dataloader_type == "cyclic"
     if not cyclic and consumed_samples > total:

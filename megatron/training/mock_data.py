@@ -15,7 +15,8 @@ class MockDataset(Dataset):
     """Random token sequences from (seed, split, index) alone, with something to learn.
 
     Runs of consecutive ids, on average 8 long, start at ids that are the more likely the smaller they are; documents
-    are on average an eighth of a sequence long, and at most 1,024 tokens. Core's mock data are always 1, 2, 3, ..., never above 4095, whatever the seed or the vocabulary.
+    are on average an eighth of a sequence long, and at most 1,024 tokens. Core's mock data are always 1, 2, 3, ...,
+    never above 4095, whatever the seed or the vocabulary.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, split: int, size: int) -> None:

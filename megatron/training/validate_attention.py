@@ -68,8 +68,8 @@ def _own_flags(attention: AttentionConfig) -> None:
         if getattr(attention, name) != getattr(default, name) and attention.sparse_pattern not in patterns:
             flag = "--" + name.replace("_", "-")
             raise Refusal(
-                f"{flag} is read by --sparse-pattern {' and '.join(patterns)} alone, not by {attention.sparse_pattern}: "
-                "leave it out"
+                f"{flag} is read by --sparse-pattern {' and '.join(patterns)} alone, not by "
+                f"{attention.sparse_pattern}: leave it out"
             )
 
 
@@ -84,8 +84,8 @@ def _balance(config: Config) -> None:
             )
         if data.micro_batch_size > 1:
             raise Refusal(
-                f"--context-parallel-balance documents with --micro-batch-size {data.micro_batch_size} is not supported, "
-                "since each sample would be dealt in its own way: use --micro-batch-size 1, or zigzag"
+                f"--context-parallel-balance documents with --micro-batch-size {data.micro_batch_size} is not "
+                "supported, since each sample would be dealt in its own way: use --micro-batch-size 1, or zigzag"
             )
     if parallel.context_parallel_balance is not None:
         return

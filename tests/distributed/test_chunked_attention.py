@@ -47,7 +47,9 @@ def attend(made, heads, kv_heads, x, layout, mask, offload=None, streamed=False,
         return part + out.flatten(2) @ w_out
 
     parameters = [w_qkv, b_qkv, w_out, made["unused"]]
-    job = ChunkedLayer(project, output, parameters, layout, cp.AttentionRule(mask, "math"), offload=offload, streamed=streamed)
+    job = ChunkedLayer(
+        project, output, parameters, layout, cp.AttentionRule(mask, "math"), offload=offload, streamed=streamed
+    )
     return job(x), project, output
 
 

@@ -34,7 +34,7 @@ FPDT_ALL = f"{FPDT} --fpdt-stream-hidden"
 LLAMA = [
     (WINDOW, [(2, cp(2, 1)), (2, "--ring-parallel-size 2"), (4, cp(2, 2)), (4, f"{FPDT} {cp(1, 2)} {ZERO1}")]),
     (WIDE, [(2, cp(1, 2)), (4, f"{T2} {SP} --ring-parallel-size 2"), (2, f"{FPDT_ALL} {cp(2, 1)}")]),
-    (f"{WIDE} --reset-attention-mask", [(2, cp(1, 2)), (4, f"{FPDT} {cp(2, 2)}"), (4, f"{P2} {cp(2, 1)}")]),
+    (f"{WINDOW} --reset-attention-mask", [(2, cp(1, 2)), (4, f"{FPDT} {cp(2, 2)}"), (4, f"{P2} {cp(2, 1)}")]),
     (GLOBAL, [(2, cp(1, 2)), (4, cp(1, 4, "contiguous")), (4, f"{T2} {SP} {FPDT} {cp(2, 1)}")]),
     (LONGFORMER, [(2, cp(1, 2)), (4, cp(2, 2)), (4, f"{FPDT} {cp(1, 4)} {FULL}")]),
     (BIGBIRD, [(2, cp(2, 1)), (4, f"{cp(1, 4)} {ZERO1}"), (4, f"{P2} {cp(1, 2)} {FULL}")]),
@@ -67,7 +67,10 @@ LLAMA = [
         RESET,
         [(2, cp(1, 2)), (4, f"{cp(2, 2)} {ZERO1}"), (2, f"{FPDT} {cp(2, 1)}"), (4, f"{P2} {cp(2, 1)}")],
     ),
-    (f"{RESET} {ONE}", [(2, "--ring-parallel-size 2"), (4, f"{FPDT} --ring-parallel-size 4"), (2, f"{P2} {SELECTIVE}")]),
+    (
+        f"{RESET} {ONE}",
+        [(2, "--ring-parallel-size 2"), (4, f"{FPDT} --ring-parallel-size 4"), (2, f"{P2} {SELECTIVE}")],
+    ),
     (f"{RESET} --attention-mask full {ONE}", [(4, "--ring-parallel-size 4"), (2, f"{FPDT} {cp(2, 1)}")]),
     ("--reset-position-ids", [(2, cp(1, 2)), (4, f"{FPDT} {cp(2, 2)}")]),
     (

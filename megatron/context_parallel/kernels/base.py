@@ -74,8 +74,8 @@ class Kernel(Protocol):
         """Returns out_BHSD in the dtype of q and lse_BHS, natural logarithm, in fp32 (fp64 for fp64 inputs).
 
         ``causal``: query i sees keys 0..i; the tile must be square. ``mask``: boolean, True = attend, broadcastable to
-        ``[b, h, sq, sk]``, or a `RowMask`; with ``causal`` both must allow a pair. Raises ValueError on a tile that is not what it
-        says, and on a mask where the kernel takes none.
+        ``[b, h, sq, sk]``, or a `RowMask`; with ``causal`` both must allow a pair. Raises ValueError on a tile that
+        is not what it says, and on a mask where the kernel takes none.
         """
         ...
 
@@ -105,7 +105,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: AnyMask) -> AnyMask:
-    """Raises ValueError where a tile breaks the contract; returns the mask, a tensor with all its four dimensions."""
+    """Raises ValueError where a tile breaks the contract; returns the mask, a tensor with four dimensions."""
     b, h, sq, d = q.shape
     hk, sk = k.shape[1:3]
     if k.shape != (b, hk, sk, d) or v.shape != k.shape or h % hk != 0:

@@ -13,7 +13,13 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels.base import AnyMask, backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
+from megatron.context_parallel.kernels.base import (
+    AnyMask,
+    backward_in_pieces,
+    check_tile,
+    forward_in_pieces,
+    gpu_reason,
+)
 from megatron.context_parallel.kernels.math_kernel import MathKernel
 
 

@@ -6,7 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels.base import AnyMask, backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
+from megatron.context_parallel.kernels.base import (
+    AnyMask,
+    backward_in_pieces,
+    check_tile,
+    forward_in_pieces,
+    gpu_reason,
+)
 
 
 class FlashKernel:

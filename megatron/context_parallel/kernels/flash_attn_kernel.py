@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels.base import AnyMask, backward_in_pieces, check_tile, forward_in_pieces, gpu_reason
+from megatron.context_parallel.kernels.base import (
+    AnyMask,
+    backward_in_pieces,
+    check_tile,
+    forward_in_pieces,
+    gpu_reason,
+)
 
 
 class FlashAttnKernel:

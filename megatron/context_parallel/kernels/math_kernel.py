@@ -100,9 +100,7 @@ def _fold(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[3])
 
 
-def _scores(
-    q: Tensor, k: Tensor, allowed: Tensor | None, bias: Tensor | None, scale: float, rows: int
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, allowed: Tensor | None, bias: Tensor | None, scale: float, rows: int) -> Tensor:
     """``scale * q k^T + bias`` for folded q, as [b, h, rows, keys], with -inf where a pair is not allowed."""
     scores = ((q * scale) @ k.mT).view(q.shape[0], -1, rows, k.shape[2])
     if bias is not None:

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mask and position scheme on every backend against dense attention in float64: outputs and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.alibi import alibi_slopes
+from megatron.context_parallel.documents import deal
+from megatron.context_parallel.grid import abstract_grid
+from megatron.context_parallel.masks import Band
+from megatron.context_parallel.offload import Offload
+
+LENGTH, SIZE, WIDTH = 192, 8, 24
+ENDS = (1, 20, 90, 91, 150, 192)  # documents of one token, and one longer than a rank's share
+LONG = (130, 131, 192)
+EMPTY_ROW = cp.BlockList(((0,), (0, 1), (), (0, 3), (1, 4), (5,), (2, 6), (0, 7), (), (7, 9), (4, 10), (0, 11)))
+
+
+def sees_nothing(q, k):
+    """The queries of the second half see no key at all, so that whole ranks have nothing to do."""
+    return (q < LENGTH // 2) & ((q * 7 + k * 3) % 4 != 0)
+
+
+MASKS = {
+    "causal": cp.Causal(),
+    "full": cp.Full(),
+    "window 1": cp.Window(0),
+    "window 20": cp.Window(19),
+    "window 50": cp.Window(49),
+    "window both sides": cp.Window(40, 30),
+    "window and global": cp.Window(33, 0, 5),
+    "window and global both sides": cp.Window(10, 10, 3),
+    "documents": cp.Documents(ENDS),
+    "long document": cp.Documents(LONG),
+    "documents both ways": cp.Documents(ENDS, cp.Full()),
+    "documents and window": cp.Documents(LONG, cp.Window(35)),
+    "longformer": cp.BlockSparse(16, cp.LongformerBlocks(1, 1), LENGTH),
+    "bigbird both ways": cp.BlockSparse(16, cp.BigBirdBlocks(0, 1, 2), LENGTH, cp.Full()),
+    "strided": cp.BlockSparse(8, cp.StridedBlocks(4), LENGTH),
+    "empty block row": cp.BlockSparse(16, EMPTY_ROW, LENGTH),
+    "blocks in documents": cp.Documents(ENDS, cp.BlockSparse(16, cp.LongformerBlocks(1), LENGTH)),
+    "function": cp.MaskFunction(lambda q, k: (q - k) % 3 == 0),
+    "function both ways": cp.MaskFunction(lambda q, k: (q + 2 * k) % 5 < 2, cp.Full()),
+    "function in documents": cp.Documents(LONG, cp.MaskFunction(lambda q, k: (q + k) % 2 == 0, cp.Window(40))),
+    "half sees nothing": cp.MaskFunction(sees_nothing),
+}
+SCHEMES = {name: (name, False) for name in MASKS}
+SCHEMES |= {f"ALiBi, {name}": (name, True) for name in ("causal", "full", "window 50", "documents", "function")}
+# (Ulysses, Ring, TP, balance, chunks)
+BACKENDS = {
+    "one process": (1, 1, 1, "zigzag", 1),
+    "Ulysses": (2, 1, 1, "zigzag", 1),
+    "Ring": (1, 4, 1, "zigzag", 1),
+    "Ring contiguous": (1, 3, 1, "contiguous", 1),
+    "USP beside TP": (2, 2, 2, "zigzag", 1),
+    "FPDT": (1, 1, 1, "zigzag", 5),
+    "FPDT, USP": (2, 2, 1, "zigzag", 3),
+}
+
+
+def dense(q, k, v, mask, slopes=None):
+    """Plain attention on [s, b, h, d] in float64; queries without any key give 0."""
+    group = q.size(2) // k.size(2)
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    at_q, at_k = torch.arange(q.size(0))[:, None], torch.arange(k.size(0))[None]
+    allowed = mask.allowed(at_q, at_k)
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.size(3) ** -0.5
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (at_q - at_k).abs()
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhqk,kbhd->qbhd", weights, v)
+
+
+def make_layout(backend, document_ends=(), grid=None):
+    ulysses, ring, tensor, balance, chunks = BACKENDS[backend] if isinstance(backend, str) else backend
+    grid = grid or cp.initialize_grid(ulysses=ulysses, ring=ring, tensor=tensor)
+    return cp.SequenceLayout(LENGTH, grid, balance, chunks=chunks, document_ends=document_ends)
+
+
+def inputs(heads, kv_heads, batch, keys=LENGTH):
+    draw = torch.Generator().manual_seed(3)
+    q = torch.randn(LENGTH, batch, heads, SIZE, generator=draw, dtype=torch.float64)
+    k, v = (torch.randn(keys, batch, kv_heads, SIZE, generator=draw, dtype=torch.float64) for _ in range(2))
+    # A gradient whose memory lies in another order: wrong strides are the classic silent error.
+    dout = torch.randn(batch, SIZE, heads, LENGTH, generator=draw, dtype=torch.float64).permute(3, 0, 2, 1)
+    return q, k, v, dout
+
+
+def errors(pairs):
+    # dq and dk are zero where a query sees one key alone; inputs, and all other gradients, are of order one.
+    return [float((mine.double() - full).abs().max() / full.abs().max().clamp_min(0.1)) for mine, full in pairs]
+
+
+def compare(scheme, backend, kernel, dtype, threshold=16384, batch=2, layout=None):
+    """Largest errors of out, dq, dk, dv on this rank, each relative to its largest entry."""
+    name, alibi = SCHEMES[scheme]
+    mask, slopes = MASKS[name], alibi_slopes(4) if alibi else None
+    layout = layout or make_layout(backend)
+    q, k, v, dout = inputs(4, 2, batch)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = dense(*whole, mask, slopes)
+    expected_grads = torch.autograd.grad(expected, whole, dout)
+    local = [layout.shard(x).to(dtype).requires_grad_() for x in (q, k, v)]
+    options = {"kernel": kernel, "alibi_slopes": slopes, "mask_cpu_threshold": threshold}
+    if layout.chunks > 1:
+        out = chunked(*local, layout, cp.AttentionRule(mask, **options))
+    else:
+        out = cp.attention(*local, layout=layout, mask=mask, **options)
+    grads = torch.autograd.grad(out, local, layout.shard(dout).to(dtype))
+    pairs = [(out, expected), *zip(grads, expected_grads)]
+    return errors((mine, layout.shard(full)) for mine, full in pairs)
+
+
+def chunked(q, k, v, layout, rule):
+    """FPDT's pipeline around bare attention: the layer's input is q, k and v side by side."""
+    heads, kv_heads = q.size(2), k.size(2)
+    x = torch.cat([part.flatten(2) for part in (q, k, v)], dim=2)
+
+    def project(part, chunk):
+        sizes = [heads * SIZE, kv_heads * SIZE, kv_heads * SIZE]
+        return tuple(piece.unflatten(2, (-1, SIZE)) for piece in part.split(sizes, dim=2))
+
+    def output(out, part, chunk):
+        return part + torch.cat([out.flatten(2), torch.zeros_like(part[:, :, : 2 * kv_heads * SIZE])], dim=2)
+
+    layer = cp.ChunkedLayer(project, output, [], layout, rule, offload=Offload(torch.device("cpu")))
+    return (layer(x) - x)[:, :, : heads * SIZE].unflatten(2, (heads, SIZE))
+
+
+MATRIX = [(scheme, backend) for scheme in SCHEMES for backend in BACKENDS]
+
+
+def compare_schemes(schemes, backend, kernel, dtype):
+    layout = make_layout(backend)
+    return {scheme: compare(scheme, backend, kernel, dtype, layout=layout) for scheme in schemes}
+
+
+def ranks(backend):
+    ulysses, ring, tensor, *_ = BACKENDS[backend]
+    return ulysses * ring * tensor
+
+
+@pytest.fixture(scope="module")
+def results(pool):
+    """All schemes on a backend in one job: starting one costs more than attention on 192 tokens."""
+    known = {}
+
+    def of(backend, kernel, dtype):
+        if (backend, kernel) not in known:
+            known[backend, kernel] = pool.run(
+                compare_schemes, ranks(backend), list(SCHEMES), backend, kernel, dtype, timeout=180
+            )
+        return known[backend, kernel]
+
+    return of
+
+
+@pytest.mark.parametrize("scheme, backend", MATRIX)
+def test_float64_matches_dense_attention(results, scheme, backend):
+    found = [rank[scheme] for rank in results(backend, "math", torch.float64)]
+    assert max(map(max, found)) < 1e-9, found
+
+
+@pytest.mark.parametrize("scheme, backend", MATRIX)
+def test_the_fast_kernel(results, scheme, backend):
+    found = [rank[scheme] for rank in results(backend, "cpu", torch.float32)]
+    assert max(map(max, found)) < 2e-5, found
+
+
+def test_there_are_enough_cases():
+    assert len(MATRIX) >= 120
+
+
+@pytest.mark.parametrize("threshold", [8, 16384])
+def test_masks_in_host_memory_and_on_the_device_are_the_same(pool, threshold):
+    found = pool.run(compare, 4, "function", (2, 2, 1, "zigzag", 1), "cpu", torch.float64, threshold)
+    assert max(map(max, found)) < 1e-9
+
+
+def compare_dealt(ends, ulysses, ring, chunks):
+    """Documents dealt over the ring, as ``--context-parallel-balance documents`` does."""
+    mask = cp.Documents(ends)
+    layout = make_layout((ulysses, ring, 1, "documents", chunks), ends)
+    assert layout.ring_spans(layout.grid.ring.rank) == deal(ends, ring)[layout.grid.ring.rank]
+    q, k, v, dout = inputs(4, 2, 1)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = dense(*whole, mask)
+    expected_grads = torch.autograd.grad(expected, whole, dout)
+    local = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+    rule = cp.AttentionRule(mask, "math")
+    out = chunked(*local, layout, rule) if chunks > 1 else cp.attention(*local, layout=layout, mask=mask, kernel="math")
+    grads = torch.autograd.grad(out, local, layout.shard(dout))
+    assert torch.equal(layout.gather(layout.shard(q)), q)
+    return errors((mine, layout.shard(full)) for mine, full in [(out, expected), *zip(grads, expected_grads)])
+
+
+@pytest.mark.parametrize("ends", [ENDS, LONG, tuple(range(1, LENGTH + 1)), (LENGTH,)])
+@pytest.mark.parametrize("ulysses, ring, chunks", [(1, 4, 1), (2, 2, 1), (1, 2, 5)])
+def test_dealt_documents(pool, ends, ulysses, ring, chunks):
+    found = pool.run(compare_dealt, ulysses * ring, ends, ulysses, ring, chunks)
+    assert max(map(max, found)) < 1e-9, found
+
+
+def compare_samples(ulysses, ring):
+    """Each sample of a batch has documents of its own."""
+    masks = [cp.Documents(ENDS), cp.Documents(LONG), cp.Causal()]
+    layout = make_layout((ulysses, ring, 1, "zigzag", 1))
+    q, k, v, dout = inputs(4, 2, 3)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    parts = [dense(*(x[:, i : i + 1] for x in whole), mask) for i, mask in enumerate(masks)]
+    expected = torch.cat(parts, dim=1)
+    expected_grads = torch.autograd.grad(expected, whole, dout)
+    local = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+    out = cp.attention(*local, layout=layout, mask=masks, kernel="math")
+    grads = torch.autograd.grad(out, local, layout.shard(dout))
+    return errors((mine, layout.shard(full)) for mine, full in [(out, expected), *zip(grads, expected_grads)])
+
+
+def test_a_mask_for_each_sample(pool):
+    assert max(map(max, pool.run(compare_samples, 4, 2, 2))) < 1e-9
+
+
+CROSS = {
+    "full": cp.Full(),
+    "causal": cp.Causal(),
+    "window": cp.Window(40, 30),
+    "function": cp.MaskFunction(lambda q, k: (q + k) % 3 == 0, cp.Full()),
+}
+
+
+def compare_cross(mask, ulysses, ring, keys, balance):
+    """Queries and keys of different lengths and layouts."""
+    layout = make_layout((ulysses, ring, 1, "zigzag", 1))
+    key_layout = cp.SequenceLayout(keys, layout.grid, balance)
+    q, k, v, dout = inputs(4, 2, 2, keys)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = dense(*whole, CROSS[mask])
+    expected_grads = torch.autograd.grad(expected, whole, dout)
+    local = [layout.shard(q), *(key_layout.shard(x) for x in (k, v))]
+    local = [x.requires_grad_() for x in local]
+    out = cp.attention(*local, layout=layout, key_layout=key_layout, mask=CROSS[mask], kernel="math")
+    grads = torch.autograd.grad(out, local, layout.shard(dout))
+    layouts = [layout, layout, key_layout, key_layout]
+    pairs = zip(layouts, (out, *grads), (expected, *expected_grads))
+    return errors((mine, part.shard(full)) for part, mine, full in pairs)
+
+
+@pytest.mark.parametrize("mask", CROSS)
+@pytest.mark.parametrize(
+    "ulysses, ring, keys, balance", [(1, 1, 7, "zigzag"), (2, 2, 64, "contiguous"), (1, 4, 304, "zigzag")]
+)
+def test_cross_attention(pool, mask, ulysses, ring, keys, balance):
+    found = pool.run(compare_cross, ulysses * ring, mask, ulysses, ring, keys, balance)
+    assert max(map(max, found)) < 1e-9, found
+
+
+def refusals():
+    layout = make_layout((2, 1, 1, "zigzag", 1))
+    q, k, v, _ = (layout.shard(x) for x in inputs(4, 2, 2))
+    with pytest.raises(ValueError, match="3 masks for 2 samples"):
+        cp.attention(q, k, v, layout=layout, mask=[cp.Causal()] * 3)
+    with pytest.raises(ValueError, match="not one for each of 4 heads"):
+        cp.attention(q, k, v, layout=layout, alibi_slopes=alibi_slopes(2))
+    with pytest.raises(ValueError, match="True = attend"):
+        cp.attention(q, k, v, layout=layout, mask=cp.MaskFunction(lambda q, k: q - k))
+    with pytest.raises(ValueError, match="query block 1 needs one"):
+        cp.attention(q, k, v, layout=layout, mask=cp.BlockSparse(96, cp.BlockList(((0,),)), LENGTH))
+    with pytest.raises(ValueError, match="balance documents"):
+        cp.SequenceLayout(LENGTH, layout.grid, document_ends=ENDS)
+
+
+def test_bad_masks_are_refused_by_name(pool):
+    pool.run(refusals, 2)
+
+
+def test_ranks_out_of_the_window_exchange_nothing():
+    """On a contiguous ring, keys of a window go to the next rank and no further, and only the rows it needs."""
+    from megatron.context_parallel.ring import ring_plan
+    from megatron.context_parallel.tiles import count
+
+    layout = cp.SequenceLayout(1024, abstract_grid(ring=8), "contiguous")
+    for rank in range(8):
+        plan = ring_plan(layout, cp.Window(100), rank)
+        sent = [count(hop.forward) for hop in plan.hops]
+        assert sent == [100 if rank < 7 else 0] + [0] * 7
+        assert [bool(hop.tiles) for hop in plan.hops] == [True, rank > 0] + [False] * 6
+
+
+def test_bands_clip_to_what_they_are():
+    assert list(Band((0, 10), 0, 1, 0, 1).clip((4, 6))) == [
+        Band((4, 6), 4, 5, 0, 1),
+        Band((6, 10), 4, 6, 0, 0),
+    ]
