@@ -4,6 +4,7 @@
 Each case is the real training program on 1, 2, 4 or 8 processes, compared with the same program on one process.
 """
 
+import psutil
 import pytest
 
 from tests.distributed.training_runs import run_training
@@ -160,3 +161,15 @@ def test_llama_does_not_depend_on_the_grid(pool, on_one_process, world, model, g
 @pytest.mark.parametrize("world, model, grid", GPT_CASES)
 def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(grid))
+
+
+def threads() -> int:
+    """Of this rank: each process group of gloo has three, which wake up a hundred times a second."""
+    return psutil.Process().num_threads()
+
+
+@pytest.mark.parametrize("flags", ["", ZERO1, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather", f"{ZERO1} --fp16"])
+def test_a_run_leaves_no_groups_and_so_no_model_behind(pool, flags):
+    before = pool.run(threads, 2)
+    pool.run(run_training, 2, f"{GQA} --num-layers 2 --micro-batch-size 1 {flags}", steps=1)
+    assert pool.run(threads, 2) == before
