@@ -3,7 +3,7 @@
 
 from setuptools import find_namespace_packages, setup
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis"]
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis"]
 
 setup(
     name="megatron-longcontext",

@@ -90,7 +90,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         fill_states(part)
     core = chunks[0].module.config
-    core.grad_scale_func = optimizer.scale_loss
+    if settings.fp16:  # else it would multiply by 1, and tie a knot that no garbage collection undoes: with ZeRO 1 in
+        core.grad_scale_func = optimizer.scale_loss  # fp32 the optimizer holds views, and they hold the weights, in C++
     core.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:
         core.no_sync_func = _for_each_chunk([chunk.no_sync for chunk in chunks])

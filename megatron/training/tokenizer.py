@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of megatron-core behind one thin interface: ``vocab_size``, ``eod``, ``tokenize``, ``detokenize``.
 
-Where megatron-core 0.16 would download, guess or lose text, we go to the library below it; each place says why.
+Where megatron-core 0.16 would download, guess or lose text, we go to the library below it; each place says why. The two
+tokenizers that need no file need no library either: importing core's takes longer than a small run.
 """
 
 from __future__ import annotations
@@ -177,19 +178,22 @@ def _tiktoken(kind: str, path: str, pattern: str, num_special: int, vocab_size: 
 
 def _bytes(kind: str) -> Tokenizer:
     """UTF-8 bytes and an end of document, 257 ids. Core's default eod is 0, the byte NUL, among 512 ids."""
-    core = _core("byte-level", None, kind, "--tokenizer-type", special_tokens=["<eod>"], vocab_size=256, _eos_id=256)
 
     def decode(ids: list[int]) -> str:  # core strips white space at the end
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    return Tokenizer(kind, kind, core.vocab_size, core.eod, core.tokenize, decode)
+    return Tokenizer(kind, kind, 257, 256, lambda text: text.encode("utf-8"), decode)
 
 
 def _null(kind: str, vocab_size: int | None) -> Tokenizer:
     """Numbers as text: ids below --vocab-size, and --vocab-size itself as the end of document."""
     if not vocab_size:
         raise Refusal("--tokenizer-type NullTokenizer needs --vocab-size")
-    core = _core("null", None, kind, "--tokenizer-type", vocab_size=vocab_size)
     return Tokenizer(
-        kind, f"{kind} --vocab-size {vocab_size}", core.vocab_size, core.eod, core.tokenize, core.detokenize
+        kind,
+        f"{kind} --vocab-size {vocab_size}",
+        vocab_size + 1,
+        vocab_size,
+        encode=lambda text: [int(word) for word in text.split(" ")],
+        decode=lambda ids: " ".join(map(str, ids)),
     )

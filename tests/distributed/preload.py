@@ -3,14 +3,17 @@
 
 import gc
 
-import megatron.core  # noqa: F401
-import megatron.core.distributed  # noqa: F401
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
-import megatron.core.models.gpt.gpt_model  # noqa: F401
-import megatron.core.optimizer  # noqa: F401
-import megatron.core.pipeline_parallel  # noqa: F401
-import torch.distributed  # noqa: F401
+import einops  # noqa: F401
+import megatron.core.dist_checkpointing.exchange_utils  # noqa: F401
+import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401
+import torch.distributed.checkpoint.filesystem  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
 import torch.testing  # noqa: F401
+
+import megatron.context_parallel  # noqa: F401
+import megatron.training.arguments  # noqa: F401
+import megatron.training.loop  # noqa: F401
+import tests.distributed.training_runs  # noqa: F401
 
 gc.collect()
 gc.freeze()  # the workers share these pages, and the collection after each job does not walk through them

@@ -5,7 +5,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.test_training import FULL, GPT, GQA, MHA, MQA, P2, SP, T2, V2, ZERO1, check, cp, on_one_process
+from tests.distributed.test_training import (
+    FULL,
+    GPT,
+    GQA,
+    MHA,
+    MQA,
+    P2,
+    SP,
+    T2,
+    V2,
+    WHOLE,
+    ZERO1,
+    check,
+    cp,
+    on_one_process,
+)
 from tests.distributed.training_runs import run_training
 
 __all__ = ["on_one_process"]
@@ -47,8 +62,8 @@ LLAMA_CASES = [
     (2, MQA, f"{cp(1, 2, 'contiguous')} {fpdt(32, FULL)}"),
     (2, GQA, f"{cp(1, 2)} {fpdt(8, STREAM)}"),
     (4, GQA, f"{cp(2, 2)} {fpdt(32, FULL, HOST)}"),
-    (4, MQA, f"{cp(4, 1)} {fpdt(22)}"),
-    (4, MHA, f"{cp(1, 4)} {fpdt(16, STREAM)}"),
+    (4, MQA, f"{cp(4, 1)} {fpdt(22)} {WHOLE}"),
+    (4, MHA, f"{cp(1, 4)} {fpdt(16, STREAM)} {WHOLE}"),
     # TP, PP, DP
     (2, GQA, f"{T2} {SP} {fpdt(22)}"),
     (2, GQA, f"{T2} {fpdt(32, STREAM)}"),
@@ -56,8 +71,8 @@ LLAMA_CASES = [
     (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1 {fpdt(22)}"),
     (2, GQA, f"{T2} {SP} --ffn-chunks 3 --loss-chunks 3"),
     (4, GQA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, FULL)}"),
-    (4, GQA, f"{T2} {SP} {cp(2, 1)} {fpdt(32, STREAM)} {ZERO1}"),
-    (4, MHA, f"{T2} {SP} {cp(1, 2)} {fpdt(22)}"),
+    (4, GQA, f"{T2} {SP} {cp(2, 1)} {fpdt(32, STREAM)} {ZERO1} {WHOLE}"),
+    (4, MHA, f"{T2} {SP} {cp(1, 2)} {fpdt(22)} {WHOLE}"),
     (4, GQA, f"{P2} {cp(2, 1)} {fpdt(13)}"),
     (4, GQA, f"{P2} {V2} {cp(1, 2)} {fpdt(32, DEVICE)}"),
     (4, GQA, f"{cp(2, 1)} {ZERO1} {fpdt(32, HOST)} --overlap-grad-reduce"),
@@ -74,7 +89,7 @@ LLAMA_CASES = [
     (4, GQA, f"--zero-stage 3 {T2} {SP} {cp(2, 1)} {fpdt(22, STREAM, FULL)}"),
     (2, GQA, f"--zero-stage 3 {cp(2, 1)} {fpdt(16, HOST)} {TWO}"),
     (2, GQA, "--zero-stage 3 --ffn-chunks 3 --loss-chunks 3"),
-    (8, GQA, f"{T2} {SP} {cp(2, 2)} {fpdt(16, FULL, HOST)} {ZERO1}"),
+    (8, GQA, f"{T2} {SP} {cp(2, 2)} {fpdt(16, FULL, HOST)} {ZERO1} {WHOLE}"),
     (8, MQA, f"{P2} {T2} {SP} {cp(2, 1)} {fpdt(22)}"),
 ]
 GPT_CASES = [
@@ -84,9 +99,9 @@ GPT_CASES = [
     (2, MHA, f"{cp(2, 1)} {fpdt(13, DEVICE, '--attention-mask full')}"),
     (2, GQA, f"{cp(1, 2)} {fpdt(32, FULL, HOST, '--attention-mask full')}"),
     (2, MHA, f"--zero-stage 3 {cp(2, 1)} {fpdt(13, STREAM)}"),
-    (4, MHA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, STREAM)}"),
+    (4, MHA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, STREAM)} {WHOLE}"),
     (4, MHA, f"{P2} {cp(2, 1)} {fpdt(22, FULL)}"),
-    (4, MHA, f"{cp(2, 2)} {fpdt(22)}"),
+    (4, MHA, f"{cp(2, 2)} {fpdt(22)} {WHOLE}"),
 ]
 
 

@@ -102,6 +102,9 @@ def _end(environment: dict[str, str]) -> None:
     from megatron.core.tensor_parallel import random as core_random
 
     parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():  # it forgets to forget some
+        if isinstance(value[0] if isinstance(value, list) and value else value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     core_random._CUDA_RNG_STATE_TRACKER = None
