@@ -9,6 +9,7 @@ x = layout.shard(tokens, dim=1)
 out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
+from megatron.context_parallel.alibi import alibi_slopes
 from megatron.context_parallel.block_sparse import (
     BigBirdBlocks,
     BlockList,
@@ -43,6 +44,7 @@ __all__ = [
     "StridedBlocks",
     "Window",
     "abstract_grid",
+    "alibi_slopes",
     "attention",
     "current_grid",
     "initialize_grid",

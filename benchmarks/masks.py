@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What masks cost beside full causal attention, forward and backward, side by side in one run.
+
+    python benchmarks/masks.py --json masks.json
+
+One thread, CPU seconds of this process, the best of some rounds in turn: so it says what is computed, whatever else the
+machine does. Packed documents are dealt over 8 ring ranks, whose tiles run one rank after the other (without the
+transfers), and the slowest is set against the sum of what the documents cost alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import megatron.context_parallel as cp
+from megatron.context_parallel.grid import abstract_grid
+from megatron.context_parallel.ring import KeyBlock, RingPlan, ring_plan
+from megatron.context_parallel.tiled import tiled_attention
+from megatron.context_parallel.tiles import Rows, tiles
+from megatron.platform.cpu import processor_name
+
+WINDOW, RANKS, DOCUMENTS = 2048, 8, 64
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-length", type=int, default=65536)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    length, console = args.seq_length, Console(width=None if sys.stdout.isatty() else 120)
+    ends = log_normal(DOCUMENTS, length)
+    sparse = {f"block-sparse {name}": mask for name, mask in patterns(length).items()}
+    masks = {"causal": cp.Causal(), f"window {WINDOW}": cp.Window(WINDOW - 1), **sparse}
+    masks["ALiBi, causal"] = cp.Causal()
+    console.print(
+        f"{processor_name()}; {length} tokens, {args.heads} heads of {args.head_dim}, fp32, one thread, "
+        "forward + backward"
+    )
+    runs: dict[str, Callable[[], None]] = {}
+    for name, mask in masks.items():
+        slopes = cp.alibi_slopes(args.heads) if name.startswith("ALiBi") else None
+        runs[name] = run_of(mask, length, args, slopes)
+    runs["documents, each alone"] = alone(ends, args)
+    runs["documents, packed"] = run_of(cp.Documents(ends), length, args)
+    for rank in range(RANKS):
+        runs[f"documents, rank {rank} of {RANKS}"] = share_of_rank(ends, rank, args)
+    seconds = fastest(runs, args, console)
+
+    pairs = {name: sum(t.pairs for t in tiles(((0, length),), ((0, length),), mask)) for name, mask in masks.items()}
+    full = "causal"
+    rows = [(name, seconds[name], seconds[name] / seconds[full], pairs[name] / pairs[full]) for name in masks]
+    table = Table("mask", "CPU seconds", "of causal", "pairs of causal", "goal", title="Cost of masks")
+    for name, cost, share, work in rows:
+        goal = 0.12 if name.startswith("window") else 0.20 if work <= 0.13 else None
+        table.add_row(name, f"{cost:.2f}", f"{share:.1%}", f"{work:.1%}", f"<= {goal:.0%}" if goal else "")
+    own = seconds["documents, each alone"]
+    slowest = max(seconds[f"documents, rank {rank} of {RANKS}"] for rank in range(RANKS))
+    dealt = slowest * RANKS / own
+    table.add_row("documents, each alone", f"{own:.2f}", "", "", "")
+    table.add_row("documents, packed", f"{seconds['documents, packed']:.2f}", "", "", "")
+    table.add_row(f"documents on {RANKS} ranks, slowest x {RANKS}", f"{slowest * RANKS:.2f}", "", "", "")
+    console.print(table)
+    console.print(f"documents: slowest rank x {RANKS} = {dealt:.3f} of the sum of their own costs (goal <= 1.15)")
+    if args.json:
+        report = {
+            "processor": processor_name(),
+            "torch": torch.__version__,
+            "seconds": seconds,
+            "share_of_causal": {name: share for name, _, share, _ in rows},
+            "pairs_of_causal": {name: work for name, _, _, work in rows},
+            "documents_on_ranks": dealt,
+        }
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+    return 0
+
+
+def patterns(length: int) -> dict[str, cp.BlockSparse]:
+    """Sparse patterns, the first of 12.5 % of the causal pairs."""
+    block = 128
+    window = next(
+        size
+        for size in range(length // block)
+        if density(cp.BlockSparse(block, cp.LongformerBlocks(size, 1), length)) >= 0.123
+    )
+    return {
+        "longformer 12.5 %": cp.BlockSparse(block, cp.LongformerBlocks(window, 1), length),
+        "bigbird": cp.BlockSparse(block, cp.BigBirdBlocks(3, 1, 3), length),
+        "strided": cp.BlockSparse(block, cp.StridedBlocks(16), length),
+    }
+
+
+def density(mask: cp.BlockSparse) -> float:
+    """Pairs kept, as a share of the causal ones."""
+    whole = ((0, mask.seq_length),)
+    kept = sum(tile.pairs for tile in tiles(whole, whole, mask))
+    return kept / (mask.seq_length * (mask.seq_length + 1) / 2)
+
+
+def log_normal(documents: int, length: int, seed: int = 0) -> tuple[int, ...]:
+    """Ends of documents of log-normal length."""
+    draw = random.Random(seed)
+    sizes = [draw.lognormvariate(0, 1) for _ in range(documents)]
+    ends = {max(1, round(sum(sizes[: index + 1]) / sum(sizes) * length)) for index in range(documents)}
+    return tuple(sorted(ends | {length}))
+
+
+@lru_cache(maxsize=1)
+def longest(length: int, heads: int, head_dim: int) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output, [s, 1, heads, d]."""
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(length, 1, heads, head_dim, generator=generator) for _ in range(4))
+
+
+def tensors(length: int, args: argparse.Namespace) -> list[Tensor]:
+    """The first tokens of the longest inputs: making them is not what is measured."""
+    return [x[:length].detach() for x in longest(args.seq_length, args.heads, args.head_dim)]
+
+
+def run_of(mask, length: int, args: argparse.Namespace, slopes: Tensor | None = None) -> Callable[[], None]:
+    layout = cp.SequenceLayout(length, abstract_grid())
+
+    def run() -> None:
+        *qkv, dout = tensors(length, args)
+        leaves = [x.requires_grad_() for x in qkv]
+        out = cp.attention(*leaves, layout=layout, mask=mask, alibi_slopes=slopes)
+        torch.autograd.grad(out, leaves, dout)
+
+    return run
+
+
+def alone(ends: tuple[int, ...], args: argparse.Namespace) -> Callable[[], None]:
+    runs = [run_of(cp.Causal(), stop - start, args) for start, stop in zip((0, *ends), ends)]
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run
+
+
+def share_of_rank(ends: tuple[int, ...], rank: int, args: argparse.Namespace) -> Callable[[], None]:
+    """The tiles of one ring rank, with keys and values read from this process's memory."""
+    layout = cp.SequenceLayout(ends[-1], abstract_grid(ring=RANKS), "documents", document_ends=ends)
+    mask = cp.Documents(ends)
+    plan = ring_plan(layout, mask, rank)
+
+    def run() -> None:
+        q, k, v, dout = tensors(ends[-1], args)
+        mine = [_rows(x, layout.ring_spans(rank)).requires_grad_() for x in (q, k, v)]
+        source = WholeSource(plan, layout, k, v)
+        kernel = cp.AttentionRule(mask).tile_kernel(q, layout.grid.ulysses, ends[-1])
+        out = tiled_attention(*mine, source=source, kernel=kernel)
+        torch.autograd.grad(out, mine, _rows(dout, layout.ring_spans(rank)))
+
+    return run
+
+
+class WholeSource:
+    """A ring's blocks without a ring: each is cut from the whole sequence."""
+
+    def __init__(self, plan: RingPlan, layout: cp.SequenceLayout, k: Tensor, v: Tensor) -> None:
+        self.plan, self.layout, self.k, self.v = plan, layout, k, v
+
+    def single_tile(self, queries: int, keys: int) -> None:
+        return None
+
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
+        for hop in self.plan.hops:
+            if hop.tiles:
+                spans = self.layout.ring_spans(hop.source)
+                yield KeyBlock(*(_pick(_rows(x, spans), hop.held) for x in (self.k, self.v)), hop)
+
+    def blocks_with_grads(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Iterator[KeyBlock]:
+        self.grads = k.new_zeros((len(k), 2, *k.shape[1:]))
+        for index, block in enumerate(self.blocks(k, v)):
+            shape = (len(block.k), 2, *block.k.shape[1:])
+            block.grad_S2BHD = self.grads if index == 0 and len(block.k) == len(k) else k.new_zeros(shape)
+            yield block
+
+    def take_grads(self) -> tuple[Tensor, Tensor]:
+        return self.grads[:, 0], self.grads[:, 1]
+
+
+def _rows(x: Tensor, spans: Rows) -> Tensor:
+    return torch.cat([x[start:stop] for start, stop in spans]).detach()
+
+
+def _pick(x: Tensor, rows: Rows) -> Tensor:
+    return torch.cat([x[start:stop] for start, stop in rows])
+
+
+def fastest(runs: dict[str, Callable[[], None]], args: argparse.Namespace, console: Console) -> dict[str, float]:
+    """CPU seconds of each run, the least of some rounds; every round runs all of them in turn."""
+    best: dict[str, float] = {}
+    tensors(args.seq_length, args)
+    with console.status("") as status:
+        for index in range(args.repeats):
+            for name, run in runs.items():
+                status.update(f"round {index + 1} of {args.repeats}: {name}")
+                start = time.process_time()
+                run()
+                took = time.process_time() - start
+                best[name] = min(took, best.get(name, took))
+    return best
+
+
+if __name__ == "__main__":
+    sys.exit(main())
