@@ -128,7 +128,7 @@ class PartitionedEmbedding(MegatronModule):
         """
         words = self.word_embeddings(input_ids)  # [s / TP, b, h] under sequence parallelism, else [b, s, h]
         if not self.config.sequence_parallel:
-            words = words.transpose(0, 1)
+            words = words.transpose(0, 1).contiguous()
         positions = self.position_embeddings(rows)[:, None]
         hidden = words + positions.to(words.dtype)  # FSDP's ranks hold fp32 rows, whatever the layers compute in
         if not self.config.sequence_parallel:
