@@ -57,11 +57,20 @@ def test_virtual_stages(pool, on_one_process):
     check(pool, on_one_process, 4, f"{GPT} --num-layers 4", grid, llama=False, steps=3)
 
 
-@pytest.mark.parametrize("world, grid", [(2, cp(2, 1)), (2, f"{T2} {SP}"), (2, f"{T2} {SP} {fpdt(22, STREAM)}")])
-def test_dropout_is_that_of_the_whole_table_on_the_same_grid(pool, world, grid):
+def run_seeded(flags):
+    """Losses and norms from random states that do not hang on what the model drew when it was built."""
+    from megatron.training.setup import seed_everything
+
+    job = make_job(flags, False)
+    seed_everything(1234, job.runtime.grid)
+    return train_job(job, 3)[:2]
+
+
+@pytest.mark.parametrize("grid", [cp(2, 1), f"{T2} {SP}", f"{T2} {SP} {fpdt(22, STREAM)}"])
+def test_dropout_is_that_of_the_whole_table_on_the_same_grid(pool, grid):
     flags = f"{SMALL} --hidden-dropout 0.2 {grid}"
-    losses, norms, _ = pool.run(run_training, world, flags, False, 3)[0]
-    mine, my_norms, _ = pool.run(run_training, world, f"{flags} {PARTITION}", False, 3)[0]
+    losses, norms = pool.run(run_seeded, 2, flags)[0]
+    mine, my_norms = pool.run(run_seeded, 2, f"{flags} {PARTITION}")[0]
     assert mine == pytest.approx(losses, rel=1e-6) and my_norms == pytest.approx(norms, rel=1e-5)
 
 
@@ -76,30 +85,27 @@ def test_bf16_is_that_of_the_whole_table_on_the_same_grid(pool, world, grid):
 
 
 def figures(flags):
-    """Norm of the parameters and zeros among the gradients after a step; loss of an evaluation."""
+    """(loss and gradient norm of a step, norm of the parameters, loss of an evaluation), zeros among the gradients."""
     from megatron.training.job import batches_for, params_norm
     from megatron.training.step import evaluate, train_step
 
     job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8", False)
-    found = []
-    for index in (0, 1):
-        batches = batches_for(job, job.datasets[index], 0, 0)
-        arguments = (job.config, job.batch_sizes.get())
-        if index:
-            result = evaluate(job.runtime, job.chunks, batches, *arguments, 1)
-        else:
-            result = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, *arguments)
-        found += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
-    return found
+    train, held_out = (batches_for(job, dataset, 0, 0) for dataset in job.datasets[:2])
+    batch = (job.config, job.batch_sizes.get())
+    step = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, train, *batch)
+    evaluation = evaluate(job.runtime, job.chunks, held_out, *batch, 1)
+    return [step.lm_loss, step.grad_norm, params_norm(job), evaluation.lm_loss], step.zeros_in_grad
 
 
 @pytest.mark.parametrize(
     "world, grid", [(4, f"{T2} {cp(2, 1)}"), (4, f"{T2} {SP} {cp(1, 2)} {ZERO1}"), (4, f"--zero-stage 3 {cp(2, 1)}")]
 )
 def test_figures_count_each_row_once(pool, world, grid):
-    expected = pool.run(figures, 1, f"{GPT} {SPARE}")[0]
-    for mine in pool.run(figures, world, f"{GPT} {SPARE} {grid} {PARTITION}"):
+    expected, zeros = pool.run(figures, 1, f"{GPT} {SPARE}")[0]
+    assert zeros > 13 * 32  # the spare rows, and a few more: sums that round to zero on one grid need not on another
+    for mine, my_zeros in pool.run(figures, world, f"{GPT} {SPARE} {grid} {PARTITION}"):
         assert mine == pytest.approx(expected, rel=1e-5)
+        assert abs(my_zeros - zeros) < 32  # less than a row
 
 
 # ---- memory
@@ -137,7 +143,7 @@ def table(job) -> torch.Tensor | None:
             if name == POSITIONS and hasattr(weight, "spans"):
                 return gather_by_position(weight.detach(), weight.spans)
             if name == POSITIONS:
-                return weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach().clone()
+                return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
     return None
 
 
@@ -208,7 +214,7 @@ def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     assert torch.equal(loaded, before)
     assert mine == pytest.approx(losses, rel=1e-5)
     # Adam's states are in these steps: without them the rows would have gone elsewhere.
-    assert float((my_after - after).abs().max() / (after - before).abs().max()) < 1e-3
+    assert float((my_after - after).abs().max() / (after - before).abs().max()) < 1e-5
     assert float((my_after[64:] - before[64:]).abs().max()) > 0  # spare rows decay, also where they are split
 
 
