@@ -37,7 +37,6 @@ CASES = [
     (4, "", f"{P2} {cp(2, 1)} {ZERO1}"),
     (4, UNTIED, f"{P2} {cp(2, 1)}"),
     (4, "", f"{T2} {SP} {cp(2, 1)} {fpdt(22)}"),
-    (4, "", f"{T2} {SP} {ZERO1} {DP2} {fpdt(32, STREAM, FULL)}"),
     (4, UNTIED, f"--zero-stage 3 {cp(1, 2)} {DP2}"),
     (4, SPARE, f"--zero-stage 2 {T2} {SP} {DP2} {fpdt(32, STREAM)}"),
     (8, "", f"{T2} {SP} {cp(2, 2)}"),
@@ -47,9 +46,9 @@ CASES = [
 
 @pytest.mark.parametrize("world, model, grid", CASES)
 def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=6)
+    check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=5)
     _, norms, _ = on_one_process(f"{GPT} {model} --num-layers 2 ", False)
-    assert min(norms[:6]) > 0.5  # all of them are clipped
+    assert min(norms[:5]) > 0.5  # all of them are clipped
 
 
 def test_virtual_stages(pool, on_one_process):
@@ -124,8 +123,8 @@ def bytes_of_positions(flags):
 
 @pytest.mark.parametrize("grid, states", [(f"{T2} {SP} {cp(2, 2)}", 2), (f"{cp(2, 2)} {ZERO1} {DP2}", 1)])
 def test_a_rank_holds_its_share(pool, grid, states):
-    share = 4096 * 32 * 4 // (4 if "micro" in grid else 8)
-    flags = f"{GPT} --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2 {grid} {PARTITION}"
+    share = 1024 * 32 * 4 // (4 if "micro" in grid else 8)
+    flags = f"{GPT} --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2 {grid} {PARTITION}"
     for held in pool.run(bytes_of_positions, 8, flags, timeout=120):
         assert held == (share, share, states * share)
 
@@ -223,7 +222,7 @@ def weights_only(flags, folder):
     return job.progress.iteration, table(job)
 
 
-@pytest.mark.parametrize("loaded_on", ["whole", "DP 2, R 2, ZeRO 1", "ZeRO 3, U 2"])
+@pytest.mark.parametrize("loaded_on", ["whole", "ZeRO 3, U 2"])
 def test_finetune_takes_the_weights(pool, saved, loaded_on):
     folder, _, before, _ = saved("R 2")
     world, flags = GRIDS[loaded_on]
