@@ -32,6 +32,7 @@ from megatron.training.tokenizer import padded_vocab_size
 from megatron.training.validate_chunks import layers_recompute, loss_chunks
 from megatron.training.weights import initialize_weights
 
+
 class LongContextGPT(GPTModel):
     """megatron-core's GPT whose loss does not see the padding of the vocabulary.
 

@@ -14,7 +14,7 @@ from math import gcd
 from megatron.training.config import Config, ModelConfig
 from megatron.training.models import derive_shape
 from megatron.training.refusal import Refusal
-from megatron.training.validate_attention import check_attention
+from megatron.training.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.validate_chunks import check_chunks
 from megatron.training.validate_job import check_batch, check_job, check_memory, check_ranges, near
 
@@ -40,7 +40,7 @@ def complete(config: Config, world_size: int) -> Config:
     _sequence(config)
     _pipeline(config)
     _precision(config)
-    _partitioned_positions(config)
+    check_partitioned_positions(config)
     check_memory(config)
     check_chunks(config)
     check_batch(config, data_parallel_size(config, world_size))
@@ -279,22 +279,3 @@ def _precision(config: Config) -> None:
         model.transformer_impl = "transformer_engine"
     if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
         raise Refusal("--grad-reduce-in-bf16 needs --bf16: add it, or leave --grad-reduce-in-bf16 out")
-
-
-def _partitioned_positions(config: Config) -> None:
-    """Settle --partition-position-embedding."""
-    model, parallel = config.model, config.parallel
-    if not parallel.partition_position_embedding:
-        return
-    if model.position_embedding_type != "learned_absolute":
-        raise Refusal(
-            f"--partition-position-embedding with --position-embedding-type {model.position_embedding_type} has no "
-            "table to partition: use --position-embedding-type learned_absolute, or leave it out"
-        )
-    if config.optimizer.fp16:  # the table has an optimizer of its own in core, which would scale its loss on its own
-        raise Refusal("--partition-position-embedding with --fp16 is not supported: use --bf16, or leave it out")
-    if parallel.context_parallel_size == 1 and not parallel.sequence_parallel:
-        parallel.partition_position_embedding = False
-        config.notes.append(
-            "--partition-position-embedding has nothing to split without context or sequence parallelism: switched off"
-        )

@@ -20,6 +20,7 @@ GPT = f"{SMALL} --hidden-dropout 0 --clip-grad 0.5"  # every step is clipped
 UNTIED = "--untie-embeddings-and-output-weights"
 SPARE = "--max-position-embeddings 77"  # of 64 tokens
 DP2 = "--micro-batch-size 1"
+DOCUMENTS = "--attention-mask document --micro-batch-size 1"
 
 # (processes, model flags, grid and memory flags)
 CASES = [
@@ -29,6 +30,7 @@ CASES = [
     (2, "", f"{T2} {SP}"),
     (2, UNTIED, f"{cp(2, 1)} {fpdt(13)}"),
     (2, SPARE, f"{T2} {SP} {fpdt(22, STREAM)}"),
+    (2, DOCUMENTS, "--ring-parallel-size 2"),  # zigzag, not dealt
     (4, "", cp(2, 2)),
     (4, "", f"{T2} {cp(1, 2, 'contiguous')}"),
     (4, SPARE, f"{T2} {cp(2, 1)} {ZERO1}"),

@@ -97,6 +97,12 @@ def test_a_short_table_is_one_drawing():
         ("--position-embedding-type rope --ulysses-parallel-size 2", 2, "--position-embedding-type learned_absolute"),
         ("--position-embedding-type none --ulysses-parallel-size 2", 2, "--position-embedding-type none"),
         ("--fp16 --ulysses-parallel-size 2", 2, "--bf16"),
+        ("--reset-position-ids --ring-parallel-size 2", 2, "--reset-position-ids"),
+        (
+            "--reset-attention-mask --context-parallel-balance documents --ring-parallel-size 2 --micro-batch-size 1",
+            2,
+            "use --context-parallel-balance zigzag",
+        ),
     ],
 )
 def test_refused_by_name(flags, world, told):
@@ -118,6 +124,14 @@ def test_nothing_to_split_is_said(flags, world, on):
     config = config_of(f"{PARTITION} {flags}", world)
     assert config.parallel.partition_position_embedding == on
     assert on != any("--partition-position-embedding" in note for note in config.notes)
+
+
+def test_packed_documents_are_not_dealt():
+    """Their balance would move positions from rank to rank with each batch: zigzag stays the default."""
+    flags = "--attention-mask document --ring-parallel-size 2 --micro-batch-size 1"
+    assert config_of(f"{PARTITION} {flags}", 2).parallel.context_parallel_balance == "zigzag"
+    whole = f"--hidden-dropout 0 --attention-dropout 0 {flags}"
+    assert config_of(whole, 2).parallel.context_parallel_balance == "documents"
 
 
 GRIDS = [
