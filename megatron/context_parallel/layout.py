@@ -123,12 +123,12 @@ class SequenceLayout:
 
     def chunk_spans(self, chunk: int, ring: int) -> tuple[Span, ...]:
         """Positions of a chunk of ring rank ``ring``, in the order after the chunk's all-to-all."""
-        return _positions_of((self.chunk_rows[chunk],), self.ring_spans(ring))
+        return positions_of((self.chunk_rows[chunk],), self.ring_spans(ring))
 
     def local_chunk_spans(self, chunk: int) -> tuple[Span, ...]:
         """Positions of this rank's part of a chunk (all its TP ranks together), in order."""
         rows = self._ulysses_part(self.chunk_rows[chunk], self.grid.ulysses.rank)
-        return _positions_of((rows,), self.ring_spans(self.grid.ring.rank))
+        return positions_of((rows,), self.ring_spans(self.grid.ring.rank))
 
     def _ulysses_part(self, rows: Span, ulysses: int) -> Span:
         width = (rows[1] - rows[0]) // self.grid.ulysses.size
@@ -142,7 +142,7 @@ class SequenceLayout:
                 start, stop = self._ulysses_part(chunk, ulysses)
                 width = (stop - start) // self.tensor_parts
                 rows.append((start + part * width, start + (part + 1) * width))
-        return _positions_of(rows, self.ring_spans(ring))
+        return positions_of(rows, self.ring_spans(ring))
 
     @property
     def local_spans(self) -> tuple[Span, ...]:
@@ -183,7 +183,7 @@ def length_unit(ulysses: int, ring: int, balance: str, tensor: int = 1) -> int:
     return lcm(blocks, ulysses * ring * tensor)
 
 
-def _positions_of(rows: Iterable[Span], spans: tuple[Span, ...]) -> tuple[Span, ...]:
+def positions_of(rows: Iterable[Span], spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """The positions behind runs of rows of a block that holds ``spans``, neighbours joined."""
     found: list[Span] = []
     for first, stop in rows:

@@ -32,7 +32,9 @@ from megatron.training.setup import compute_dtype
 from megatron.training.sharded_state import (
     METADATA,
     Places,
+    core_optimizer_state,
     find_places,
+    load_core_optimizer,
     load_optimizer,
     load_weights,
     optimizer_state,
@@ -234,7 +236,7 @@ def load(
             load_weights(loaded[key], places[index])
     if with_optimizer:
         if config.parallel.zero_stage == 1:
-            optimizer.load_state_dict(loaded["optimizer"])
+            load_core_optimizer(optimizer, loaded["optimizer"])
         else:
             load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
@@ -286,7 +288,7 @@ def _state(
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
         if config.parallel.zero_stage == 1:
-            state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
+            state["optimizer"] = core_optimizer_state(optimizer, models, loading=loading)
         else:
             state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
         if schedule is not None:
@@ -344,7 +346,8 @@ def _check_model(saved: dict[str, Any], config: Config, path: Path, weights_only
             if name in saved and saved[name] != getattr(config.model, name)
         ]
 
-    wrong = differing(SHAPES if weights_only else (*SHAPES, *FORMULAS))
+    shapes = (*SHAPES, *["max_position_embeddings"] * (config.model.position_embedding_type == "learned_absolute"))
+    wrong = differing(shapes if weights_only else (*shapes, *FORMULAS))
     if wrong:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
     config.notes += [f"weights of another network: {change}" for change in differing(FORMULAS)]

@@ -87,6 +87,9 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)")
     sequence_parallel: bool = flag(False, "split activations over TP between the linear layers (TP-sp)")
+    partition_position_embedding: bool = flag(
+        False, "learned positions: a rank holds, trains and optimizes the rows of its own tokens only"
+    )
     context_parallel_size: int | None = flag(
         None, "ranks a sequence is split over, U x R; alone, the split is chosen and logged", type=int
     )

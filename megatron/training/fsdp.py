@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import get_data_parallel_group
+from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,6 +37,7 @@ class FullySharded(_BaseDataParallel):
         super().__init__(chunk.config, chunk)
         self.ddp_config = DistributedDataParallelConfig()  # core asks it whether its own FSDP is in use
         self.units = shard(chunk, config)
+        self.partitioned = partitioned_parameters(chunk)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         output = self.module(*inputs, **kwargs)
@@ -44,13 +47,20 @@ class FullySharded(_BaseDataParallel):
         return output
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """FSDP has summed the gradients at the end of every backward pass."""
+        """FSDP has summed its gradients at the end of every backward pass; partitioned positions are left, over DP."""
+        for parameter in self.partitioned:
+            dist.all_reduce(parameter.grad, group=get_data_parallel_group())
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: Tensor) -> None:
         for parameter in self.module.parameters():
             if parameter.grad is not None:
-                parameter.grad.to_local().mul_(scaling_factor)
+                to_local_if_dtensor(parameter.grad).mul_(scaling_factor)
+
+
+def partitioned_parameters(chunk: nn.Module) -> set[nn.Parameter]:
+    """Partitioned positions: each rank has rows of its own already, and FSDP leaves them alone."""
+    return {parameter for parameter in chunk.parameters() if not getattr(parameter, "allreduce", True)}
 
 
 def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
@@ -70,11 +80,12 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
         ),
     }
     free = config.parallel.zero_stage == 3
+    ignored = partitioned_parameters(chunk)
     layers, units = list(chunk.decoder.layers), []
 
     def make_unit(module: nn.Module, *, free: bool) -> None:
         module.float()
-        fully_shard(module, reshard_after_forward=free, **settings)
+        fully_shard(module, reshard_after_forward=free, ignored_params=ignored, **settings)
         units.append(module)
 
     for layer in layers:

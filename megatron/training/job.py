@@ -12,7 +12,11 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.parallel_state import get_data_parallel_group, get_model_parallel_group
+from megatron.core.parallel_state import (
+    get_data_parallel_group,
+    get_expert_tensor_model_pipeline_parallel_group,
+    get_model_parallel_group,
+)
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import to_local_if_dtensor
@@ -166,12 +170,15 @@ def describe(job: Job) -> Iterator[str]:
 def params_norm(job: Job) -> float:
     """L2 norm of all parameters of the model, each counted once."""
     checkpoint.gather_parameters(job.chunks, job.config)
-    total = torch.zeros((), dtype=torch.float64, device=job.runtime.device)
+    total, rows = torch.zeros((2,), dtype=torch.float64, device=job.runtime.device).unbind()
     for chunk in job.chunks:
         for parameter in chunk.parameters():
             if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                total += to_local_if_dtensor(parameter).double().square().sum()
+                mine = total if getattr(parameter, "allreduce", True) else rows
+                mine += to_local_if_dtensor(parameter).double().square().sum()
     dist.all_reduce(total, group=get_model_parallel_group())
     if job.config.parallel.zero_stage >= 2:
         dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
-    return float(total.sqrt())
+    if job.config.parallel.partition_position_embedding:
+        dist.all_reduce(rows, group=get_expert_tensor_model_pipeline_parallel_group())
+    return float((total + rows).sqrt())

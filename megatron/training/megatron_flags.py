@@ -204,7 +204,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "not available yet: leave it out",
         """
-        --partition-position-embedding --dry-run --dry-run-json 1 --world-size 1 --gpu 1
+        --dry-run --dry-run-json 1 --world-size 1 --gpu 1
         """,
     ),
     ("all layers have the same mask: leave it out", "--window-attn-skip-freq 1"),

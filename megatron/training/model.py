@@ -23,6 +23,7 @@ from megatron.context_parallel.layer import replay_random_state
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.loss import chunked_linear_cross_entropy
 from megatron.context_parallel.offload import Offload, SavedInHost
+from megatron.context_parallel.partitioned_position import PartitionedEmbedding
 from megatron.context_parallel.position import LayoutRotaryEmbedding
 from megatron.context_parallel.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.training.attention_rule import attention_rule
@@ -68,9 +69,11 @@ class LongContextGPT(GPTModel):
         parts = self.tensor.size if self.config.sequence_parallel else 1
         ids, positions = (x.unflatten(1, (parts, -1)) for x in (input_ids, position_ids))
         rows, weight = ids.size(2), self.embedding.word_embeddings.weight
+        partitioned = isinstance(self.embedding, PartitionedEmbedding)
 
         def embed(_: None, run: tuple[int, int]) -> Tensor:
-            return self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)))
+            mine = {"rows": run} if partitioned else {}
+            return self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)), **mine)
 
         return apply_in_chunks(
             embed,
@@ -248,6 +251,7 @@ def _build_chunk(
         chunks=chunks,
         recomputed=recomputed,
     )
+    partitioned = config.parallel.partition_position_embedding
     chunk = LongContextGPT(
         config=core,
         transformer_layer_spec=spec,
@@ -261,8 +265,10 @@ def _build_chunk(
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        # ALiBi's positions enter through the attention rule.
-        position_embedding_type="none" if model.position_embedding_type == "alibi" else model.position_embedding_type,
+        # ALiBi's positions enter through the attention rule, partitioned ones below.
+        position_embedding_type="none"
+        if partitioned or model.position_embedding_type == "alibi"
+        else model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
         rope_scaling=model.use_rope_scaling,
@@ -270,6 +276,8 @@ def _build_chunk(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=stage,
     )
+    if partitioned and first:
+        chunk.embedding = PartitionedEmbedding(chunk.embedding, layout, model.max_position_embeddings)
     if model.position_embedding_type == "rope":
         rotary = LayoutRotaryEmbedding(chunk.rotary_pos_emb, layout)
         if config.chunks.fpdt:

@@ -84,6 +84,10 @@ def start(config: Config) -> Runtime:
         virtual_pipeline=_virtual_stages(config),
         backend=where.backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
+        # Without experts it says one thing: where core sums the gradients of partitioned positions, over DP alone.
+        core_options={"expert_model_parallel_size": parallel.context_parallel_size}
+        if parallel.partition_position_embedding
+        else None,
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # core's schedules ask for it, and warn if it is not there
     chunks = config.chunks

@@ -28,6 +28,7 @@ from megatron.training.refusal import Refusal
 
 # Copied for every call: core writes process groups into it.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+PARTITIONED = "is_expert_parallel"  # core's name: here, the groups of partitioned positions
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def weights_state(places: Places, dtype: torch.dtype) -> dict[str, Any]:
     """The weights under FSDP, as other ZeRO stages save them: in the compute dtype."""
     state: dict[str, Any] = {f"other {index}": other for index, other in enumerate(places.others)}
     for number, (parameter, pieces) in enumerate(places.pieces.items()):
-        local = parameter.to_local().to(dtype)
+        local = to_local_if_dtensor(parameter).to(dtype)
         state[f"{number}"] = {f"{index}": piece.of(local) for index, piece in enumerate(pieces)}
     return state
 
@@ -142,10 +143,12 @@ def load_weights(loaded: dict[str, Any], places: Places) -> None:
 
 def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, loading: bool) -> dict[str, Any]:
     """Main weights and states of a replicated or an FSDP optimizer, as core's distributed optimizer saves them."""
-    part = only_part(optimizer)
+    part, _ = parts_of(optimizer)
     inner = part.optimizer
     if loading:
-        part.init_state_fn(inner, part.config)
+        for one in parts_of(optimizer):
+            if one is not None:
+                one.init_state_fn(one.optimizer, one.config)
     steps = {float(state["step"]) for state in inner.state.values() if "step" in state}
     shared = {"step": steps.pop()} if steps else {}  # of Transformer Engine's Adam, the groups hold it
     groups = [{key: value for key, value in group.items() if key != "params"} | shared for group in inner.param_groups]
@@ -155,7 +158,7 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
         "param_state": {
             f"{number}": {
                 name: {f"{index}": piece.of(tensor, f"optimizer.state.{name}.") for index, piece in enumerate(pieces)}
-                for name, tensor in _tensors(part, parameter).items()
+                for name, tensor in _tensors(optimizer, parameter).items()
             }
             for number, (parameter, pieces) in enumerate(_parameters(places))
         },
@@ -171,30 +174,72 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places:
     Raises:
         Refusal: the checkpoint's parameters are grouped in another way.
     """
-    part = only_part(optimizer)
-    saved = {_identity(group): group for group in loaded["optimizer"]["param_groups"]}
-    for group in part.optimizer.param_groups:
-        if _identity(group) not in saved:
-            raise Refusal(
-                "the checkpoint's optimizer has no group of parameters with these multipliers of weight decay and "
-                f"learning rate ({_identity(group)}): give --decoupled-lr as there, or pass --no-load-optim"
-            )
-        group.update(saved[_identity(group)])
+    part, rows = parts_of(optimizer)
+    saved = loaded["optimizer"]["param_groups"]
+    _load_groups(part, saved)
+    if rows is not None:
+        _load_groups(rows, saved)
     for number, (parameter, pieces) in enumerate(_parameters(places)):
-        for name, tensor in _tensors(part, parameter).items():
+        for name, tensor in _tensors(optimizer, parameter).items():
             for index, piece in enumerate(pieces):
                 piece.put(loaded["param_state"][f"{number}"][name][f"{index}"], tensor)
-        state = part.optimizer.state[_main(parameter)]
+        state = _part_with(optimizer, parameter).optimizer.state[_main(parameter)]
         if "step" in state:
-            state["step"].fill_(saved[_identity(part.optimizer.param_groups[0])]["step"])
+            state["step"].fill_(saved[0]["step"])
     if getattr(part, "grad_scaler", None) and "grad_scaler" in loaded:
         part.grad_scaler.load_state_dict(loaded["grad_scaler"])
 
 
-def only_part(optimizer: MegatronOptimizer) -> MegatronOptimizer:
-    """The one optimizer in core's chain of one."""
-    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
-    return part
+def core_optimizer_state(optimizer: MegatronOptimizer, models: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    """The same with ZeRO 1, made by core's distributed optimizer.
+
+    Partitioned positions have a second one in core's chain. Groups and step, which are equal in both, are saved once:
+    a checkpoint looks as if there were one.
+    """
+    part, rows = parts_of(optimizer)
+    state = part.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
+    if rows is not None:
+        if loading and rows.get_parameters() and not rows.optimizer.state:
+            rows.load_state_dict(rows.state_dict())  # makes states: Transformer Engine's Adam has none before a step
+        state["positions"] = rows.sharded_param_state_fully_reshardable(models, loading, dict(METADATA))
+    return state
+
+
+def load_core_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
+    """Take over what :func:`core_optimizer_state` asked for."""
+    part, rows = parts_of(optimizer)
+    positions = loaded.pop("positions", None)
+    part.load_state_dict(loaded)
+    if rows is None:
+        return
+    saved = loaded["optimizer"]["param_groups"]
+    _load_groups(rows, saved)
+    for state in rows.optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(saved[0]["step"])
+    rows.load_parameter_state_from_fully_reshardable(positions)
+
+
+def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> None:
+    known = {_identity(group): group for group in saved}
+    for group in part.optimizer.param_groups:
+        if _identity(group) not in known:
+            raise Refusal(
+                "the checkpoint's optimizer has no group of parameters with these multipliers of weight decay and "
+                f"learning rate ({_identity(group)}): give --decoupled-lr as there, or pass --no-load-optim"
+            )
+        group.update(known[_identity(group)] | {PARTITIONED: group[PARTITIONED]})
+
+
+def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronOptimizer | None]:
+    """The optimizers in core's chain: that of nearly everything, and that of partitioned positions if there are any."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return parts[0], parts[1] if len(parts) > 1 else None
+
+
+def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer:
+    part, rows = parts_of(optimizer)
+    return part if getattr(parameter, "allreduce", True) else rows
 
 
 def _parameters(places: Iterable[Places]) -> Iterator[tuple[nn.Parameter, Sequence[Piece]]]:
@@ -207,11 +252,12 @@ def _main(parameter: nn.Parameter) -> Tensor:
     return getattr(parameter, "main_param", parameter)
 
 
-def _tensors(part: MegatronOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    main = _main(parameter)
-    states = {name: value for name, value in part.optimizer.state[main].items() if name != "step"}
+def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    main, inner = _main(parameter), _part_with(optimizer, parameter).optimizer
+    states = {name: value for name, value in inner.state[main].items() if name != "step"}
     return {"param": main, **states}
 
 
 def _identity(group: dict[str, Any]) -> tuple:
-    return tuple(group[key] for key in param_group_identifier_keys)
+    """What makes two groups the same, in a checkpoint or here; whether positions are partitioned does not count."""
+    return tuple(group[key] for key in param_group_identifier_keys if key != PARTITIONED)

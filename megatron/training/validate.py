@@ -14,7 +14,7 @@ from math import gcd
 from megatron.training.config import Config, ModelConfig
 from megatron.training.models import derive_shape
 from megatron.training.refusal import Refusal
-from megatron.training.validate_attention import check_attention
+from megatron.training.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.validate_chunks import check_chunks
 from megatron.training.validate_job import check_batch, check_job, check_memory, check_ranges, near
 
@@ -40,6 +40,7 @@ def complete(config: Config, world_size: int) -> Config:
     _sequence(config)
     _pipeline(config)
     _precision(config)
+    check_partitioned_positions(config)
     check_memory(config)
     check_chunks(config)
     check_batch(config, data_parallel_size(config, world_size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about masks, packed documents and the balance that suits them."""
+"""The part of `validate.py` about masks, packed documents, the balance that suits them, and partitioned positions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def _balance(config: Config) -> None:
             )
     if parallel.context_parallel_balance is not None:
         return
-    if documents and data.micro_batch_size == 1 and config.attention.attention_mask in ("causal", "full"):
+    dealt = data.micro_batch_size == 1 and not parallel.partition_position_embedding
+    if documents and dealt and config.attention.attention_mask in ("causal", "full"):
         parallel.context_parallel_balance = "documents"
     elif config.attention.attention_mask == "window":
         parallel.context_parallel_balance = "contiguous"  # neighbours exchange, the others have nothing to say
@@ -100,3 +101,29 @@ def _balance(config: Config) -> None:
 def varies_by_batch(config: Config) -> bool:
     """Whether attention or positions depend on where a batch's documents end."""
     return config.data.reset_attention_mask or config.data.reset_position_ids
+
+
+def check_partitioned_positions(config: Config) -> None:
+    """Settle --partition-position-embedding."""
+    model, parallel = config.model, config.parallel
+    if not parallel.partition_position_embedding:
+        return
+    if model.position_embedding_type != "learned_absolute":
+        raise Refusal(
+            f"--partition-position-embedding with --position-embedding-type {model.position_embedding_type} has no "
+            "table to partition: use --position-embedding-type learned_absolute, or leave it out"
+        )
+    if config.data.reset_position_ids or parallel.context_parallel_balance == "documents":
+        reset = config.data.reset_position_ids
+        flag = "--reset-position-ids" if reset else "--context-parallel-balance documents"
+        raise Refusal(
+            f"--partition-position-embedding with {flag} is not supported, since a rank's positions would hang on the "
+            f"documents in the batch: leave one out{'' if reset else ', or use --context-parallel-balance zigzag'}"
+        )
+    if config.optimizer.fp16:  # the table has an optimizer of its own in core, which would scale its loss on its own
+        raise Refusal("--partition-position-embedding with --fp16 is not supported: use --bf16, or leave it out")
+    if parallel.context_parallel_size == 1 and not parallel.sequence_parallel:
+        parallel.partition_position_embedding = False
+        config.notes.append(
+            "--partition-position-embedding has nothing to split without context or sequence parallelism: switched off"
+        )

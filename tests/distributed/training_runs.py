@@ -82,10 +82,13 @@ def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
             gather_gradient_shards(chunk)
         for name, parameter in canonical_parameters(unwrap(chunk)):
             if job.config.parallel.zero_stage >= 2:
-                grad = parameter.grad.full_tensor()
+                grad = parameter.grad
+                grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
             else:
                 grad = parameter.main_grad.detach().float()
-            if getattr(parameter, "tensor_model_parallel", False):
+            if hasattr(parameter, "spans"):
+                grad = gather_by_position(grad, parameter.spans)
+            elif getattr(parameter, "tensor_model_parallel", False):
                 grad = gather_over_tensor_parallel(
                     grad, parameter.partition_dim, getattr(parameter, "partition_stride", 1), job.runtime.grid.tensor
                 )
@@ -97,7 +100,7 @@ def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
 
 def gather_gradient_shards(chunk: Any) -> None:
     """Under ZeRO 1 each rank holds the sum of its shard of a bucket only."""
-    for buffer in chunk.buffers:
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -112,3 +115,17 @@ def gather_over_tensor_parallel(grad: torch.Tensor, dim: int, stride: int, axis:
     dist.all_gather(parts, grad.contiguous(), group=axis.group)
     halves = zip(*(part.chunk(stride, dim) for part in parts))
     return torch.cat([piece for half in halves for piece in half], dim)
+
+
+def gather_by_position(grad: torch.Tensor, spans: Any) -> torch.Tensor:
+    """The gradient of a whole table of positions, from the ranks of its rows (TP x CP)."""
+    from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group
+
+    group = get_expert_tensor_and_model_parallel_group()
+    parts = [None] * group.size()
+    dist.all_gather_object(parts, (spans, grad), group=group)
+    whole = grad.new_full((max(stop for spans, _ in parts for _, stop in spans), grad.size(1)), torch.nan)
+    for spans, rows in parts:
+        for start, stop in spans:
+            whole[start:stop], rows = rows[: stop - start], rows[stop - start :]
+    return whole

@@ -50,7 +50,7 @@ def refused(flags: str, *expected: str, world: int = 1) -> None:
         ("--num-experts 8", 1, ("--num-experts",)),
         ("--numlayers 2", 1, ("--numlayers", "--num-layers")),
         ("--fpdt", 1, ("--fpdt-chunk-size 65536", "--seq-length")),
-        ("--partition-position-embedding", 1, ("--partition-position-embedding", "yet")),
+        ("--partition-position-embedding", 1, ("--partition-position-embedding", "learned_absolute")),
         ("--attention-dropout 0.1", 1, ("--attention-dropout 0",)),
         ("--zero-stage 3 --pipeline-model-parallel-size 2", 2, ("--zero-stage 3", "--pipeline-model-parallel-size")),
         ("--device cuda", 1, ("--device",)),

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--partition-position-embedding: the run of the whole table, with a part of it on each rank, saved as one table."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.distributed.test_fpdt import STREAM, fpdt
+from tests.distributed.test_training import FULL, P2, SP, T2, V2, ZERO1, check, cp, on_one_process
+from tests.distributed.training_runs import gather_by_position, make_job, run_training, train_job
+
+__all__ = ["on_one_process"]
+
+PARTITION = "--partition-position-embedding"
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0"
+GPT = f"{SMALL} --hidden-dropout 0 --clip-grad 0.5"  # every step is clipped
+UNTIED = "--untie-embeddings-and-output-weights"
+SPARE = "--max-position-embeddings 77"  # of 64 tokens
+DP2 = "--micro-batch-size 1"
+DOCUMENTS = "--attention-mask document --micro-batch-size 1"
+
+# (processes, model flags, grid and memory flags)
+CASES = [
+    (2, "", cp(2, 1)),
+    (2, UNTIED, cp(1, 2)),
+    (2, SPARE, f"{cp(1, 2)} {FULL}"),
+    (2, "", f"{T2} {SP}"),
+    (2, UNTIED, f"{cp(2, 1)} {fpdt(13)}"),
+    (2, SPARE, f"{T2} {SP} {fpdt(22, STREAM)}"),
+    (2, DOCUMENTS, "--ring-parallel-size 2"),  # zigzag, not dealt
+    (4, "", cp(2, 2)),
+    (4, "", f"{T2} {cp(1, 2, 'contiguous')}"),
+    (4, SPARE, f"{T2} {cp(2, 1)} {ZERO1}"),
+    (4, "", f"{cp(1, 2)} {DP2}"),
+    (4, SPARE, f"{cp(1, 2)} {ZERO1} {DP2} --overlap-grad-reduce --overlap-param-gather"),
+    (4, "", f"{P2} {cp(2, 1)} {ZERO1}"),
+    (4, UNTIED, f"{P2} {cp(2, 1)}"),
+    (4, "", f"{T2} {SP} {cp(2, 1)} {fpdt(22)}"),
+    (4, UNTIED, f"--zero-stage 3 {cp(1, 2)} {DP2}"),
+    (4, SPARE, f"--zero-stage 2 {T2} {SP} {DP2} {fpdt(32, STREAM)}"),
+    (8, "", f"{T2} {SP} {cp(2, 2)}"),
+    (8, "", f"{T2} {SP} {cp(1, 2)} {ZERO1} {DP2}"),
+]
+
+
+@pytest.mark.parametrize("world, model, grid", CASES)
+def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=5)
+    _, norms, _ = on_one_process(f"{GPT} {model} --num-layers 2 ", False)
+    assert min(norms[:5]) > 0.5  # all of them are clipped
+
+
+def test_virtual_stages(pool, on_one_process):
+    grid = f"{P2} {V2} {cp(1, 2)} {ZERO1} {PARTITION}"
+    check(pool, on_one_process, 4, f"{GPT} --num-layers 4", grid, llama=False, steps=3)
+
+
+def run_seeded(flags):
+    """Losses and norms from random states that do not hang on what the model drew when it was built."""
+    from megatron.training.setup import seed_everything
+
+    job = make_job(flags, False)
+    seed_everything(1234, job.runtime.grid)
+    return train_job(job, 3)[:2]
+
+
+@pytest.mark.parametrize("grid", [cp(2, 1), f"{T2} {SP}", f"{T2} {SP} {fpdt(22, STREAM)}"])
+def test_dropout_is_that_of_the_whole_table_on_the_same_grid(pool, grid):
+    flags = f"{SMALL} --hidden-dropout 0.2 {grid}"
+    losses, norms = pool.run(run_seeded, 2, flags)[0]
+    mine, my_norms = pool.run(run_seeded, 2, f"{flags} {PARTITION}")[0]
+    assert mine == pytest.approx(losses, rel=1e-6) and my_norms == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "world, grid", [(4, f"{P2} {cp(2, 1)}"), (4, f"{P2} {cp(1, 2)} {ZERO1}"), (2, f"--zero-stage 3 {cp(2, 1)}")]
+)
+def test_bf16_is_that_of_the_whole_table_on_the_same_grid(pool, world, grid):
+    losses, norms, _ = pool.run(run_training, world, f"{GPT} --bf16 {grid}", False, 5)[0]
+    mine, my_norms, _ = pool.run(run_training, world, f"{GPT} --bf16 {grid} {PARTITION}", False, 5)[0]
+    assert mine[0] == losses[0]
+    assert mine == pytest.approx(losses, rel=2e-4) and my_norms[0] == pytest.approx(norms[0], rel=1e-3)
+
+
+def figures(flags):
+    """(loss and gradient norm of a step, norm of the parameters, loss of an evaluation), zeros among the gradients."""
+    from megatron.training.job import batches_for, params_norm
+    from megatron.training.step import evaluate, train_step
+
+    job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8", False)
+    train, held_out = (batches_for(job, dataset, 0, 0) for dataset in job.datasets[:2])
+    batch = (job.config, job.batch_sizes.get())
+    step = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, train, *batch)
+    evaluation = evaluate(job.runtime, job.chunks, held_out, *batch, 1)
+    return [step.lm_loss, step.grad_norm, params_norm(job), evaluation.lm_loss], step.zeros_in_grad
+
+
+@pytest.mark.parametrize(
+    "world, grid", [(4, f"{T2} {cp(2, 1)}"), (4, f"{T2} {SP} {cp(1, 2)} {ZERO1}"), (4, f"--zero-stage 3 {cp(2, 1)}")]
+)
+def test_figures_count_each_row_once(pool, world, grid):
+    expected, zeros = pool.run(figures, 1, f"{GPT} {SPARE}")[0]
+    assert zeros > 13 * 32  # the spare rows, and a few more: sums that round to zero on one grid need not on another
+    for mine, my_zeros in pool.run(figures, world, f"{GPT} {SPARE} {grid} {PARTITION}"):
+        assert mine == pytest.approx(expected, rel=1e-5)
+        assert abs(my_zeros - zeros) < 32  # less than a row
+
+
+# ---- memory
+
+
+def bytes_of_positions(flags):
+    """(weights and gradients, optimizer states) of the table that this rank holds; rows of it."""
+    job = make_job(flags, False)
+    train_job(job, 1)
+    (weight,) = [weight for name, weight in job.chunks[0].named_parameters() if "position_embeddings" in name]
+    buffers = [weight.main_grad.untyped_storage()] if hasattr(weight, "spans") else []
+    states = [state for part in job.optimizer.chained_optimizers[1:] for state in part.optimizer.state.values()]
+    tensors = [tensor for state in states for name, tensor in state.items() if name != "step"]
+    return weight.nbytes, sum(buffer.nbytes() for buffer in buffers), sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("grid, states", [(f"{T2} {SP} {cp(2, 2)}", 2), (f"{cp(2, 2)} {ZERO1} {DP2}", 1)])
+def test_a_rank_holds_its_share(pool, grid, states):
+    share = 1024 * 32 * 4 // (4 if "micro" in grid else 8)
+    flags = f"{GPT} --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2 {grid} {PARTITION}"
+    for held in pool.run(bytes_of_positions, 8, flags, timeout=120):
+        assert held == (share, share, states * share)
+
+
+# ---- checkpoints
+
+
+def table(job) -> torch.Tensor | None:
+    """The whole table of positions, on the first pipeline stage."""
+    from megatron.training.checkpoint import unwrap
+    from megatron.training.weights import POSITIONS, canonical_parameters
+
+    for chunk in job.chunks:
+        for name, weight in canonical_parameters(unwrap(chunk)):
+            if name == POSITIONS and hasattr(weight, "spans"):
+                return gather_by_position(weight.detach(), weight.spans)
+            if name == POSITIONS:
+                return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
+    return None
+
+
+def train_and_save(flags, folder, steps_before, steps_after):
+    """Train, save, go on; losses and table from there."""
+    from megatron.training import checkpoint
+
+    job = make_job(flags, False)
+    train_job(job, steps_before)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    saved = table(job)
+    return train_job(job, steps_after)[0], saved, table(job)
+
+
+def resume(flags, folder, steps):
+    job = make_job(f"{flags} --load {folder}", False)
+    loaded = table(job)
+    return train_job(job, steps)[0], loaded, table(job)
+
+
+GRIDS = {
+    "whole": (1, ""),
+    "whole, R 2, ZeRO 1": (2, f"{cp(1, 2)} {ZERO1}"),
+    "whole, ZeRO 3": (2, "--zero-stage 3"),
+    "R 2": (2, f"{cp(1, 2)} {PARTITION}"),
+    "TP 2 sp, R 2, ZeRO 1": (4, f"{T2} {SP} {cp(1, 2)} {ZERO1} {PARTITION}"),
+    "TP 2, U 2, ZeRO 1": (4, f"{T2} {cp(2, 1)} {ZERO1} {PARTITION}"),
+    "PP 2, U 2, ZeRO 1": (4, f"{P2} {cp(2, 1)} {ZERO1} {PARTITION}"),
+    "DP 2, R 2, ZeRO 1": (4, f"{cp(1, 2)} {ZERO1} {DP2} {PARTITION}"),
+    "FPDT, TP 2 sp": (2, f"{T2} {SP} {fpdt(22)} {PARTITION}"),
+    "ZeRO 3, U 2": (2, f"--zero-stage 3 {cp(2, 1)} {PARTITION}"),
+}
+TRAINED = f"{SMALL} --hidden-dropout 0 {SPARE}"
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """What a grid has saved after three steps, once; the losses of its next two, the table before and after them."""
+
+    @cache
+    def run(name):
+        (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
+        return folder, *pool.run(train_and_save, world, f"{TRAINED} {flags}", folder, 3, 2, timeout=120)[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "saved_on, loaded_on",
+    [
+        ("whole", "R 2"),
+        ("R 2", "whole"),
+        ("whole", "TP 2 sp, R 2, ZeRO 1"),
+        ("TP 2 sp, R 2, ZeRO 1", "whole, ZeRO 3"),
+        ("whole, ZeRO 3", "PP 2, U 2, ZeRO 1"),
+        ("PP 2, U 2, ZeRO 1", "whole, R 2, ZeRO 1"),
+        ("whole, R 2, ZeRO 1", "DP 2, R 2, ZeRO 1"),
+        ("DP 2, R 2, ZeRO 1", "FPDT, TP 2 sp"),
+        ("FPDT, TP 2 sp", "TP 2, U 2, ZeRO 1"),
+        ("TP 2, U 2, ZeRO 1", "ZeRO 3, U 2"),
+        ("ZeRO 3, U 2", "R 2"),
+    ],
+)
+def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
+    folder, losses, before, after = saved(saved_on)
+    world, flags = GRIDS[loaded_on]
+    mine, loaded, my_after = pool.run(resume, world, f"{TRAINED} {flags}", folder, 2, timeout=120)[0]
+    assert torch.equal(loaded, before)
+    assert mine == pytest.approx(losses, rel=1e-5)
+    # Adam's states are in these steps: without them the rows would have gone elsewhere.
+    assert float((my_after - after).abs().max() / (after - before).abs().max()) < 1e-5
+    assert float((my_after[64:] - before[64:]).abs().max()) > 0  # spare rows decay, also where they are split
+
+
+def weights_only(flags, folder):
+    job = make_job(f"{flags} --load {folder} --finetune", False)
+    return job.progress.iteration, table(job)
+
+
+@pytest.mark.parametrize("loaded_on", ["whole", "ZeRO 3, U 2"])
+def test_finetune_takes_the_weights(pool, saved, loaded_on):
+    folder, _, before, _ = saved("R 2")
+    world, flags = GRIDS[loaded_on]
+    first, loaded = pool.run(weights_only, world, f"{TRAINED} {flags}", folder)[0]
+    assert first == 0 and torch.equal(loaded, before)
+
+
+def refusal_of(flags):
+    from megatron.training.validate import Refusal
+
+    with pytest.raises(Refusal) as refused:
+        make_job(flags, False)
+    return str(refused.value)
+
+
+def test_another_number_of_positions_is_refused(pool, saved):
+    told = pool.run(refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}")
+    assert "--max-position-embeddings 77 there, 78 here" in told[0]
