@@ -163,38 +163,41 @@ def share_of_rank(ends: tuple[int, ...], rank: int, args: argparse.Namespace) ->
     layout = cp.SequenceLayout(ends[-1], abstract_grid(ring=RANKS), "documents", document_ends=ends)
     mask = cp.Documents(ends)
     plan = ring_plan(layout, mask, rank)
+    q, k, v, dout = tensors(ends[-1], args)
+    mine = [_rows(x, layout.ring_spans(rank)).requires_grad_() for x in (q, k, v)]
+    source = HereSource(plan, layout, k, v)
+    kernel = cp.AttentionRule(mask).tile_kernel(q, layout.grid.ulysses, ends[-1])
+    my_dout = _rows(dout, layout.ring_spans(rank))
 
     def run() -> None:
-        q, k, v, dout = tensors(ends[-1], args)
-        mine = [_rows(x, layout.ring_spans(rank)).requires_grad_() for x in (q, k, v)]
-        source = WholeSource(plan, layout, k, v)
-        kernel = cp.AttentionRule(mask).tile_kernel(q, layout.grid.ulysses, ends[-1])
         out = tiled_attention(*mine, source=source, kernel=kernel)
-        torch.autograd.grad(out, mine, _rows(dout, layout.ring_spans(rank)))
+        torch.autograd.grad(out, mine, my_dout)
 
     return run
 
 
-class WholeSource:
-    """A ring's blocks without a ring: each is cut from the whole sequence."""
+class HereSource:
+    """A ring's blocks without a ring: they have arrived already."""
 
     def __init__(self, plan: RingPlan, layout: cp.SequenceLayout, k: Tensor, v: Tensor) -> None:
-        self.plan, self.layout, self.k, self.v = plan, layout, k, v
+        self.held = []
+        for hop in plan.hops:
+            spans = layout.ring_spans(hop.source)
+            if hop.tiles:
+                self.held.append((hop, *(_pick(_rows(x, spans), hop.held) for x in (k, v))))
 
     def single_tile(self, queries: int, keys: int) -> None:
         return None
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
-        for hop in self.plan.hops:
-            if hop.tiles:
-                spans = self.layout.ring_spans(hop.source)
-                yield KeyBlock(*(_pick(_rows(x, spans), hop.held) for x in (self.k, self.v)), hop)
+        for hop, *kv in self.held:
+            yield KeyBlock(*kv, hop)
 
     def blocks_with_grads(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Iterator[KeyBlock]:
         self.grads = k.new_zeros((len(k), 2, *k.shape[1:]))
-        for index, block in enumerate(self.blocks(k, v)):
+        for block in self.blocks(k, v):
             shape = (len(block.k), 2, *block.k.shape[1:])
-            block.grad_S2BHD = self.grads if index == 0 and len(block.k) == len(k) else k.new_zeros(shape)
+            block.grad_S2BHD = self.grads if block.hop is self.held[0][0] else k.new_zeros(shape)
             yield block
 
     def take_grads(self) -> tuple[Tensor, Tensor]:

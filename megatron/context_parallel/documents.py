@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
 def deal(ends: tuple[int, ...], ranks: int) -> tuple[tuple[Span, ...], ...]:
     """Deal the tokens of packed documents over ring ranks: equally many tokens, and nearly equal causal work, for each.
 
-    A document that stays whole on one rank costs no transfer. But a long one is too much work for one rank: it is cut
-    like a zigzag sequence of its own, in twice as many pieces as ranks. As few documents are cut, the longest first, as
-    an even share of the work allows.
+    A document that stays whole on one rank costs no transfer, and its tiles are large. But a long one is too much work
+    for one rank: it is cut like a zigzag sequence of its own, over no more ranks than keep each one's part of it below a
+    limit, which falls until the work is even.
 
     Args:
         ends: one past the last token of each document; ``ranks`` divides the last.
@@ -47,15 +48,22 @@ def deal(ends: tuple[int, ...], ranks: int) -> tuple[tuple[Span, ...], ...]:
         For each rank its positions, ascending.
     """
     documents = sorted(zip((0, *ends), ends), key=lambda span: (span[0] - span[1], span[0]))
-    best, least, cut = [_Hand()], float("inf"), 0
+    mean = sum(_pairs(stop - start) for start, stop in documents) / ranks
+    smallest = _pairs(documents[-1][1] - documents[-1][0]) / ranks
+    best, least, limit = [_Hand()], float("inf"), mean
     while True:
-        hands = _deal(documents[:cut], documents[cut:], ranks, ends[-1] // ranks)
-        uneven = max(hand.work for hand in hands) * ranks / sum(hand.work for hand in hands) - 1
+        hands = _deal(documents, ranks, ends[-1] // ranks, limit)
+        uneven = max(hand.work for hand in hands) / mean - 1
         if uneven < least:
             best, least = hands, uneven
-        if least <= UNEVEN or cut >= len(documents):
+        if least <= UNEVEN or limit < smallest:
             return tuple(_joined(hand.spans) for hand in best)
-        cut = min(max(cut + 1, cut * 5 // 4), len(documents))
+        limit *= 0.7
+
+
+def _pairs(tokens: int) -> int:
+    """(query, key) pairs of a document under a causal mask: its work."""
+    return tokens * (tokens + 1) // 2
 
 
 class _Hand:
@@ -66,30 +74,31 @@ class _Hand:
         self.tokens = self.work = 0
 
     def take(self, span: Span, document: Span) -> None:
-        """Work counts (query, key) pairs under a causal mask."""
-        if span[0] < span[1]:
-            first, stop = span[0] - document[0], span[1] - document[0]
+        first, stop = span[0] - document[0], span[1] - document[0]
+        if first < stop:
             self.spans.append(span)
             self.tokens += stop - first
-            self.work += (stop * (stop + 1) - first * (first + 1)) // 2
+            self.work += _pairs(stop) - _pairs(first)
 
 
-def _deal(cut: list[Span], whole: list[Span], ranks: int, room: int) -> list[_Hand]:
+def _deal(documents: list[Span], ranks: int, room: int, limit: float) -> list[_Hand]:
+    """Deal documents, longest first, each over so many ranks that none has more of its work than ``limit``."""
     hands = [_Hand() for _ in range(ranks)]
     rest: list[tuple[Span, Span]] = []  # (tokens, their document) that found no place yet
-    for document in cut:
+    for document in documents:
         start, length = document[0], document[1] - document[0]
-        size = length // (2 * ranks)
-        for rank, hand in enumerate(hands):
-            for piece in (rank, 2 * ranks - 1 - rank):
-                hand.take((start + piece * size, start + (piece + 1) * size), document)
-        rest.append(((start + 2 * ranks * size, document[1]), document))
-    for document in whole:
-        fits = [hand for hand in hands if hand.tokens + document[1] - document[0] <= room]
-        if fits:
-            min(fits, key=lambda hand: hand.work).take(document, document)
-        else:
+        shares = min(max(ceil(_pairs(length) / limit), 1), ranks)
+        pieces = 1 if shares == 1 else 2 * shares  # under a causal mask, of a long document a piece from either end
+        size = length // pieces
+        fit = [rank for rank in range(ranks) if hands[rank].tokens + size * pieces // shares <= room]
+        if len(fit) < shares:
             rest.append((document, document))
+            continue
+        chosen = sorted(sorted(fit, key=lambda rank: hands[rank].work)[:shares])
+        for index, rank in enumerate(chosen):
+            for piece in {index, pieces - 1 - index}:
+                hands[rank].take((start + piece * size, start + (piece + 1) * size), document)
+        rest.append(((start + pieces * size, document[1]), document))
     for (start, stop), document in rest:
         while start < stop:
             hand = min((hand for hand in hands if hand.tokens < room), key=lambda hand: hand.work)
