@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -36,3 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords or item.path.parent.name == "gpu":
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Keep garbage collections, and what walks through all tensors, out of the million objects that were imported."""
+    gc.collect()
+    gc.freeze()

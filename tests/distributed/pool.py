@@ -67,8 +67,6 @@ class Pool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.distributed.preload"])
         atexit.register(self.close)  # before multiprocessing's own, which would wait for the workers
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
@@ -109,13 +107,13 @@ class Pool:
         if not missing:
             return
         self._kill(missing)
-        _ensure_fork_server()
+        context = fork_server()
         for n in missing:
-            ours, theirs = self._context.Pipe()
-            life, their_life = self._context.Pipe()
+            ours, theirs = context.Pipe()
+            life, their_life = context.Pipe()
             log = self._folder / f"worker{n}.log"
             log.unlink(missing_ok=True)
-            process = self._context.Process(
+            process = context.Process(
                 target=worker.serve, args=(n, theirs, their_life, ROOT, str(log), self._store.port), daemon=False
             )
             process.start()
@@ -205,8 +203,13 @@ class Pool:
             w.life.close()
 
 
-def _ensure_fork_server() -> None:
-    """Start the fork server without GPUs in sight: a CUDA context would not survive the fork, and gloo needs none."""
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """What starts processes that have imported everything already; the server itself starts with the first call.
+
+    It sees no GPU: a CUDA context would not survive the fork, and gloo needs none.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     settings = {
         "CUDA_VISIBLE_DEVICES": "",
@@ -225,6 +228,7 @@ def _ensure_fork_server() -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+    return context
 
 
 def _end_of(process: multiprocessing.process.BaseProcess) -> str:

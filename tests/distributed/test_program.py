@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.program import run_forked
+
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -44,6 +46,12 @@ def start(flags: str, processes: int = 2, prefix: tuple[str, ...] = ()) -> subpr
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def alone(flags: str) -> tuple[int, str, str]:
+    """A run on one process, from the start to the end."""
+    done = run_forked(ROOT / "pretrain_llama.py", f"{FLAGS} {flags}".split(), {**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.returncode, done.stdout, done.stderr
 
 
 def rows(path: Path) -> list[dict]:
@@ -100,7 +108,7 @@ def test_the_log_holds_one_whole_object_a_step_and_resuming_goes_on(finished_run
 
 
 def test_divergence_ends_with_a_line_and_saves_nothing(tmp_path):
-    code, out, err = finish(start(f"--train-iters 30 --eval-iters 0 --lr 1e30 --clip-grad 0 --save {tmp_path}/c", 1))
+    code, out, err = alone(f"--train-iters 30 --eval-iters 0 --lr 1e30 --clip-grad 0 --save {tmp_path}/c")
     assert code != 0
     assert "and nothing was saved: lower --lr" in out
     assert "Traceback" not in out
@@ -109,10 +117,10 @@ def test_divergence_ends_with_a_line_and_saves_nothing(tmp_path):
 
 def test_evaluation_alone(tmp_path):
     flags = f"--train-iters 2 --eval-iters 2 --save {tmp_path}/c --log-jsonl {tmp_path}/log.jsonl"
-    code, out, err = finish(start(flags, 1))
+    code, out, err = alone(flags)
     assert code == 0, err
     row = rows(tmp_path / "log.jsonl")[-1]
-    code, out, err = finish(start(f"--skip-train --eval-iters 2 --eval-interval 1 --load {tmp_path}/c --finetune", 1))
+    code, out, err = alone(f"--skip-train --eval-iters 2 --eval-interval 1 --load {tmp_path}/c --finetune")
     assert code == 0, err
     assert f"{row['validation_loss']:.6E}" in out and f"{row['test_loss']:.6E}" in out
     assert "iteration        1/" not in out
