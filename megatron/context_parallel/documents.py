@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.context_parallel.masks import Span
 
-UNEVEN = 0.03  # a rank's work may be this much above the mean before one more document is cut
+UNEVEN = 0.04  # a rank's work may be this far from the mean before documents are cut in smaller parts
 
 
 def document_ends(tokens: Tensor, eod: int) -> tuple[int, ...]:
@@ -37,8 +37,8 @@ def deal(ends: tuple[int, ...], ranks: int) -> tuple[tuple[Span, ...], ...]:
     """Deal the tokens of packed documents over ring ranks: equally many tokens, and nearly equal causal work, for each.
 
     A document that stays whole on one rank costs no transfer, and its tiles are large. But a long one is too much work
-    for one rank: it is cut like a zigzag sequence of its own, over no more ranks than keep each one's part of it below a
-    limit, which falls until the work is even.
+    for one rank: it is cut like a zigzag sequence of its own, over no more ranks than keep each one's part of it below
+    a limit, which falls until the work is even.
 
     Args:
         ends: one past the last token of each document; ``ranks`` divides the last.
@@ -53,7 +53,7 @@ def deal(ends: tuple[int, ...], ranks: int) -> tuple[tuple[Span, ...], ...]:
     best, least, limit = [_Hand()], float("inf"), mean
     while True:
         hands = _deal(documents, ranks, ends[-1] // ranks, limit)
-        uneven = max(hand.work for hand in hands) / mean - 1
+        uneven = max(abs(hand.work - mean) for hand in hands) / mean
         if uneven < least:
             best, least = hands, uneven
         if least <= UNEVEN or limit < smallest:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.context_parallel.tiles import tiles
+from megatron.training.attention_rule import attention_mask
 from megatron.training.config import Config
 
 # Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a word of its name.
@@ -36,7 +38,8 @@ GPU_PEAKS = {
 class StepFlops:
     """FLOPs of one sample of ``seq_length`` tokens, forward and backward.
 
-    ``model`` counts a causal mask as half of attention and no recompute. ``old_papers`` counts the full mask, and the
+    ``model`` counts the pairs that the mask allows (a causal one: half; packed documents: as if they were one) and no
+    recompute. ``old_papers`` counts the full mask, and the
     forward pass twice under full recompute, as older papers report.
     """
 
@@ -53,9 +56,16 @@ def step_flops(config: Config, vocab_size: int) -> StepFlops:
     mlp = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
     linear = 2 * s * (model.num_layers * (qkv + out + mlp) + model.hidden_size * vocab_size)
     full_attention = model.num_layers * 2 * 2 * s * s * heads * d
-    half = 0.5 if config.attention.attention_mask == "causal" else 1.0
     recompute = 4 if config.attention.recompute_granularity == "full" else 3
-    return StepFlops(3 * (linear + half * full_attention), recompute * (linear + full_attention))
+    return StepFlops(3 * (linear + attended_share(config) * full_attention), recompute * (linear + full_attention))
+
+
+def attended_share(config: Config) -> float:
+    """Pairs of query and key that the mask inside a document allows, as a share of all."""
+    if config.attention.attention_mask in ("causal", "function", None):  # a function narrows what nobody has counted
+        return 0.5
+    whole = ((0, config.data.seq_length),)
+    return sum(tile.pairs for tile in tiles(whole, whole, attention_mask(config))) / config.data.seq_length**2
 
 
 def peak_flops(config: Config, device: torch.device) -> float:
