@@ -33,6 +33,12 @@ class Band:
     first_step: int = 0
     end_step: int = 0
 
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs in the band."""
+        rows = self.q[1] - self.q[0]
+        return rows * (self.end - self.first) + (self.end_step - self.first_step) * rows * (rows - 1) // 2
+
     def clip(self, k: Span) -> Iterator[Band]:
         """What is left of the band among the keys ``k``."""
         start, stop = 0, self.q[1] - self.q[0]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.context_parallel.tiles import tiles
 from megatron.training.attention_rule import attention_mask
 from megatron.training.config import Config
 
@@ -64,8 +63,9 @@ def attended_share(config: Config) -> float:
     """Pairs of query and key that the mask inside a document allows, as a share of all."""
     if config.attention.attention_mask in ("causal", "function", None):  # a function narrows what nobody has counted
         return 0.5
-    whole = ((0, config.data.seq_length),)
-    return sum(tile.pairs for tile in tiles(whole, whole, attention_mask(config))) / config.data.seq_length**2
+    whole = (0, config.data.seq_length)
+    bands = attention_mask(config).bands(whole, whole)
+    return sum(piece.pairs for band in bands for piece in band.clip(whole)) / whole[1] ** 2
 
 
 def peak_flops(config: Config, device: torch.device) -> float:

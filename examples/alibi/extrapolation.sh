@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Train on short sequences, evaluate on longer ones: ALiBi against RoPE.  bash examples/alibi/extrapolation.sh [OUT_DIR]
+#
+# Both models see 256 tokens at a time in training, then 256 to 4,096 in evaluation (Ulysses 2). A few minutes on 2 cores.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+OUT=${1:-out/alibi}
+ITERATIONS=${ITERATIONS:-300}
+PYTHON=$(bash scripts/setup.sh)
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+if [ -e "$OUT/losses.csv" ]; then
+    echo "error: $OUT already holds a run; name another folder: bash examples/alibi/extrapolation.sh OUT_DIR" >&2
+    exit 2
+fi
+mkdir -p "$OUT"
+[ -e "$OUT/text.jsonl" ] || "$PYTHON" tools/collect_text.py --output "$OUT/text.jsonl" --max-bytes 8000000
+[ -e "$OUT/tokenizer.model" ] || "$PYTHON" tools/train_tokenizer.py --input "$OUT/text.jsonl" \
+    --model-prefix "$OUT/tokenizer" --vocab-size 2048 --input-bytes 2000000
+[ -e "$OUT/python_text_document.idx" ] || "$PYTHON" tools/preprocess_data.py --input "$OUT/text.jsonl" \
+    --output-prefix "$OUT/python" --append-eod --workers 2 \
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
+
+ARGS=(
+    --num-layers 3 --hidden-size 128 --num-attention-heads 8
+    --data-path "$OUT/python_text_document" --split 90,10,0
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --num-workers 0
+)
+run() { # POSITIONS SEQ_LENGTH [options]
+    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_llama.py "${ARGS[@]}" \
+        --position-embedding-type "$1" --seq-length "$2" --max-position-embeddings "$2" "${@:3}"
+}
+
+for positions in alibi rope; do
+    run "$positions" 256 --micro-batch-size 8 --global-batch-size 16 --train-iters "$ITERATIONS" --eval-iters 0 \
+        --log-interval 50 --save "$OUT/$positions"
+    for length in 256 512 1024 2048 4096; do
+        # The same number of tokens each time.
+        run "$positions" "$length" --ulysses-parallel-size 2 --micro-batch-size 1 --global-batch-size 1 \
+            --skip-train --eval-iters $((65536 / length)) --load "$OUT/$positions" --finetune 2>&1 |
+            tee "$OUT/evaluation.log" | grep "validation loss" |
+            sed -E "s/.*lm loss ([^ ]+) .*/$positions,$length,\1/" >>"$OUT/losses.part.csv"
+        tail -n 1 "$OUT/losses.part.csv"
+    done
+done
+mv "$OUT/losses.part.csv" "$OUT/losses.csv"
+
+"$PYTHON" - "$OUT" <<'PYTHON'
+import csv
+import sys
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+rows = list(csv.reader(open(f"{sys.argv[1]}/losses.csv")))
+figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+print(f"{'positions':10}" + "".join(f"{length:>9}" for length in sorted({int(row[1]) for row in rows})))
+for name in ("alibi", "rope"):
+    found = sorted((int(length), float(loss)) for positions, length, loss in rows if positions == name)
+    print(f"{name:10}" + "".join(f"{loss:9.3f}" for _, loss in found))
+    axes.plot(*zip(*found), marker="o", label={"alibi": "ALiBi", "rope": "RoPE"}[name])
+axes.axvline(256, color="grey", linestyle=":", label="length in training")
+axes.set(xscale="log", xlabel="tokens a sequence in evaluation", ylabel="loss, nats")
+axes.set_xticks([256, 512, 1024, 2048, 4096], ["256", "512", "1,024", "2,048", "4,096"], minor=False)
+axes.minorticks_off()
+axes.legend()
+figure.savefig(f"{sys.argv[1]}/extrapolation.png", dpi=110)
+PYTHON

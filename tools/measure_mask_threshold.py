@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Where --mask-cpu-threshold should be on this machine: masks made on the device against masks made in host memory.
+
+    python tools/measure_mask_threshold.py --head-dim 128 --heads 8
+
+For each length: forward and backward of one attention under a mask function, with the mask made whole on the device, and
+in blocks of rows in host memory that move to the device. The threshold is the longest length at which the device's way
+is still the faster one and its mask is not too large (DeepSpeed4Science, figure 4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import megatron.context_parallel as cp
+from megatron.context_parallel.grid import abstract_grid
+
+WAYS = {"device": 2**62, "host": 0}  # the threshold that makes all masks there
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--heads", type=int, default=4, help="of a rank")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--mask-mib", type=int, default=1024, help="largest mask that the device may hold")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    table = Table("tokens", "mask whole, MiB", "on the device, ms", "in host memory, ms")
+    best = 0
+    for length in sorted(args.seq_lengths):
+        took = measure(length, args, device)
+        size = length * length / 2**20
+        table.add_row(f"{length:,}", f"{size:,.0f}", f"{took['device']:.1f}", f"{took['host']:.1f}")
+        if took["device"] <= took["host"] * 1.05 and size <= args.mask_mib:
+            best = length
+    Console().print(table)
+    print(f"--mask-cpu-threshold {best}")
+    return 0
+
+
+def measure(length: int, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """Milliseconds of each way, the best of some rounds in turn."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layout = cp.SequenceLayout(length, abstract_grid())
+    mask = cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
+    qkv = [torch.randn(length, 1, args.heads, args.head_dim, device=device, dtype=dtype) for _ in range(3)]
+    leaves = [x.requires_grad_() for x in qkv]
+    took = dict.fromkeys(WAYS, float("inf"))
+    for _ in range(args.repeats):
+        for way, threshold in WAYS.items():
+            settle(device)
+            start = time.perf_counter()
+            out = cp.attention(*leaves, layout=layout, mask=mask, mask_cpu_threshold=threshold)
+            torch.autograd.grad(out, leaves, out.detach())
+            settle(device)
+            took[way] = min(took[way], 1e3 * (time.perf_counter() - start))
+    return took
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
