@@ -303,6 +303,8 @@ class DataConfig:
             "GPT2BPETokenizer",
             "TikTokenizer",
             "ByteLevelTokenizer",
+            "NucleotideTokenizer",
+            "CodonTokenizer",
             "NullTokenizer",
         ],
     )

@@ -162,6 +162,12 @@ def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
     assert "another model" in told and "--num-layers 4 there, 2 here" in told
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: a run may not go on as it
+    assert "another model" in told and "--position-embedding-type rope there, yarn here" in told
+    (told,) = pool.run(
+        refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute"
+    )
+    assert "another model" in told and "--position-embedding-type rope there, learned_absolute here" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
     assert "--optimizer adam" in told and "--no-load-optim" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
@@ -187,6 +193,7 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
         (2, f"{GQA} --zero-stage 1 --bf16"),
         (2, f"{GQA} --zero-stage 3 --bf16"),
         (2, f"{GQA} --tensor-model-parallel-size 2"),
+        (1, f"{GQA} {YARN}"),  # has no weights of its own
     ):
         first, losses = pool.run(weights_only, world, flags, str(tmp_path))[0]
         assert first == 0
