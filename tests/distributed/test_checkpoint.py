@@ -13,6 +13,7 @@ from tests.distributed.training_runs import make_job, train_job
 
 GQA = "--group-query-attention --num-query-groups 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
 P2 = "--pipeline-model-parallel-size 2"
 
 
