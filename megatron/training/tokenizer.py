@@ -43,7 +43,7 @@ class Tokenizer:
     def array(self, text: str) -> np.ndarray:
         """The same as integers of any kind [n]: a byte a base for genomes, whose texts are long."""
         ids = self.encode(text)
-        return ids if isinstance(ids, np.ndarray) else np.array(ids, np.int64)
+        return ids if isinstance(ids, np.ndarray) else np.array(list(ids), np.int64)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids."""

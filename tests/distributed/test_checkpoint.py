@@ -165,9 +165,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     assert "another model" in told and "--num-layers 4 there, 2 here" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: a run may not go on as it
     assert "another model" in told and "--position-embedding-type rope there, yarn here" in told
-    (told,) = pool.run(
-        refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute"
-    )
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
     assert "another model" in told and "--position-embedding-type rope there, learned_absolute here" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
     assert "--optimizer adam" in told and "--no-load-optim" in told

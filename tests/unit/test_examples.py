@@ -95,15 +95,13 @@ def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)  # the genome is named from here, not from the tree
     done = run_quickstart(script, "genome.fa", "out/new")
     assert done.returncode == 0, done.stderr
-    *preprocess, train, plot = (text.splitlines() for text in captured.read_text().strip().split("\n\n"))
-    assert len(preprocess) == 3 and plot[0] == "tools/plot_run.py"
+    preprocess, train, plot = (text.splitlines() for text in captured.read_text().strip().split("\n\n"))
+    assert plot[0] == "tools/plot_run.py"
     monkeypatch.chdir(tree)
-    tool = runpy.run_path(str(ROOT / preprocess[0][0]), run_name="tool")
-    for words in preprocess:
-        tool["main"](words[1:])
+    runpy.run_path(str(ROOT / preprocess[0]), run_name="tool")["main"](preprocess[1:])
     config, _ = read(train)
     assert (config.parallel.ulysses_parallel_size, config.parallel.ring_parallel_size) == (2, 2)
-    assert [open_prefix(prefix, "").sequences for prefix in config.data.data_path[1::2]] == [1, 1, 1]
+    assert open_prefix(config.data.data_path[0], "").lengths().tolist() == [1001]
     Path("out/new/log.jsonl").touch()
     again = run_quickstart(script, "genome.fa", "out/new")
     assert again.returncode == 2 and "already holds a run" in again.stderr
