@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenize JSON lines and .txt files (plain, .gz, .zst) into Megatron's PREFIX_KEY_document.bin/.idx.
+"""Tokenize JSON lines, .txt and FASTA files (plain, .gz, .zst) into Megatron's PREFIX_KEY_document.bin/.idx.
 
     python tools/preprocess_data.py --input data/*.jsonl.gz --output-prefix my/corpus --append-eod \\
         --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --workers 8
 
-A document is a line's "text", or a whole .txt file. Documents keep the order of the input whatever --workers is, and
-the outputs appear under their names only when they are complete.
+A document is a line's "text", a whole .txt file, or a record of a FASTA file. Documents keep the order of the input
+whatever --workers is, and the outputs appear under their names only when they are complete.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ with warnings.catch_warnings():
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.training.config import DataConfig
 from megatron.training.refusal import Refusal
-from megatron.training.text_files import BadRecord, Reader, Record, expand, is_plain_text, parse, whole_files
+from megatron.training.text_files import BadRecord, Reader, Record, expand, is_fasta, is_plain_text, parse, whole_files
 from megatron.training.tokenizer import Tokenizer, build_tokenizer, check_vocab
 
 TOKENIZER_FLAGS = ("tokenizer_", "vocab_file", "merge_file", "tiktoken_")
 BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1
+WAITING_BYTES = 1 << 28  # of input that workers have been given and not given back: long records do not pile up
 REFUSED = {
     "--split-sentences": "sentences matter to BERT only; documents are not split",
     "--keep-newlines": "belongs to --split-sentences",
@@ -61,6 +62,7 @@ class Settings:
     vocab_size: int | None = None
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
+    codon_frame: int = 0
 
 
 @dataclass
@@ -97,7 +99,7 @@ def encode(settings: Settings, records: list[Record]) -> Encoded:
         encoded.text_bytes += len(record.content)
         try:
             texts = parse(record, settings.keys)
-            ids = {key: _ids(tokenizer, text, settings.append_eod, dtype) for key, text in (texts or {}).items()}
+            ids = {key: _ids(tokenizer, text, settings, dtype) for key, text in (texts or {}).items()}
         except BadRecord as error:
             encoded.bad.append(f"{record.where()}: {error}")
             continue
@@ -112,10 +114,10 @@ def encode(settings: Settings, records: list[Record]) -> Encoded:
     return encoded
 
 
-def _ids(tokenizer: Tokenizer, text: str, append_eod: bool, dtype: type) -> np.ndarray:
+def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type) -> np.ndarray:
     """The tokens of a document, in the type of the file."""
     try:
-        ids = np.array(tokenizer.tokenize(text), np.int64)
+        ids = tokenizer.array(text[settings.codon_frame :])
     except Exception as error:  # words given to NullTokenizer, for one
         raise BadRecord(f"{tokenizer.kind} cannot tokenize the text: {error}") from None
     if not ids.size:
@@ -124,7 +126,8 @@ def _ids(tokenizer: Tokenizer, text: str, append_eod: bool, dtype: type) -> np.n
         raise BadRecord(f"{tokenizer.kind} gave an id outside its {tokenizer.vocab_size}")
     if ids.size >= LONGEST:
         raise BadRecord(f"longer than the {LONGEST} tokens that a document may have: split it")
-    return np.append(ids, tokenizer.eod).astype(dtype) if append_eod else ids.astype(dtype)
+    ids = ids.astype(dtype)
+    return np.append(ids, dtype(tokenizer.eod)) if settings.append_eod else ids
 
 
 def batches(reader: Reader) -> Iterator[tuple[list[Record], int]]:
@@ -149,15 +152,19 @@ def encode_all(settings: Settings, reader: Reader, workers: int, method: str) ->
         return
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
-        waiting: deque[tuple[Future, int]] = deque()
+        waiting: deque[tuple[Future, int, int]] = deque()
+        held = 0
         try:
             for records, position in batches(reader):
-                waiting.append((pool.submit(encode, settings, records), position))
-                if len(waiting) > 3 * workers:
-                    future, position = waiting.popleft()
+                size = sum(len(record.content) for record in records)
+                waiting.append((pool.submit(encode, settings, records), position, size))
+                held += size
+                while len(waiting) > 3 * workers or (held > WAITING_BYTES and len(waiting) > 1):
+                    future, position, size = waiting.popleft()
                     yield future.result(), position
+                    held -= size
             while waiting:
-                future, position = waiting.popleft()
+                future, position, _ = waiting.popleft()
                 yield future.result(), position
         except BrokenProcessPool:
             raise Refusal("a worker process died, perhaps for want of memory: try fewer --workers") from None
@@ -175,12 +182,18 @@ def _start_worker() -> None:
 def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform == "linux" else "spawn") -> list[str]:
     """Do what the command line asks; returns the summary, line by line."""
     paths = expand(args.input)
-    if list(args.json_keys) != ["text"] and any(map(is_plain_text, paths)):
-        raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt files, which are one text")
+    if list(args.json_keys) != ["text"] and any(is_plain_text(path) or is_fasta(path) for path in paths):
+        raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt and FASTA, which are one text")
+    if args.codon_frame and args.tokenizer_type != "CodonTokenizer":
+        raise Refusal(
+            f"--codon-frame {args.codon_frame} needs --tokenizer-type CodonTokenizer: add it, or leave it out"
+        )
     tokenizer_flags = tuple(
         (f.name, getattr(args, f.name)) for f in fields(DataConfig) if f.name.startswith(TOKENIZER_FLAGS)
     )
-    settings = Settings(tokenizer_flags, args.vocab_size, tuple(dict.fromkeys(args.json_keys)), args.append_eod)
+    settings = Settings(
+        tokenizer_flags, args.vocab_size, tuple(dict.fromkeys(args.json_keys)), args.append_eod, args.codon_frame
+    )
     tokenizer = tokenizer_of(settings)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
@@ -279,6 +292,9 @@ def build_parser() -> argparse.ArgumentParser:
             kind = f.metadata.get("type") or type(f.default)
             parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, **options)
     parser.add_argument("--vocab-size", type=int, help="for NullTokenizer, or to cut a TikTokenizer")
+    parser.add_argument(
+        "--codon-frame", type=int, choices=[0, 1, 2], default=0, help="bases before the first codon of a document"
+    )
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser.add_argument("--workers", type=int, default=cores, help="processes (default: %(default)s)")

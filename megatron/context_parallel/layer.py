@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
-from megatron.context_parallel.documents import document_rows, restart
+from megatron.context_parallel.documents import document_rows
 from megatron.context_parallel.fpdt import ChunkedLayer
 from megatron.context_parallel.layout import SequenceLayout
 from megatron.context_parallel.masks import Documents, Mask
 from megatron.context_parallel.offload import Offload
 from megatron.context_parallel.position import LayoutRotaryEmbedding
-from megatron.context_parallel.tile_kernel import AttentionRule, positions
+from megatron.context_parallel.tile_kernel import AttentionRule
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,13 @@ class AttentionSettings:
         layout: who holds which tokens.
         rule: the mask inside a document, and the rest.
         separate: packed documents do not see each other.
+        rotary: RoPE; None where positions enter otherwise.
     """
 
     layout: SequenceLayout
     rule: AttentionRule = AttentionRule()
     separate: bool = True
+    rotary: LayoutRotaryEmbedding | None = None
 
     def packed(self, document_ends: Tensor | None) -> tuple[SequenceLayout, list[Mask]]:
         """Layout and masks (one, or one a sample) of a batch.
@@ -68,8 +69,6 @@ class ChunkSettings:
         ffn_chunks: the FFN in (at least) this many runs; None, only without FPDT: whole.
         offload: host memory for FPDT's chunks and for streamed hidden states; None: everything stays on the device.
         streamed: hidden states are host buffers.
-        rotary: angles by position, set once the model is there; None where positions enter otherwise.
-        restart: positions start anew in each document.
     """
 
     attention: AttentionSettings
@@ -77,8 +76,6 @@ class ChunkSettings:
     ffn_chunks: int | None = None
     offload: Offload | None = None
     streamed: bool = False
-    rotary: LayoutRotaryEmbedding | None = field(default=None, compare=False)
-    restart: bool = False
 
 
 class ChunkedTransformerLayer(TransformerLayer):
@@ -107,7 +104,7 @@ class ChunkedTransformerLayer(TransformerLayer):
     def _chunked(self, hidden_states: Tensor, document_ends: Tensor | None) -> Tensor:
         settings = self.chunks
         layout, (mask,) = settings.attention.packed(document_ends)
-        ends = document_rows(document_ends)[0] if settings.restart else None
+        ends = None if document_ends is None else document_rows(document_ends)[0]
         layer = ChunkedLayer(
             project=partial(self._project, layout, ends),
             output=self._output,
@@ -128,11 +125,9 @@ class ChunkedTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[c, b, h] -> q, k, v [c, b, heads, d], rotated; under TP sequence parallelism c grows by TP."""
         query, key, value = self.self_attention.get_query_key_value_tensors(self.input_layernorm(x), None)
-        rotary = self.chunks.rotary
+        rotary = self.chunks.attention.rotary
         if rotary is not None:
-            at = positions(layout.local_chunk_spans(chunk), query.device)
-            angles = rotary.at(at if ends is None else restart(at, ends))
-            query, key = (apply_rotary_pos_emb(part, angles, config=self.config) for part in (query, key))
+            query, key = rotary.rotate(query, key, rotary.of_spans(layout.local_chunk_spans(chunk), ends))
         return query, key, value
 
     def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:

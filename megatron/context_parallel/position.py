@@ -3,80 +3,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron.context_parallel.documents import restart
 from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.masks import Span
+from megatron.context_parallel.rope import Rope, rotary_angles
+from megatron.context_parallel.tile_kernel import positions
+
+Ends = tuple[int, ...]
+"""One past the last token of each document packed into a sequence."""
 
 
-def rotary_angles(positions: Tensor, inv_freq: Tensor, *, interleaved: bool = False, stretch: float = 1.0) -> Tensor:
-    """Angles of RoPE at ``positions``.
+class LayoutRotaryEmbedding:
+    """RoPE at the positions this rank holds. It takes the place of megatron-core's, inside the attention core.
 
-    Args:
-        positions: int64 [s], or [s, b] where samples differ.
-        inv_freq: fp32 [dim / 2], inverse frequencies.
-        interleaved: rotate neighbouring pairs in place of halves.
-        stretch: linear interpolation; positions are divided by it.
-
-    Returns:
-        fp32 [s, 1 or b, 1, dim]. The product is taken in fp64 and reduced to one turn before it is rounded, so angles
-        are as exact at four million as at four (in fp32 alone they are off by a tenth of a radian there).
-    """
-    by_sample = positions if positions.dim() == 2 else positions[:, None]
-    turns = by_sample.double()[..., None] / stretch * inv_freq.to(positions.device).double() % (2 * torch.pi)
-    angles = turns.float()
-    both = torch.stack((angles, angles), dim=-1).flatten(-2) if interleaved else torch.cat((angles, angles), dim=-1)
-    return both[:, :, None, :]
-
-
-class LayoutRotaryEmbedding(nn.Module):
-    """Takes the place of megatron-core's rotary embedding: angles of the positions this rank holds.
-
-    core cuts its angles by a zigzag of its own; ours come from the layout, the one source of truth for positions.
+    core cuts its angles by a zigzag of its own, computes them in fp32 and rotates in the dtype of the heads; ours come
+    from the layout, the one source of truth for positions.
 
     Args:
-        core: the embedding of the model, for its frequencies (base, percentage, Llama-3 scaling, interpolation).
+        rope: frequencies and pairs.
         layout: which positions this rank holds.
+        device: where queries and keys are.
+        restarts: positions start anew in each document.
     """
 
-    def __init__(self, core: nn.Module, layout: SequenceLayout) -> None:
-        super().__init__()
-        self.layout = layout
-        self.inv_freq = core.inv_freq
-        self.interleaved = core.rotary_interleaved
-        self.stretch = core.seq_len_interpolation_factor or 1.0
-        self._angles: Tensor | None = None
-        self._batch: Tensor | None = None
+    def __init__(
+        self, rope: Rope, layout: SequenceLayout, device: torch.device | str = "cpu", *, restarts: bool = False
+    ) -> None:
+        self.rope, self.layout, self.restarts = rope, layout, restarts
+        self.inv_freq = rope.inverse_frequencies().to(device)
+        self._known: tuple[tuple[Ends, ...], Tensor] | None = None
 
-    @contextmanager
-    def of_batch(self, position_ids: Tensor) -> Iterator[None]:
-        """Meanwhile :meth:`forward` gives the angles of a batch with positions of its own, int64 [b, s_local]."""
-        same = bool((position_ids == position_ids[:1]).all()) if len(position_ids) > 1 else True
-        self._batch = position_ids[0] if same else position_ids.t()
-        try:
-            yield
-        finally:
-            self._batch = None
+    def angles(self, documents: Sequence[Ends] = ()) -> Tensor:
+        """Angles of this rank's tokens, fp32 [s_local, 1 or b, 1, dim / 2]; the last ones are kept, for all layers.
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Angles, fp32 [s_local, 1 or b, 1, dim]; core's arguments say nothing that the layout does not know."""
-        if self._batch is not None:
-            return self.at(self._batch)
-        if self._angles is None:
-            angles = rotary_angles(
-                self.layout.positions, self.inv_freq.cpu(), interleaved=self.interleaved, stretch=self.stretch
-            )
-            self._angles = angles.to(self.inv_freq.device)
-        return self._angles
+        Args:
+            documents: of each sample; none where a sequence is one document.
+        """
+        varies = self.restarts or self.layout.balance == "documents"
+        key = tuple(documents) if varies else ()
+        key = key[:1] if len(set(key)) == 1 else key
+        if self._known is None or self._known[0] != key:
+            self._known = key, self._angles(key)
+        return self._known[1]
 
-    def at(self, positions: Tensor) -> Tensor:
-        """Angles, fp32 [s, 1 or b, 1, dim], of positions [s] or [s, b]; made on their device, nothing is kept."""
-        inv_freq = self.inv_freq.to(positions.device)
-        return rotary_angles(positions, inv_freq, interleaved=self.interleaved, stretch=self.stretch)
+    def _angles(self, documents: tuple[Ends, ...]) -> Tensor:
+        layout = self.layout.of_documents(documents[0]) if documents else self.layout
+        at = layout.positions.to(self.inv_freq.device)[:, None]
+        if self.restarts and documents:
+            at = torch.cat([restart(at, ends) for ends in documents], dim=1)
+        return rotary_angles(at, self.inv_freq)[:, :, None]
 
-    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        return self.layout.seq_length
+    def of_spans(self, spans: tuple[Span, ...], document: Ends | None = None) -> Tensor:
+        """Angles, fp32 [s, 1, 1, dim / 2], of any positions in a sequence; nothing is kept."""
+        at = positions(spans, self.inv_freq.device)
+        if self.restarts and document is not None:
+            at = restart(at, document)
+        return rotary_angles(at, self.inv_freq)[:, None, None]
+
+    def rotate(self, query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys [s, b, heads, d], turned by ``angles``."""
+        return self.rope.rotate(query, angles), self.rope.rotate(key, angles)

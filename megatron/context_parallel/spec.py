@@ -26,6 +26,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.context_parallel.layer import AttentionSettings, ChunkedTransformerLayer, ChunkSettings
 
 from megatron.context_parallel.chunked import apply_in_chunks, pieces
+from megatron.context_parallel.documents import document_rows
 from megatron.context_parallel.usp import attention
 
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
@@ -59,6 +60,9 @@ class ContextParallelAttention(MegatronModule):
         """
         settings, rule = self.settings, self.settings.rule
         layout, masks = settings.packed(attention_mask)
+        if settings.rotary is not None:
+            documents = () if attention_mask is None else document_rows(attention_mask)
+            query, key = settings.rotary.rotate(query, key, settings.rotary.angles(documents))
         out = attention(
             query,
             key,

@@ -53,7 +53,6 @@ SHAPES = (
     "num_attention_heads",
     "num_query_groups",
     "kv_channels",
-    "position_embedding_type",
     "normalization",
     "swiglu",
     "add_bias_linear",
@@ -72,6 +71,13 @@ FORMULAS = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
     "norm_epsilon",
     "apply_layernorm_1p",
 )
@@ -346,11 +352,15 @@ def _check_model(saved: dict[str, Any], config: Config, path: Path, weights_only
             if name in saved and saved[name] != getattr(config.model, name)
         ]
 
-    shapes = (*SHAPES, *["max_position_embeddings"] * (config.model.position_embedding_type == "learned_absolute"))
-    wrong = differing(shapes if weights_only else (*shapes, *FORMULAS))
+    positions = "position_embedding_type"
+    learned = "learned_absolute" in (saved.get(positions), getattr(config.model, positions))  # the kind with weights
+    shapes, formulas = (SHAPES, (positions, *FORMULAS))
+    if learned:
+        shapes, formulas = (*SHAPES, positions, "max_position_embeddings"), FORMULAS
+    wrong = differing(shapes if weights_only else (*shapes, *formulas))
     if wrong:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
-    config.notes += [f"weights of another network: {change}" for change in differing(FORMULAS)]
+    config.notes += [f"weights of another network: {change}" for change in differing(formulas)]
 
 
 def _raise_together(error: str | None, folder: str) -> None:

@@ -47,7 +47,7 @@ class ModelConfig:
     kv_channels: int | None = flag(None, "size of a head; default hidden_size / num_attention_heads", type=int)
     max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "alibi", "none"]
+        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "yarn", "alibi", "none"]
     )
     rotary_base: int = flag(10000, "base period of RoPE")
     rotary_percent: float = flag(1.0, "share of a head that is rotated")
@@ -55,6 +55,17 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
     use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    yarn_rotary_scaling_factor: float = flag(1.0, "YaRN: how much longer than the original length")
+    yarn_original_max_position_embeddings: int = flag(4096, "YaRN: original length")
+    yarn_beta_fast: float = flag(32.0, "YaRN: pairs that turn more often in the original length are left alone")
+    yarn_beta_slow: float = flag(1.0, "YaRN: pairs that turn less often in the original length are interpolated")
+    yarn_mscale: float = flag(1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)")
+    yarn_mscale_all_dim: float = flag(0.0, "YaRN: denominator of the attention factor, likewise")
+    yarn_correction_range_round_to_int: bool = flag(
+        True,
+        "YaRN: bounds between pairs left alone and pairs interpolated are not rounded to whole pairs",
+        flags=["--no-yarn-correction-range-round-to-int"],
+    )
     normalization: str = flag("LayerNorm", "normalization layer", choices=["LayerNorm", "RMSNorm"])
     norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
     apply_layernorm_1p: bool = flag(False, "weights of the norm centred on zero")
@@ -292,6 +303,8 @@ class DataConfig:
             "GPT2BPETokenizer",
             "TikTokenizer",
             "ByteLevelTokenizer",
+            "NucleotideTokenizer",
+            "CodonTokenizer",
             "NullTokenizer",
         ],
     )

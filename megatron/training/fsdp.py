@@ -76,7 +76,7 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype(config) if narrow else None,
             reduce_dtype=torch.float32 if narrow and not config.parallel.grad_reduce_in_bf16 else None,
-            cast_forward_inputs=False,  # rotary angles are fp32 and stay so
+            cast_forward_inputs=False,  # hidden states come in the compute dtype
         ),
     }
     free = config.parallel.zero_stage == 3

@@ -283,8 +283,16 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "multi-latent attention is not built here: leave it out",
         """
         --multi-latent-attention --q-lora-rank 1 --kv-lora-rank 1 32 --qk-head-dim 1 128 --qk-pos-emb-head-dim 1 64
-        --v-head-dim 1 128 --rotary-scaling-factor 1 1.0 --mscale 1 1.0 --mscale-all-dim 1 0.0 --cache-mla-latents
+        --v-head-dim 1 128 --cache-mla-latents
         """,
+    ),
+    (
+        "it is of multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor",
+        "--rotary-scaling-factor 1 1.0",
+    ),
+    (
+        "it is of multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim",
+        "--mscale 1 1.0 --mscale-all-dim 1 0.0",
     ),
     (
         "multi-token prediction is not built here: leave it out",
@@ -310,7 +318,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --mrope-section + --batch-invariant-mode
         """,
     ),
-    ("only plain RoPE and --use-rope-scaling are built here", "--rope-type 1 rope"),
+    ("it is of multi-latent attention: use --position-embedding-type yarn", "--rope-type 1 rope"),
     (
         "not part of the GPT and Llama models built here: leave it out",
         """

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
@@ -25,9 +25,11 @@ from megatron.context_parallel.loss import chunked_linear_cross_entropy
 from megatron.context_parallel.offload import Offload, SavedInHost
 from megatron.context_parallel.partitioned_position import PartitionedEmbedding
 from megatron.context_parallel.position import LayoutRotaryEmbedding
+from megatron.context_parallel.rope import Rope, Yarn
 from megatron.context_parallel.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.training.attention_rule import attention_rule
-from megatron.training.config import Config
+from megatron.training.config import Config, ModelConfig
+from megatron.training.models import ROTARY
 from megatron.training.tokenizer import padded_vocab_size
 from megatron.training.validate_chunks import layers_recompute, loss_chunks
 from megatron.training.weights import initialize_weights
@@ -46,11 +48,9 @@ class LongContextGPT(GPTModel):
         tensor: Axis,
         loss_chunks: int | None,
         chunks: ChunkSettings | None,
-        positions_vary: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.positions_vary = positions_vary  # from batch to batch, with the documents in it
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
 
@@ -58,11 +58,7 @@ class LongContextGPT(GPTModel):
         """As core's; streamed hidden states are embedded chunk by chunk into host memory."""
         if self.pre_process and self.chunks is not None and self.chunks.streamed:
             kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids)
-        rotary = getattr(self, "rotary_pos_emb", None)
-        if not self.positions_vary or not isinstance(rotary, LayoutRotaryEmbedding):
-            return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        with rotary.of_batch(position_ids):
-            return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
 
     def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Host buffer [s, b, h] of this TP rank's tokens, from ids [b, s_local] of all its TP group's."""
@@ -155,7 +151,6 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=gated,
         activation_func=activation,
-        rotary_interleaved=model.rotary_interleaved,
         # Weights are drawn after construction, see weights.py.
         init_method=keep,
         output_layer_init_method=keep,
@@ -207,9 +202,14 @@ def build_model(
     """
     core = transformer_config(config, grid, on_gpu=device.type == "cuda")
     stages = core.virtual_pipeline_model_parallel_size
+    kind, restarts = rope(config.model), config.data.reset_position_ids
+    rotary = LayoutRotaryEmbedding(kind, layout, device, restarts=restarts) if kind else None
+    settings = AttentionSettings(
+        layout, attention_rule(config, grid), separate=config.data.reset_attention_mask, rotary=rotary
+    )
     chunks = []
     for stage in range(stages or 1):
-        chunk = _build_chunk(config, core, grid, layout, vocab_size, stage if stages else None, offload)
+        chunk = _build_chunk(config, core, grid, settings, vocab_size, stage if stages else None, offload)
         initialize_weights(chunk, core, config, vocab_size, device)
         chunks.append(chunk)
     return chunks
@@ -219,13 +219,12 @@ def _build_chunk(
     config: Config,
     core: TransformerConfig,
     grid: Grid,
-    layout: SequenceLayout,
+    settings: AttentionSettings,
     vocab_size: int,
     stage: int | None,
     offload: Offload | None,
 ) -> GPTModel:
     model, attention = config.model, config.attention
-    settings = AttentionSettings(layout, attention_rule(config, grid), separate=config.data.reset_attention_mask)
     stages = core.virtual_pipeline_model_parallel_size or 1
     first = grid.pipeline.rank == 0 and (stage or 0) == 0
     last = grid.pipeline.rank == grid.pipeline.size - 1 and (stage or 0) == stages - 1
@@ -237,7 +236,6 @@ def _build_chunk(
             ffn_chunks=config.chunks.ffn_chunks,
             offload=offload if config.chunks.fpdt_offload else None,
             streamed=config.chunks.fpdt_stream_hidden,
-            restart=config.data.reset_position_ids,
         )
     layers = get_num_layers_to_build(core, vp_stage=stage, pp_rank=grid.pipeline.rank)
     recomputed = 0
@@ -251,6 +249,7 @@ def _build_chunk(
         chunks=chunks,
         recomputed=recomputed,
     )
+    learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
     chunk = LongContextGPT(
         config=core,
@@ -260,43 +259,44 @@ def _build_chunk(
         tensor=grid.tensor,
         loss_chunks=loss_chunks(config, vocab_size),
         chunks=chunks,
-        positions_vary=positions_vary(config),
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        # ALiBi's positions enter through the attention rule, partitioned ones below.
-        position_embedding_type="none"
-        if partitioned or model.position_embedding_type == "alibi"
-        else model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        # Others than learned ones enter in our attention, partitioned ones below.
+        position_embedding_type="learned_absolute" if learned and not partitioned else "none",
         vp_stage=stage,
     )
     if partitioned and first:
-        chunk.embedding = PartitionedEmbedding(chunk.embedding, layout, model.max_position_embeddings)
-    if model.position_embedding_type == "rope":
-        rotary = LayoutRotaryEmbedding(chunk.rotary_pos_emb, layout)
-        if config.chunks.fpdt:
-            chunks.rotary, chunk.rotary_pos_emb = rotary, NoAngles()
-        else:
-            chunk.rotary_pos_emb = rotary
+        chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)
     if config.chunks.offload_checkpoints:
         save_layer_inputs_in_host(chunk.decoder, offload)
     return chunk
 
 
-class NoAngles(nn.Module):
-    """In place of core's rotary embedding where every chunk makes its own angles."""
-
-    def forward(self, *_: Any, **__: Any) -> None:
+def rope(model: ModelConfig) -> Rope | None:
+    """The model's rotary embedding; None where positions enter otherwise."""
+    if model.position_embedding_type not in ROTARY:
         return None
-
-    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        return 0
+    yarn = None
+    if model.position_embedding_type == "yarn":
+        yarn = Yarn(
+            factor=model.yarn_rotary_scaling_factor,
+            original_length=model.yarn_original_max_position_embeddings,
+            beta_fast=model.yarn_beta_fast,
+            beta_slow=model.yarn_beta_slow,
+            mscale=model.yarn_mscale,
+            mscale_all_dim=model.yarn_mscale_all_dim,
+            whole_pairs=model.yarn_correction_range_round_to_int,
+        )
+    return Rope(
+        dim=int(model.kv_channels * model.rotary_percent),
+        base=model.rotary_base,
+        interleaved=model.rotary_interleaved,
+        interpolation=model.rotary_seq_len_interpolation_factor or 1.0,
+        llama3=model.rope_scaling_factor if model.use_rope_scaling else None,
+        yarn=yarn,
+    )
 
 
 def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> None:
@@ -325,11 +325,6 @@ def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> No
 def in_chunks(config: Config) -> bool:
     """Whether layers cut their work."""
     return config.chunks.fpdt or bool(config.chunks.ffn_chunks)
-
-
-def positions_vary(config: Config) -> bool:
-    """Whether the positions of a rank's tokens depend on the documents in the batch."""
-    return config.data.reset_position_ids or config.parallel.context_parallel_balance == "documents"
 
 
 def virtual_stages(config: Config) -> int | None:

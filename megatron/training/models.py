@@ -20,6 +20,9 @@ LLAMA: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 
+# Values of --position-embedding-type that rotate queries and keys.
+ROTARY = ("rope", "yarn")
+
 # Learned positions: as many as --seq-length asks for, unless --max-position-embeddings is given.
 GPT: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text as it comes: JSON lines and .txt files, plain or .gz or .zst; and files that appear whole or not at all."""
+"""Text as it comes: JSON lines, .txt and FASTA, plain or .gz or .zst; and files that appear whole or not at all."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import glob
@@ -14,17 +15,18 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
+from megatron.training import genome
 from megatron.training.refusal import Refusal
 
 PACKED = (".gz", ".zst")
 
 
 class Record(NamedTuple):
-    """One line of a JSON-lines file, or one whole .txt file (``line`` 0)."""
+    """One line of a JSON-lines file, one whole .txt file (``line`` 0), or one record of a FASTA file."""
 
     path: str
     line: int
-    content: bytes
+    content: bytes | bytearray
 
     def where(self) -> str:
         """For messages."""
@@ -48,6 +50,8 @@ def expand(patterns: list[str]) -> list[str]:
     for path in paths:
         if os.path.isdir(path):
             raise Refusal(f"--input {path}: a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
+        if _kind(path) in genome.PROTEIN:
+            raise Refusal(f"--input {path}: amino acids; genomes are read from {', '.join(genome.SUFFIXES)}")
         if os.path.realpath(path) in seen:
             raise Refusal(f"--input: {path} is named twice")
         seen.add(os.path.realpath(path))
@@ -55,8 +59,18 @@ def expand(patterns: list[str]) -> list[str]:
 
 
 def is_plain_text(path: str) -> bool:
-    """Whether the file is one document (.txt) and not one a line."""
-    return os.path.splitext(path)[0].endswith(".txt") if path.endswith(PACKED) else path.endswith(".txt")
+    """Whether the file is one document (.txt)."""
+    return _kind(path) == ".txt"
+
+
+def is_fasta(path: str) -> bool:
+    """Whether the file holds genomes, a document a record."""
+    return _kind(path) in genome.SUFFIXES
+
+
+def _kind(path: str) -> str:
+    """The end of a file's name, without .gz and .zst."""
+    return os.path.splitext(os.path.splitext(path)[0] if path.endswith(PACKED) else path)[1].lower()
 
 
 class Reader:
@@ -78,16 +92,40 @@ class Reader:
                         self.bytes_read = before + size
                         yield Record(path, 0, content)
                     else:
-                        for number, line in enumerate(stream, 1):
+                        records = _fasta if is_fasta(path) else enumerate
+                        for number, content in records(stream, 1):
                             self.bytes_read = before + (raw.tell() if size else 0)
-                            yield Record(path, number, line)
+                            yield Record(path, number, content)
                     before += size
             except (OSError, EOFError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
 
 
+def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
+    """The records of a FASTA file, each with its first line; blank lines before the first are nothing."""
+    record, begun = bytearray(), first
+    for number, line in enumerate(stream, first):
+        if number == first:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line[:1] == b">" and record:
+            yield begun, record
+            record = bytearray()
+        if not record:
+            if not line.strip():
+                continue
+            begun = number
+        record += line
+    if record:
+        yield begun, record
+
+
 def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
     """The texts of a record by key, None for a blank line; raises BadRecord."""
+    if is_fasta(record.path):
+        try:
+            return {keys[0]: genome.read_fasta_record(record.content, record.line)}
+        except ValueError as error:
+            raise BadRecord(error) from None
     try:
         text = record.content.decode("utf-8-sig" if record.line <= 1 else "utf-8")
     except UnicodeDecodeError as error:

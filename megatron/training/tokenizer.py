@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from megatron.training import genome
 from megatron.training.config import DataConfig
 from megatron.training.refusal import Refusal
 
@@ -28,14 +31,19 @@ class Tokenizer:
     source: str
     vocab_size: int
     eod: int
-    encode: Callable[[str], Sequence[int]]
+    encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[list[int]], str]
 
     pad = -1  # core masks and zeroes every token equal to `pad`, real or padding: no id of a document may be it
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text; nothing is prepended or appended."""
-        return list(self.encode(text))
+        return self.array(text).tolist()
+
+    def array(self, text: str) -> np.ndarray:
+        """The same as integers of any kind [n]: a byte a base for genomes, whose texts are long."""
+        ids = self.encode(text)
+        return ids if isinstance(ids, np.ndarray) else np.array(list(ids), np.int64)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids."""
@@ -66,6 +74,10 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
         return _tiktoken(kind, path, data.tiktoken_pattern or "v2", data.tiktoken_num_special_tokens, vocab_size)
     if kind == "ByteLevelTokenizer":
         return _bytes(kind)
+    if kind == "NucleotideTokenizer":
+        return Tokenizer(kind, kind, genome.BASE_EOD + 1, genome.BASE_EOD, genome.nucleotide_ids, genome.nucleotides)
+    if kind == "CodonTokenizer":
+        return Tokenizer(kind, kind, genome.CODON_EOD + 1, genome.CODON_EOD, genome.codon_ids, genome.codons)
     if kind == "NullTokenizer":
         return _null(kind, vocab_size)
     raise Refusal(f"--tokenizer-type {kind} is not supported")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 from copy import deepcopy
+from dataclasses import fields
 from math import gcd
 
 from megatron.training.config import Config, ModelConfig
-from megatron.training.models import derive_shape
+from megatron.training.models import ROTARY, derive_shape
 from megatron.training.refusal import Refusal
 from megatron.training.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.validate_chunks import check_chunks
@@ -98,13 +99,41 @@ def _model(config: Config) -> ModelConfig:
         raise Refusal(
             f"--swiglu with --hidden-size {model.hidden_size} gives an MLP of width 0: give --ffn-hidden-size"
         )
-    rotated = int(model.kv_channels * model.rotary_percent)
-    if model.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
+    _positions(model)
+    return model
+
+
+def _positions(model: ModelConfig) -> None:
+    rotated, kind = int(model.kv_channels * model.rotary_percent), model.position_embedding_type
+    if kind in ROTARY and (rotated < 2 or rotated % 2):
         raise Refusal(
             f"RoPE rotates pairs, and --rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} is "
             f"{rotated}: use another --rotary-percent or --kv-channels"
         )
-    return model
+    if kind != "yarn":
+        names = [field.name for field in fields(model) if field.name.startswith("yarn_")]
+        given = [name for name in names if getattr(model, name) != getattr(ModelConfig, name)]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-").replace("yarn-corr", "no-yarn-corr") for name in given)
+            raise Refusal(f"{flags} without --position-embedding-type yarn: add it, or leave out what is YaRN's")
+        return
+    for flag in ("rotary_seq_len_interpolation_factor", "use_rope_scaling"):
+        if getattr(model, flag):
+            raise Refusal(
+                f"--{flag.replace('_', '-')} and --position-embedding-type yarn both lower frequencies: leave one out"
+            )
+    if model.yarn_rotary_scaling_factor <= 1:
+        raise Refusal(
+            f"--position-embedding-type yarn with --yarn-rotary-scaling-factor {model.yarn_rotary_scaling_factor:g} "
+            "changes nothing: give a factor above 1, or use --position-embedding-type rope"
+        )
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        raise Refusal(
+            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}: "
+            "the defaults are 32 and 1"
+        )
+    if model.rotary_base < 2:
+        raise Refusal(f"--rotary-base {model.rotary_base} leaves YaRN no slow pairs: use 2 or more")
 
 
 def _context(config: Config) -> None:

@@ -12,7 +12,8 @@ from megatron.training.refusal import Refusal
 # Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
 POSITIVE = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size fp8_amax_history_len",
+    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size fp8_amax_history_len "
+    "yarn_original_max_position_embeddings",
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "num_virtual_stages_per_pipeline_rank ddp_bucket_size distributed_timeout_minutes",
@@ -25,7 +26,7 @@ POSITIVE = {
     "run": "train_iters train_samples eval_interval exit_interval exit_duration_in_mins",
 }
 NOT_NEGATIVE = {
-    "model": "init_method_std norm_epsilon",
+    "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
     "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum "
     "decoupled_min_lr",
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
@@ -33,7 +34,8 @@ NOT_NEGATIVE = {
     "run": "seed eval_iters manual_gc_interval",
 }
 ABOVE_ZERO = {
-    "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor",
+    "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
+    "yarn_beta_fast yarn_beta_slow",
     "optimizer": "lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window",
     "logging": "peak_tflops",
 }

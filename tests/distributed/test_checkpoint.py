@@ -13,6 +13,7 @@ from tests.distributed.training_runs import make_job, train_job
 
 GQA = "--group-query-attention --num-query-groups 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
 P2 = "--pipeline-model-parallel-size 2"
 
 
@@ -162,6 +163,10 @@ def test_what_cannot_be_loaded_is_refused_by_name(pool, tmp_path):
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --num-layers 2")
     assert "another model" in told and "--num-layers 4 there, 2 here" in told
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} {YARN}")  # another network: a run may not go on as it
+    assert "another model" in told and "--position-embedding-type rope there, yarn here" in told
+    (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --finetune --position-embedding-type learned_absolute")
+    assert "another model" in told and "--position-embedding-type rope there, learned_absolute here" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --optimizer sgd")
     assert "--optimizer adam" in told and "--no-load-optim" in told
     (told,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --vocab-size 200")
@@ -187,6 +192,7 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
         (2, f"{GQA} --zero-stage 1 --bf16"),
         (2, f"{GQA} --zero-stage 3 --bf16"),
         (2, f"{GQA} --tensor-model-parallel-size 2"),
+        (1, f"{GQA} {YARN}"),  # has no weights of its own
     ):
         first, losses = pool.run(weights_only, world, flags, str(tmp_path))[0]
         assert first == 0

@@ -132,6 +132,21 @@ def test_llama3_scaling(pool, tmp_path: Path) -> None:
     assert (plain.logits - case.logits).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("scaling", [{}, {"mscale": 0.707, "mscale_all_dim": 0.2, "truncate": False}], ids=str)
+def test_yarn(pool, tmp_path: Path, scaling: dict) -> None:
+    """Its frequencies and its attention factor show in the logits, each by itself."""
+    rope = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 8.0, **scaling}
+    rope["original_max_position_embeddings"] = 32
+    case = make(tmp_path, head_dim=32, rope_parameters=rope)
+    check(pool, 1, case)
+    plain = make(tmp_path / "plain", head_dim=32, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
+    cool = make(tmp_path / "cool", head_dim=32, rope_parameters={**rope, "attention_factor": 1.0})
+    assert (plain.logits - cool.logits).abs().max() > 1e-2 and (cool.logits - case.logits).abs().max() > 1e-2
+    if not scaling:
+        check(pool, 1, cool)
+        check(pool, 2, case, "--ulysses-parallel-size 2 --fpdt --fpdt-chunk-size 22")
+
+
 def test_linear_scaling_and_mqa(pool, tmp_path: Path) -> None:
     rope = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
     check(pool, 1, make(tmp_path, rope_parameters=rope, num_key_value_heads=1))

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from megatron.training.data_files import open_prefix
 from megatron.training.validate_chunks import attention_chunks
 
 arguments = pytest.importorskip("megatron.training.arguments")
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(ROOT.glob("examples/*/*.sh"))
+SCRIPTS = sorted(path for path in ROOT.glob("examples/*/*.sh") if path.stem != "quickstart")
 FPDT_SCRIPTS = [path for path in SCRIPTS if path.parent.name == "fpdt"]
+GENSLM = ROOT / "examples" / "genslm"
 PAPER_MODELS = {"gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b"}
 STUBS = {
     "torchrun": 'printf "%s\\n" "$@" >"$CAPTURED"',
@@ -61,6 +63,60 @@ def test_every_model_of_the_fpdt_paper_has_a_script(tmp_path: Path) -> None:
     found = [launch(path, tmp_path / path.stem, {}) for path in FPDT_SCRIPTS]
     assert {option(words, "--model") for words in found} - {None} == PAPER_MODELS
     assert all("--fpdt" in words for words in found)
+
+
+@pytest.mark.parametrize("model, length", [("genslm-25b", 524288), ("genslm-33b", 458752)])
+def test_genslm_scripts_reach_the_published_lengths(model: str, length: int, tmp_path: Path) -> None:
+    """On 64 GPUs, with learned positions shared out; and eight times as far in chunks."""
+    script = GENSLM / f"pretrain_{model.replace('-', '_')}.sh"
+    plain, gpus = read(launch(script, tmp_path / "plain", {}))
+    far, _ = read(launch(script, tmp_path / "far", {"SEQ_LENGTH": "4194304", "CHUNK": "131072"}))
+    assert gpus == 64 and plain.model.model == model and plain.data.seq_length == length
+    for config in (plain, far):
+        assert config.model.position_embedding_type == "learned_absolute"
+        assert config.model.max_position_embeddings == config.data.seq_length
+        assert config.parallel.partition_position_embedding and config.parallel.sequence_parallel
+        assert config.parallel.zero_stage == 3 and config.data.tokenizer_type == "CodonTokenizer"
+    assert not plain.chunks.fpdt and attention_chunks(far) == 32
+
+
+def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands are accepted and make the files that they read; without a genome it says so in a line."""
+    tree, captured = tmp_path / "tree", tmp_path / "captured"
+    script = tree / "examples" / "genslm" / "quickstart.sh"
+    for name in (script, tree / "scripts" / "setup.sh"):
+        name.parent.mkdir(parents=True)
+    shutil.copy(GENSLM / "quickstart.sh", script)
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >>{captured}\n')
+    stub.chmod(0o755)
+    (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
+    (tmp_path / "genome.fa").write_text(">a\n" + "ACGTTGCAAC\n" * 300)
+    monkeypatch.chdir(tmp_path)  # the genome is named from here, not from the tree
+    done = run_quickstart(script, "genome.fa", "out/new")
+    assert done.returncode == 0, done.stderr
+    preprocess, train, plot = (text.splitlines() for text in captured.read_text().strip().split("\n\n"))
+    assert plot[0] == "tools/plot_run.py"
+    monkeypatch.chdir(tree)
+    runpy.run_path(str(ROOT / preprocess[0]), run_name="tool")["main"](preprocess[1:])
+    config, _ = read(train)
+    assert (config.parallel.ulysses_parallel_size, config.parallel.ring_parallel_size) == (2, 2)
+    assert open_prefix(config.data.data_path[0], "").lengths().tolist() == [1001]
+    Path("out/new/log.jsonl").touch()
+    again = run_quickstart(script, "genome.fa", "out/new")
+    assert again.returncode == 2 and "already holds a run" in again.stderr
+    script.write_text(re.sub(r"^LAMBDA=.*$", "LAMBDA=/no/such/genome.fa.gz", script.read_text(), flags=re.M))
+    nothing = run_quickstart(script, "", "out/other")
+    assert nothing.returncode == 2 and nothing.stderr.startswith("error: no genome: ")
+
+
+def run_quickstart(script: Path, genome: str, out: str) -> subprocess.CompletedProcess:
+    """With an apt-get that fetches nothing."""
+    stub = script.parent / "apt-get"
+    stub.write_text("#!/bin/sh\nexit 100\n")
+    stub.chmod(0o755)
+    env = {**os.environ, "PATH": f"{script.parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(["bash", str(script), genome, out], env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_there_are_scripts_for_every_way_to_launch() -> None:

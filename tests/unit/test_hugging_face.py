@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.training.arguments import parse
 from megatron.training.config import ModelConfig
 from megatron.training.hugging_face import files, llama, tensors
 from megatron.training.hugging_face.folders import HEADERS
+from megatron.training.model import rope
 from megatron.training.refusal import Refusal
 from pretrain_llama import LLAMA
 from tools.convert_hf import main
@@ -30,6 +32,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def save_llama(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **settings: Any) -> Path:
@@ -106,6 +109,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, shard: str, kv_heads: in
         {"attention_bias": True, "mlp_bias": True},
         {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}},
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.5}},
+        {"rope_parameters": {"rope_theta": 10000.0, **YARN, "truncate": False, "beta_fast": 16.0}},
     ],
     ids=str,
 )
@@ -169,6 +173,7 @@ def test_fuse_and_split(groups: int, heads: int) -> None:
         {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-6},
         {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}},
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.5}},
+        {"rope_parameters": {"rope_theta": 10000.0, **YARN, "truncate": False, "beta_fast": 16.0}},
     ],
     ids=str,
 )
@@ -265,6 +270,40 @@ def test_rope_of_transformers_4_and_5(new: bool) -> None:
     assert again == model
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {},
+        {"factor": None},  # 128 / 32
+        {"truncate": False, "beta_fast": 16, "beta_slow": 2},
+        {"mscale": 0.7},  # transformers takes both or neither
+        {"mscale": 0.707, "mscale_all_dim": 0.5},
+        {"attention_factor": 1.25},
+        {"attention_factor": 1},
+        {"attention_factor": 1.25, "mscale": 0.707, "mscale_all_dim": 0.5},
+    ],
+    ids=str,
+)
+def test_yarn_means_what_it_means_to_transformers(scaling: dict[str, Any]) -> None:
+    """From config.json to ours, and back: frequencies and attention factor are those transformers computes."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    given = {"model_type": "llama", "max_position_embeddings": 128, "hidden_size": 64, "num_attention_heads": 4}
+    given["rope_parameters"] = {"rope_theta": 10000.0, **YARN, **scaling}
+    model, _ = llama.settings(given, "")
+    mine = rope(model)
+    written = llama.config_json(model, 32000, torch.float32)
+    for config in (given, written):
+        inv_freq, factor = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**deepcopy(config)), torch.device("cpu"))
+        torch.testing.assert_close(mine.inverse_frequencies().float(), inv_freq, rtol=1e-6, atol=0)
+        assert mine.attention_factor == pytest.approx(factor, rel=1e-12)
+    again, _ = llama.settings(written, "")
+    assert rope(again).attention_factor == pytest.approx(mine.attention_factor, rel=1e-12)
+    words = parse([*llama.command_line(again, torch.float32), *RUN]).model
+    assert rope(words) == rope(again)
+
+
 CONFIGS = [
     ({"model_type": "mistral"}, "model_type 'mistral' is not supported: only llama"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map asks for code from the checkpoint"),
@@ -273,10 +312,13 @@ CONFIGS = [
     ({"hidden_act": "gelu"}, "hidden_act gelu is not supported: only silu"),
     ({"attention_bias": True}, "attention_bias True with mlp_bias False is not supported"),
     ({"mlp_bias": True}, "attention_bias False with mlp_bias True is not supported"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling of type yarn is not supported"),
+    ({"rope_scaling": YARN | {"factor": 1.0}}, "yarn with factor 1 changes nothing"),
+    ({"rope_scaling": YARN | {"attention_factor": 0.9}}, "attention_factor 0.9 is not supported: at least 1"),
+    ({"rope_scaling": YARN | {"original_max_position_embeddings": 32.5}}, "32.5 is no whole number"),
+    ({"rope_scaling": YARN | {"beta_slow": -1}}, "beta_slow of rope_scaling -1 is no positive number"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic is not supported"),
-    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0: megatron-core's is fixed at 1"),
-    ({"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0: megatron-core's is fixed at 4"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0: Megatron's is fixed at 1"),
+    ({"rope_scaling": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0: Megatron's is fixed at 4"),
     ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 4096}}, "is fixed at 8192"),
     ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "factor of rope_scaling '8' is no positive number"),
     ({"rope_parameters": {"full": {"rope_theta": 1e4}}}, "by layer type"),

@@ -23,6 +23,8 @@ SMALL = (
     "--micro-batch-size 1 --attention-dropout 0 --train-iters 20 --lr 1e-3 --mock-data"
 )
 
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
+
 
 def build(flags: str, world_size: int = 1, without: str = "") -> Config:
     words = SMALL.split()
@@ -247,6 +249,22 @@ REFUSALS = [
     ("--num-attention-heads 10", 1, "--hidden-size 96 --num-attention-heads 10 90 or 100 --kv-channels"),
     ("--ffn-hidden-size 101 --tensor-model-parallel-size 2", 2, "--ffn-hidden-size 101 --tensor 100 or 102"),
     ("--position-embedding-type rope --kv-channels 7", 1, "RoPE --rotary-percent --kv-channels"),
+    (f"{YARN} 4 --rotary-percent 0.4", 1, "RoPE --rotary-percent 0.4 --kv-channels"),
+    ("--position-embedding-type yarn", 1, "yarn --yarn-rotary-scaling-factor 1 nothing --position-embedding-type rope"),
+    (
+        "--position-embedding-type rope --yarn-mscale 0.7 --no-yarn-correction-range-round-to-int",
+        1,
+        "--yarn-mscale --no-yarn-correction-range-round-to-int --position-embedding-type yarn add",
+    ),
+    (f"{YARN} 4 --use-rope-scaling", 1, "--use-rope-scaling --position-embedding-type yarn leave one out"),
+    (
+        f"{YARN} 4 --rotary-seq-len-interpolation-factor 2",
+        1,
+        "--rotary-seq-len-interpolation-factor --position-embedding-type yarn leave one out",
+    ),
+    (f"{YARN} 4 --yarn-beta-fast 1", 1, "--yarn-beta-fast 1 above --yarn-beta-slow 1"),
+    (f"{YARN} 4 --rotary-base 1", 1, "--rotary-base 1 2 or more"),
+    (f"{YARN} 4 --yarn-original-max-position-embeddings 0", 1, "--yarn-original-max-position-embeddings 0 at least 1"),
     # the sequence
     ("--ring-parallel-size 2 --seq-length 194", 2, "--seq-length 194 zigzag multiple of 4 192 or 196"),
     (

@@ -4,23 +4,36 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.context_parallel.rope import LLAMA3_HIGH, LLAMA3_LENGTH, LLAMA3_LOW, Yarn
 from megatron.training.config import ModelConfig
-from megatron.training.models import LLAMA, derive_shape
+from megatron.training.models import LLAMA, ROTARY, derive_shape
 from megatron.training.refusal import Refusal
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALING = ("rope_theta", "rope_scaling", "rope_parameters")
-# What megatron-core's RoPE scaling of Llama 3 fixes; its factor is free.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What Megatron's RoPE scaling of Llama 3 fixes; its factor is free.
+LLAMA3 = {
+    "low_freq_factor": LLAMA3_LOW,
+    "high_freq_factor": LLAMA3_HIGH,
+    "original_max_position_embeddings": LLAMA3_LENGTH,
+}
+YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("yarn_")]
+YARN_LENGTH = "original_max_position_embeddings"
+# Settings that are on, and the flags that switch them off.
+OFF = {
+    "add_bias_linear": "--disable-bias-linear",
+    "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
+}
 # Settings that every Llama shares, and what else its layers must not have.
 FIXED = {
-    **{name: LLAMA[name] for name in ("position_embedding_type", "normalization", "swiglu")},
+    **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
         ("add_qkv_bias", "qk_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"), False
     ),
@@ -83,7 +96,7 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **{name: value for name, value in FIXED.items() if name in LLAMA},
-        **_rope(config, where),
+        **({"position_embedding_type": "rope"} | _rope(config, where)),
     )
     if model.kv_channels % 2:
         raise Refusal(f"{where}: head_dim {model.kv_channels} is odd, and RoPE rotates pairs")
@@ -99,6 +112,8 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
     wrong = [
         f"--{name.replace('_', '-')} {getattr(model, name)}" for name in FIXED if getattr(model, name) != FIXED[name]
     ]
+    if model.position_embedding_type not in ROTARY:
+        wrong.insert(0, f"--position-embedding-type {model.position_embedding_type}")
     if wrong:
         raise Refusal(f"the checkpoint is no Llama, which Hugging Face's LlamaForCausalLM needs: {', '.join(wrong)}")
     linear = model.rotary_seq_len_interpolation_factor
@@ -109,6 +124,8 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
         scaling = {"rope_type": "linear", "factor": linear}
     elif model.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
+    elif model.position_embedding_type == "yarn":
+        scaling = _yarn_json(model)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -163,13 +180,14 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base"]
     names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
     names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
+    names += YARN if model.position_embedding_type == "yarn" else []
     names += ["normalization", "norm_epsilon", "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["hidden_dropout", "attention_dropout"]
     words: list[str] = []
     for name in names:
         value = getattr(model, name)
-        if name == "add_bias_linear":
-            words += [] if value else ["--disable-bias-linear"]
+        if name in OFF:
+            words += [] if value else [OFF[name]]
         elif isinstance(value, bool):
             words += ["--" + name.replace("_", "-")] if value else []
         else:
@@ -221,16 +239,66 @@ def _rope(config: dict[str, Any], where: object) -> dict[str, Any]:
     elif kind == "llama3":
         for name, fixed in LLAMA3.items():
             if (value := rope.get(name, config.get(name))) != fixed:
-                raise Refusal(
-                    f"{where}: rope_scaling llama3 with {name} {value}: megatron-core's is fixed at {fixed:g}"
-                )
+                raise Refusal(f"{where}: rope_scaling llama3 with {name} {value}: Megatron's is fixed at {fixed:g}")
         result |= {
             "use_rope_scaling": True,
             "rope_scaling_factor": _number(rope.get("factor"), "factor of rope_scaling", where),
         }
+    elif kind == "yarn":
+        result |= _yarn(rope, config, where)
     elif kind != "default":
-        raise Refusal(f"{where}: rope_scaling of type {kind} is not supported: only default, linear and llama3")
+        raise Refusal(f"{where}: rope_scaling of type {kind} is not supported: only default, linear, llama3 and yarn")
     return result
+
+
+def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[str, Any]:
+    """Settings of YaRN. transformers reads some of them from beside rope_scaling too, and derives those left out."""
+
+    def number(name: str, default: float) -> float:
+        return _number(default if rope.get(name) is None else rope[name], f"{name} of rope_scaling", where)
+
+    longest, length = config.get("max_position_embeddings") or 2048, config.get(YARN_LENGTH)
+    length = number(YARN_LENGTH, longest) if length is None else _number(length, YARN_LENGTH, where)
+    if length != int(length):
+        raise Refusal(f"{where}: {YARN_LENGTH} {length} is no whole number")
+    factor = number("factor", longest / length)
+    if factor <= 1:
+        raise Refusal(f"{where}: rope_scaling yarn with factor {factor:g} changes nothing: use type default")
+    mscale, all_dim = 1.0, 0.0
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers takes both or neither
+        mscale, all_dim = number("mscale", 1.0), number("mscale_all_dim", 0.0)
+    if rope.get("attention_factor") is not None:
+        wanted = number("attention_factor", 1.0)
+        if wanted < 1:
+            raise Refusal(f"{where}: rope_scaling yarn with attention_factor {wanted:g} is not supported: at least 1")
+        if abs(Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor - wanted) > 1e-12:
+            mscale, all_dim = (wanted - 1) / (0.1 * math.log(factor)), 0.0
+    return {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": int(length),
+        "yarn_beta_fast": number("beta_fast", 32.0),
+        "yarn_beta_slow": number("beta_slow", 1.0),
+        "yarn_mscale": mscale,
+        "yarn_mscale_all_dim": all_dim,
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
+    }
+
+
+def _yarn_json(model: ModelConfig) -> dict[str, Any]:
+    """rope_scaling of YaRN; attention_factor is spelled out, since transformers reads mscale in a way of its own."""
+    factor, mscale, all_dim = model.yarn_rotary_scaling_factor, model.yarn_mscale, model.yarn_mscale_all_dim
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        YARN_LENGTH: model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+        "attention_factor": Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor,
+    }
+    if mscale and all_dim:
+        scaling |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    return scaling | ({} if model.yarn_correction_range_round_to_int else {"truncate": False})
 
 
 def _number(value: object, name: str, where: object) -> float:

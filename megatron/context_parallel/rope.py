@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding (RoPE): its frequencies, stretched in several ways, and the rotation itself.
+
+Pair i of the d rotated entries of a head turns by ``position * base ** (-2i / d)``. To reach beyond the length a model
+was trained on, frequencies are lowered: all alike (linear interpolation), or only the slow ones (Llama 3.1; YaRN,
+arXiv:2309.00071, which also makes attention sharper).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Llama 3.1 lowers frequencies that turn less than once in its original length, keeps those that turn more than four
+# times, and goes from one to the other in between.
+LLAMA3_LENGTH, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
+# Elements rotated at once, so that little is fp32 meanwhile: on a CPU, what its caches hold; on a GPU, what fills it.
+PIECE = {"cpu": 2**18, "cuda": 2**24}
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN: pairs that turn often within the original length are left alone, those that hardly turn are interpolated.
+
+    Attributes:
+        factor: how much longer sequences become.
+        original_length: tokens the model was trained on before.
+        beta_fast, beta_slow: pairs that turn more than the first in ``original_length`` keep their frequency, those
+            that turn less than the second have it divided by ``factor``; in between, from one to the other.
+        mscale, mscale_all_dim: of :attr:`attention_factor`.
+        whole_pairs: those two bounds are rounded outwards to whole pairs.
+    """
+
+    factor: float
+    original_length: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    whole_pairs: bool = True
+
+    @property
+    def attention_factor(self) -> float:
+        """Queries and keys are multiplied by this, so scores by its square. By default 0.1 ln(factor) + 1."""
+        if self.factor <= 1:
+            return 1.0
+        grown = 0.1 * math.log(self.factor)
+        return (grown * self.mscale + 1) / (grown * self.mscale_all_dim + 1)
+
+    def apply(self, inv_freq: Tensor, base: float) -> Tensor:
+        """Lowered frequencies, of fp64 [dim / 2] with that base."""
+        dim = 2 * inv_freq.numel()
+
+        def pair(turns: float) -> float:
+            """The pair, fractional, that turns so often within the original length."""
+            return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.whole_pairs:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        width = high - low if high > low else 0.001  # a step, as wide as in the published implementations
+        lowered = ((torch.arange(dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
+        return inv_freq * (1 - lowered) + inv_freq / self.factor * lowered
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of one model.
+
+    Attributes:
+        dim: entries of a head that are rotated, the first ones; even.
+        base: of the frequencies.
+        interleaved: pairs are neighbours in place of entry i of either half.
+        interpolation: positions are divided by this (linear interpolation).
+        llama3: factor of Llama 3.1's scaling; None for none.
+        yarn: YaRN; None for none.
+    """
+
+    dim: int
+    base: float = 10000.0
+    interleaved: bool = False
+    interpolation: float = 1.0
+    llama3: float | None = None
+    yarn: Yarn | None = None
+
+    def inverse_frequencies(self) -> Tensor:
+        """Radians a position of each pair, fp64 [dim / 2] on the CPU.
+
+        In fp32 they would be off by 3e-8 of themselves, which four million positions make a tenth of a radian.
+        """
+        inv_freq = self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        if self.llama3 is not None:
+            inv_freq = _llama3(inv_freq, self.llama3)
+        if self.yarn is not None:
+            inv_freq = self.yarn.apply(inv_freq, self.base)
+        return inv_freq / self.interpolation
+
+    @property
+    def attention_factor(self) -> float:
+        """Queries and keys are multiplied by this."""
+        return 1.0 if self.yarn is None else self.yarn.attention_factor
+
+    def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Heads turned by their positions' angles, and the attention factor.
+
+        Args:
+            x: [s, b, heads, d]; entries past the first ``dim`` of a head are left alone.
+            angles: fp32 [s, 1 or b, 1, dim / 2].
+
+        Returns:
+            As x. Sine, cosine and products are fp32 (fp64 for fp64), rounded to the dtype of x once, at the end:
+            megatron-core rounds the sine and cosine as well, and each product. Backward keeps the angles alone.
+        """
+        return _Rotate.apply(x, angles, self)
+
+
+def rotary_angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Angles of RoPE at any positions.
+
+    Args:
+        positions: int64 [...].
+        inv_freq: fp64 [dim / 2], of :meth:`Rope.inverse_frequencies`.
+
+    Returns:
+        fp32 [..., dim / 2]. The product is taken in fp64 and reduced to one turn before it is rounded, so angles are as
+        exact at four million as at four (in fp32 alone they are off by a tenth of a radian there).
+    """
+    return (positions.double()[..., None] * inv_freq.to(positions.device) % (2 * torch.pi)).float()
+
+
+def _llama3(inv_freq: Tensor, factor: float) -> Tensor:
+    turns = LLAMA3_LENGTH * inv_freq / (2 * torch.pi)
+    kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+    return inv_freq * kept + inv_freq / factor * (1 - kept)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
+        ctx.save_for_backward(angles)
+        ctx.rope = rope
+        return _rotated(x, angles, rope, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (angles,) = ctx.saved_tensors
+        return _rotated(grad, angles, ctx.rope, -1), None, None
+
+
+def _rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
+    out, wide = torch.empty_like(x), torch.promote_types(x.dtype, torch.float32)
+    rows = max(PIECE.get(x.device.type, 2**24) // max(x[0].numel(), 1), 1)
+    for part, target, angle in zip(x.split(rows), out.split(rows), angles.split(rows)):
+        cos, sin = (turn.to(wide).mul_(rope.attention_factor) for turn in (angle.cos(), angle.sin()))
+        first, second = (half.to(wide) for half in _pairs(part, rope))
+        to_first, to_second = _pairs(target, rope)
+        to_first.copy_((first * cos).addcmul_(second, sin, value=-sign))
+        to_second.copy_((second * cos).addcmul_(first, sin, value=sign))
+        target[..., rope.dim :] = part[..., rope.dim :]
+    return out
+
+
+def _pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Views of the two entries of every pair."""
+    if rope.interleaved:
+        return x[..., 0 : rope.dim : 2], x[..., 1 : rope.dim : 2]
+    return x[..., : rope.dim // 2], x[..., rope.dim // 2 : rope.dim]

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embedding: frequencies as in Hugging Face's transformers, angles exact at millions, rotation rounded once."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.context_parallel import rope as rope_module
+from megatron.context_parallel.grid import abstract_grid
+from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.position import LayoutRotaryEmbedding
+from megatron.context_parallel.rope import Rope, Yarn, rotary_angles
+
+FAR = 2**22  # 4,194,304
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+# ---- frequencies
+
+
+class InDouble(ModuleType):
+    """torch, in which what asks for fp32 gets fp64."""
+
+    def __getattr__(self, name: str) -> object:
+        return torch.float64 if name in ("float", "float32") else getattr(torch, name)
+
+
+@pytest.fixture
+def transformers_in_double(monkeypatch: pytest.MonkeyPatch):
+    """(inverse frequencies in fp64, attention factor) as transformers computes them for Llama's rope_parameters."""
+    from transformers import LlamaConfig, modeling_rope_utils
+
+    monkeypatch.setattr(modeling_rope_utils, "torch", InDouble("torch"))
+
+    def compute(head: int, **rope: object) -> tuple[Tensor, float]:
+        config = LlamaConfig(hidden_size=4 * head, num_attention_heads=4, max_position_embeddings=2**20)
+        config.rope_parameters = rope
+        return modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+
+    return compute
+
+
+@pytest.mark.parametrize("head, base", [(128, 10000), (64, 500000), (96, 1000000), (16, 100)])
+@pytest.mark.parametrize(
+    "theirs, mine",
+    [
+        ({"rope_type": "linear", "factor": 2.5}, {"interpolation": 2.5}),
+        ({"rope_type": "llama3", "factor": 32.0, **LLAMA3}, {"llama3": 32.0}),
+        (YARN, {"yarn": Yarn(16.0)}),
+        (YARN | {"factor": 2.5, "original_max_position_embeddings": 100}, {"yarn": Yarn(2.5, 100)}),
+        (YARN | {"truncate": False}, {"yarn": Yarn(16.0, whole_pairs=False)}),
+        (YARN | {"beta_fast": 8.0, "beta_slow": 2.0}, {"yarn": Yarn(16.0, beta_fast=8, beta_slow=2)}),
+        (YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}, {"yarn": Yarn(16.0, mscale=0.707, mscale_all_dim=0.5)}),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, {"yarn": Yarn(16.0, mscale_all_dim=1)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_frequencies_are_those_of_transformers(transformers_in_double, head, base, theirs, mine, share) -> None:
+    inv_freq, factor = transformers_in_double(head, rope_theta=float(base), partial_rotary_factor=share, **theirs)
+    rope = Rope(int(head * share), base, **mine)
+    assert inv_freq.dtype == rope.inverse_frequencies().dtype == torch.float64
+    torch.testing.assert_close(rope.inverse_frequencies(), inv_freq, rtol=2e-14, atol=0)
+    assert rope.attention_factor == pytest.approx(factor, rel=1e-15)
+
+
+def test_the_attention_factor_is_the_papers() -> None:
+    assert Yarn(1.0).attention_factor == 1 and Rope(64).attention_factor == 1
+    assert Rope(64, yarn=Yarn(32.0)).attention_factor == pytest.approx(0.1 * math.log(32) + 1, rel=1e-15)
+
+
+def test_frequencies_and_factor_are_those_of_megatron_core() -> None:
+    """core computes them in fp32, on a GPU or under use_cpu_initialization."""
+    from megatron.core.models.common.embeddings import RotaryEmbedding, yarn_rotary_pos_embedding
+
+    plain = RotaryEmbedding(64, 0.5, rotary_base=500000, rope_scaling=True, use_cpu_initialization=True)
+    mine = Rope(32, 500000, llama3=8.0)
+    torch.testing.assert_close(mine.inverse_frequencies().float(), plain.inv_freq, rtol=2e-6, atol=0)
+    factor = yarn_rotary_pos_embedding._yarn_get_concentration_factor(16.0, 0.707, 0.3)
+    assert Yarn(16.0, mscale=0.707, mscale_all_dim=0.3).attention_factor == pytest.approx(factor, rel=1e-15)
+
+
+@pytest.mark.parametrize("length, kept", [(1, 1), (2**50, 8)])
+def test_yarn_of_a_tiny_or_huge_original_length(length: int, kept: int) -> None:
+    """No pair turns within one token, all turn often within 2 ** 50: nothing in between is left."""
+    plain, yarn = (Rope(16, 100, yarn=which).inverse_frequencies() for which in (None, Yarn(4.0, length)))
+    assert torch.equal(yarn[:kept], plain[:kept]) and torch.equal(yarn[kept:], plain[kept:] / 4)
+
+
+# ---- angles
+
+
+def exact_angle(position: int, frequency: mpmath.mpf) -> mpmath.mpf:
+    return mpmath.fmod(position * frequency, 2 * mpmath.pi)
+
+
+@pytest.mark.parametrize("ring, ulysses, chunks, tensor", [(1, 1, 1, 1), (4, 2, 1, 1), (2, 2, 4, 2)])
+def test_angles_at_four_million_are_exact_to_fp32_rounding(ring, ulysses, chunks, tensor) -> None:
+    """Against mpmath with 50 digits, for the last tokens of eight million over any layout; and by FPDT's chunks."""
+    grid = abstract_grid(ulysses=ulysses, ring=ring, tensor=tensor).at(ulysses=ulysses - 1, ring=ring // 2)
+    layout = SequenceLayout(2 * FAR, grid, chunks=chunks, tensor_parts=tensor)
+    rope = Rope(16, 10000, yarn=Yarn(8.0))
+    embedding = LayoutRotaryEmbedding(rope, layout)
+    far = (layout.positions >= FAR - 2).nonzero()[:6].flatten().tolist() + [-1]
+    found = [(int(layout.positions[row]), embedding.angles()[row, 0, 0]) for row in far]
+    spans = layout.local_chunk_spans(chunks - 1)
+    positions = [position for start, stop in spans for position in (start, stop - 1)]
+    ends = embedding.of_spans(tuple((position, position + 1) for position in positions))
+    found += [(position, ends[row, 0, 0]) for row, position in enumerate(positions)]
+    assert max(position for position, _ in found) >= FAR
+    with mpmath.workdps(50):
+        base, kept = mpmath.mpf(10000), rope.inverse_frequencies() / Rope(16, 10000).inverse_frequencies()
+        for position, angles in found:
+            assert angles.dtype == torch.float32 and angles.shape == (8,)
+            for pair, angle in enumerate(angles.tolist()):
+                frequency = base ** (-mpmath.mpf(pair) / 8)
+                share = (float(kept[pair]) * 8 - 1) / 7  # of the frequency that YaRN leaves alone
+                frequency *= share + (1 - share) / mpmath.mpf(8)
+                apart = mpmath.fmod(angle - exact_angle(position, frequency) + 3 * mpmath.pi, 2 * mpmath.pi) - mpmath.pi
+                # Half a unit in the last place of an fp32 below 8, and 2e-8 for fp64 frequencies at eight million.
+                assert abs(apart) < 2.0**-22 + 2e-8, (position, pair, apart)
+
+
+def test_angles_restart_with_documents_of_each_sample() -> None:
+    """And the angles of the last batch are not those of the next."""
+    layout = SequenceLayout(16, abstract_grid(ring=2).at(ring=1))  # 4 to 11
+    inv_freq = Rope(8).inverse_frequencies()
+    plain, restarting = (LayoutRotaryEmbedding(Rope(8), layout, restarts=restarts) for restarts in (False, True))
+    whole = rotary_angles(layout.positions, inv_freq)[:, None, None]
+    documents = [(6, 16), (4, 9, 16)]
+    assert torch.equal(plain.angles(documents), whole) and plain.angles() is plain.angles(documents)
+    assert torch.equal(restarting.angles(), whole)
+    at = [[4, 5, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 0, 1, 2]]
+    wanted = rotary_angles(torch.tensor(at).t(), inv_freq)[:, :, None]
+    assert torch.equal(restarting.angles(documents), wanted)
+    assert torch.equal(restarting.angles(documents[1:]), wanted[:, 1:])
+    assert torch.equal(restarting.angles(documents[:1] * 2), wanted[:, :1])
+    assert torch.equal(restarting.of_spans(((5, 8),), documents[0]), wanted[1:4, :1])
+    assert torch.equal(plain.of_spans(((5, 8),), documents[0]), whole[1:4])
+
+
+def test_angles_follow_documents_dealt_over_a_ring() -> None:
+    layout = SequenceLayout(32, abstract_grid(ring=2).at(ring=1), "documents")
+    embedding = LayoutRotaryEmbedding(Rope(8), layout)
+    for ends in ((3, 20, 32), (16, 24, 32)):
+        wanted = rotary_angles(layout.of_documents(ends).positions, Rope(8).inverse_frequencies())
+        assert torch.equal(embedding.angles([ends])[:, 0, 0], wanted)
+
+
+def test_angles_of_positions_of_any_shape() -> None:
+    inv_freq = Rope(8).inverse_frequencies()
+    positions = torch.randint(2**23, (3, 5))
+    angles = rotary_angles(positions, inv_freq)
+    assert angles.shape == (3, 5, 4)
+    assert torch.equal(angles[1], rotary_angles(positions[1], inv_freq))
+
+
+# ---- rotation
+
+
+def turned(x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
+    """x [s, b, heads, d] in fp64, by complex multiplication."""
+    half = rope.dim // 2
+    first = range(0, rope.dim, 2) if rope.interleaved else range(half)
+    second = range(1, rope.dim, 2) if rope.interleaved else range(half, rope.dim)
+    z = torch.complex(x[..., list(first)].double(), x[..., list(second)].double())
+    z = z * torch.polar(torch.full_like(angles.double(), rope.attention_factor), angles.double())
+    out = x.double().clone()
+    out[..., list(first)], out[..., list(second)] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("rope", [Rope(8), Rope(6, interleaved=True), Rope(4, yarn=Yarn(40.0))], ids=str)
+def test_rotation_and_its_gradient(monkeypatch: pytest.MonkeyPatch, rope: Rope, per_sample: bool) -> None:
+    """Of heads that are a view of a larger tensor, in pieces of two rows and a shorter one."""
+    monkeypatch.setitem(rope_module.PIECE, "cpu", 2 * 2 * 3 * 8)
+    torch.manual_seed(0)
+    whole = torch.randn(5, 2, 3, 20, dtype=torch.float64, requires_grad=True)
+    x = whole[..., 7:15]
+    positions = torch.randint(FAR, (5, 2 if per_sample else 1))
+    angles = rotary_angles(positions, rope.inverse_frequencies())[:, :, None]
+    out = rope.rotate(x, angles)
+    wanted = turned(x, angles, rope)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)  # sine and cosine of fp32 angles are fp32
+    assert torch.equal(out[..., rope.dim :], x[..., rope.dim :])
+    grad = torch.randn(8, 3, 2, 5, dtype=torch.float64).permute(3, 2, 1, 0)
+    (mine,) = torch.autograd.grad(out, whole, grad)
+    (exact,) = torch.autograd.grad(wanted, whole, grad)
+    torch.testing.assert_close(mine, exact, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    """The error of every entry is half a unit in its last place; with sine and cosine rounded too it is many."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    torch.manual_seed(0)
+    rope = Rope(64)
+    x = torch.randn(256, 1, 4, 64).to(dtype)
+    angles = rotary_angles(torch.arange(FAR, FAR + 256), rope.inverse_frequencies())[:, None, None]
+    exact = turned(x, angles, rope)
+    unit = torch.finfo(dtype).eps * exact.abs().clamp(min=1e-3)
+
+    def worst(out: Tensor) -> float:
+        assert out.dtype == dtype
+        return float(((out.double() - exact).abs() / unit).max())
+
+    assert worst(rope.rotate(x, angles)) < 0.51
+    assert worst(_apply_rotary_pos_emb_bshd(x, torch.cat((angles, angles), -1))) > 2
+
+
+def test_scores_depend_on_the_distance_alone() -> None:
+    """Also between fp32 queries and keys at four million; not where position times frequency is taken in fp32."""
+    torch.manual_seed(0)
+    rope = Rope(64)
+    q, k = (torch.randn(8, 1, 1, 64) for _ in range(2))
+    near, far = torch.arange(8), torch.arange(FAR, FAR + 8)
+    inv_freq = rope.inverse_frequencies()
+
+    def scores(angles: Tensor) -> Tensor:
+        angles = angles[:, None, None]
+        return torch.einsum("sbhd,tbhd->st", rope.rotate(q, angles), rope.rotate(k, angles))
+
+    wanted = scores(rotary_angles(near, inv_freq))
+    torch.testing.assert_close(scores(rotary_angles(far, inv_freq)), wanted, rtol=0, atol=5e-5)
+    assert (scores(torch.outer(far.float(), inv_freq.float())) - wanted).abs().max() > 0.5
+
+
+def test_model_settings_become_a_rope() -> None:
+    from megatron.training.arguments import parse
+    from megatron.training.model import rope
+
+    shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    shape += "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --attention-dropout 0 --rotary-base 500"
+
+    def of(flags: str) -> Rope | None:
+        return rope(parse(f"{shape} {flags}".split(), world_size=1).model)
+
+    assert of("") is of("--position-embedding-type none") is None
+    plain = "--position-embedding-type rope"
+    assert of(f"{plain} --rotary-percent 0.5 --rotary-interleaved") == Rope(8, 500, interleaved=True)
+    assert of(f"{plain} --rotary-seq-len-interpolation-factor 4") == Rope(16, 500, interpolation=4)
+    assert of(f"{plain} --use-rope-scaling --rope-scaling-factor 32") == Rope(16, 500, llama3=32)
+    yarn = "--position-embedding-type yarn --yarn-rotary-scaling-factor 8"
+    assert of(yarn) == Rope(16, 500, yarn=Yarn(8.0, 4096, 32, 1, 1, 0, True))
+    assert of(
+        f"{yarn} --yarn-original-max-position-embeddings 2048 --yarn-beta-fast 16 --yarn-beta-slow 2 --yarn-mscale 0.7 "
+        "--yarn-mscale-all-dim 0.5 --no-yarn-correction-range-round-to-int"
+    ) == Rope(16, 500, yarn=Yarn(8.0, 2048, 16, 2, 0.7, 0.5, False))
