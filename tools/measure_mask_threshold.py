@@ -4,9 +4,9 @@
 
     python tools/measure_mask_threshold.py --head-dim 128 --heads 8
 
-For each length: forward and backward of one attention under a mask function, with the mask made whole on the device, and
-in blocks of rows in host memory that move to the device. The threshold is the longest length at which the device's way
-is still the faster one and its mask is not too large (DeepSpeed4Science, figure 4).
+For each length: forward and backward of one attention under a mask function, with the mask made whole on the device,
+and in blocks of rows in host memory that move to the device. The threshold is the longest length at which the device's
+way is still the faster one and its mask is not too large (DeepSpeed4Science, figure 4).
 """
 
 from __future__ import annotations
