@@ -130,7 +130,7 @@ def chunked(q, k, v, layout, rule):
     return (layer(x) - x)[:, :, : heads * SIZE].unflatten(2, (heads, SIZE))
 
 
-MATRIX = [(scheme, backend) for scheme in SCHEMES for backend in BACKENDS]
+MATRIX = [(scheme, backend) for backend in BACKENDS for scheme in SCHEMES]
 
 
 def compare_schemes(schemes, backend, kernel, dtype):
