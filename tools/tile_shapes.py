@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank computes, as shapes in the plane of key position (x) and query position (y), for the pictures.
+
+The tiles are those of ring_plan, or of the chunk loops; nothing is worked out anew here but their outlines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron.context_parallel.layout import SequenceLayout
+from megatron.context_parallel.masks import Mask, Span
+from megatron.context_parallel.ring import ring_plan
+from megatron.context_parallel.tile_kernel import positions
+from megatron.context_parallel.tiles import Tile, count, tiles
+
+Outline = list[tuple[int, int]]
+"""Corners of a polygon, (key position, query position); a pair of tokens is a square of area 1."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One tile by position.
+
+    Attributes:
+        step: the hop at which it is computed; with chunks, the key chunk.
+        tile: as the kernel sees it.
+        outlines: around all that the kernel computes; several where the positions of the rows have gaps.
+        allowed: outlines around the pairs that count; the same, but for a masked tile.
+    """
+
+    step: int
+    tile: Tile
+    outlines: list[Outline]
+    allowed: list[Outline]
+
+
+def computed(layout: SequenceLayout, mask: Mask, rank: int) -> Iterator[tuple[int, Tile]]:
+    """(step, tile) of ring rank ``rank``, in the order of a training run."""
+    if layout.chunks == 1:
+        for number, hop in enumerate(ring_plan(layout, mask, rank).hops):
+            for tile in hop.tiles:
+                yield number, tile
+        return
+    for key in range(layout.chunks):
+        for hop in ring_plan(layout, mask, rank, chunk=key).hops:
+            keys = layout.chunk_spans(key, hop.source)
+            for query in range(layout.chunks):
+                for tile in tiles(layout.chunk_spans(query, rank), keys, mask):
+                    yield key, tile
+
+
+def shapes(layout: SequenceLayout, mask: Mask, rank: int) -> list[Shape]:
+    """Everything that ring rank ``rank`` computes."""
+    found = []
+    for step, tile in computed(layout, mask, rank):
+        around = outlines(tile)
+        found.append(Shape(step, tile, around, allowed_pairs(tile, mask) if tile.masked else around))
+    return found
+
+
+def outlines(tile: Tile) -> list[Outline]:
+    """Around a tile: one polygon for each run of queries and run of keys that meet in it."""
+    found = []
+    for q_row, q in _with_rows(tile.q_at):
+        for k_row, k in _with_rows(tile.k_at):
+            width = k[1] - k[0]
+            edges = []  # (query position, first key, end of keys)
+            for y in range(*q):
+                diagonal = q_row + y - q[0] - k_row  # the query's own row, among the keys of this run
+                low = max(diagonal, 0) if tile.kind == "anticausal" else 0
+                high = min(diagonal + 1, width) if tile.kind == "causal" else width
+                if low < high:
+                    edges.append((y, k[0] + low, k[0] + high))
+            if edges:
+                found.append(_staircase(edges))
+    return found
+
+
+def allowed_pairs(tile: Tile, mask: Mask) -> list[Outline]:
+    """The pairs of a masked tile that the mask allows, as boxes of one row each."""
+    q, k = (positions(at, torch.device("cpu")) for at in (tile.q_at, tile.k_at))
+    allowed = mask.allowed(q[:, None], k[None])
+    allowed = {"full": allowed, "causal": allowed.tril(), "anticausal": allowed.triu()}[tile.kind]
+    boxes = []
+    for y, row in zip(q.tolist(), allowed):
+        runs: list[list[int]] = []
+        for x in k[row].tolist():
+            if runs and runs[-1][1] == x:
+                runs[-1][1] = x + 1
+            else:
+                runs.append([x, x + 1])
+        boxes.extend(_staircase([(y, start, stop)]) for start, stop in runs)
+    return boxes
+
+
+def area(outline: Outline) -> float:
+    """Pairs within an outline."""
+    ends = zip(outline, [*outline[1:], outline[0]])
+    return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in ends)) / 2
+
+
+def centre(outline: Outline) -> tuple[float, float]:
+    """The centre of gravity, where a number is written."""
+    x = y = total = 0.0
+    for (x0, y0), (x1, y1) in zip(outline, [*outline[1:], outline[0]]):
+        cross = x0 * y1 - x1 * y0
+        x, y, total = x + (x0 + x1) * cross, y + (y0 + y1) * cross, total + cross
+    return x / (3 * total), y / (3 * total)
+
+
+def extent(outline: Outline) -> tuple[int, int]:
+    """Keys and queries from end to end."""
+    xs, ys = zip(*outline)
+    return max(xs) - min(xs), max(ys) - min(ys)
+
+
+def _with_rows(spans: tuple[Span, ...]) -> Iterator[tuple[int, Span]]:
+    """Each run of positions with the number of its first row in the tile."""
+    for index, span in enumerate(spans):
+        yield count(spans[:index]), span
+
+
+def _staircase(edges: list[tuple[int, int, int]]) -> Outline:
+    """The outline of rows one below the other, each (y, first x, end x)."""
+    left: Outline = []
+    right: Outline = []
+    for y, low, high in edges:
+        for side, x in ((left, low), (right, high)):
+            if side and side[-1][0] == x:
+                side[-1] = (x, y + 1)
+            else:
+                side.extend([(x, y), (x, y + 1)])
+    return [*left, *reversed(right)]
