@@ -72,7 +72,8 @@ def plot_pairs(axes: Any, layout: SequenceLayout, by_rank: list[list[Shape]], *,
             shade = colour(rank, ring, _fade(shape.step, layout))
             _plot_shape(axes, shape, shade)
             for outline in shape.outlines:
-                if numbers and min(extent(outline)) * 24 >= length:
+                room = 24 if len(outline) == 4 else 12  # a triangle has less
+                if numbers and min(extent(outline)) * room >= length:
                     axes.text(
                         *centre(outline), str(shape.step), ha="center", va="center", fontsize=8, color=_ink_on(shade),
                         bbox={"facecolor": shade, "edgecolor": "none", "pad": 0.8},

@@ -157,7 +157,7 @@ def refusal_of(action: Callable[[], object]) -> str | None:
 
 def run_block(text: str) -> None:
     """On a rank of the pool."""
-    exec(compile(text, "block", "exec"), {"__name__": "block"})
+    exec(compile(text, "block", "exec", dont_inherit=True), {"__name__": "block"})
 
 
 RUNNABLE = [
