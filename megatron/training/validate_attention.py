@@ -92,10 +92,16 @@ def _balance(config: Config) -> None:
     dealt = data.micro_batch_size == 1 and not parallel.partition_position_embedding
     if documents and dealt and config.attention.attention_mask in ("causal", "full"):
         parallel.context_parallel_balance = "documents"
-    elif config.attention.attention_mask == "window":
-        parallel.context_parallel_balance = "contiguous"  # neighbours exchange, the others have nothing to say
+    elif _even_rows(config.attention):
+        parallel.context_parallel_balance = "contiguous"  # neighbours exchange, the others have little to say
     else:
         parallel.context_parallel_balance = "zigzag"
+
+
+def _even_rows(attention: AttentionConfig) -> bool:
+    """Whether each query attends to about as many keys, most of them near: then there is nothing to balance."""
+    sparse = attention.attention_mask == "block-sparse" and attention.sparse_pattern in ("longformer", "bigbird")
+    return attention.attention_mask == "window" or sparse
 
 
 def varies_by_batch(config: Config) -> bool:

@@ -40,13 +40,13 @@ FUNCTION = "def every_second(q, k):\n    return (q - k) % 2 == 0\n"
             "--attention-mask block-sparse --sparse-block-size 64 --sparse-window-blocks 2",
             cp.BlockSparse(64, cp.LongformerBlocks(2, 1), 192),
             False,
-            "zigzag",
+            "contiguous",
         ),
         (
             "--attention-mask block-sparse --sparse-pattern bigbird --sparse-random-blocks 5",
             cp.BlockSparse(128, cp.BigBirdBlocks(3, 1, 5), 192),
             False,
-            "zigzag",
+            "contiguous",
         ),
         (
             "--attention-mask block-sparse --sparse-pattern strided --sparse-stride 4",
