@@ -9,7 +9,7 @@ can travel around a ring while all query chunks meet them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -150,6 +150,10 @@ class Pass:
         """The key chunks that a query chunk meets, on a ring of one."""
         return [key for key in range(self.chunks) if tiles(self.spans[query], self.spans[key], self.job.rule.mask)]
 
+    def tiles_here(self, query: int, key: int) -> Iterator[Tile]:
+        """The tiles between two chunks of this rank."""
+        return self.kernel.parts(tiles(self.spans[query], self.spans[key], self.job.rule.mask))
+
     def forward(self, y: Rows | None) -> None:
         """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
         if self.job.layout.grid.ring.size == 1:
@@ -175,7 +179,7 @@ class Pass:
                 result = Accumulator(q)
                 for key, there in zip(keys, self.shelf.walk([[("kv", key)] for key in keys], fresh)):
                     k, v = there["kv", key].unbind(1)
-                    for tile in tiles(self.spans[query], self.spans[key], self.job.rule.mask):
+                    for tile in self.tiles_here(query, key):
                         result.add(tile.q, *self.kernel.forward(tile, q, k, v))
                 self.finish(query, result, x if query == chunk else None, y)
 
@@ -221,7 +225,7 @@ class Pass:
         for key, pair in zip(keys, coming):
             kv = pair.pop(("kv", key))
             dkv = Sum(kv, pair.pop(("dkv", key), None))
-            for tile in tiles(self.spans[query], self.spans[key], self.job.rule.mask):
+            for tile in self.tiles_here(query, key):
                 dq_tile, *dkv_tile = self.kernel.backward(tile, q, *kv.unbind(1), dout, out, lse)
                 dq.add(tile.q, dq_tile)
                 dkv.add(tile.k, torch.stack(dkv_tile, dim=1))
@@ -244,11 +248,11 @@ class Pass:
 
     # --- by keys ---
 
-    def tiles_of(self, query: int, key: int, block: KeyBlock) -> list[Tile]:
+    def tiles_of(self, query: int, key: int, block: KeyBlock) -> Iterator[Tile]:
         """The tiles between a query chunk and key chunk ``key`` of the ring rank that a block is from."""
         keys = self.job.layout.chunk_spans(key, block.hop.source)
         found = tiles(self.spans[query], keys, self.job.rule.mask)
-        return [replace(tile, k=packed(tile.k, block.hop.held)) for tile in found]
+        return self.kernel.parts(replace(tile, k=packed(tile.k, block.hop.held)) for tile in found)
 
     def queries_of(self, key: int, ring: int) -> list[int]:
         """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""

@@ -81,7 +81,7 @@ Blocks = tuple[tuple[Span, ...], ...]
 """Positions of every ring rank's block."""
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)  # with packed documents, each batch has plans of its own
 def _plan(queries: Blocks, keys: Blocks, mask: Mask, rank: int) -> RingPlan:
     directions = (_plan_in_direction(queries, keys, mask, rank, step) for step in (1, -1))
     return min(directions, key=lambda plan: plan[0])[1]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,10 @@ from megatron.context_parallel import kernels
 from megatron.context_parallel.grid import Axis
 from megatron.context_parallel.kernels.base import Kernel, RowMask, accumulation_dtype
 from megatron.context_parallel.masks import Causal, Mask, Span
-from megatron.context_parallel.tiles import Tile
+from megatron.context_parallel.tiles import Tile, parts
+
+MADE_AT_ONCE = 2048
+"""Queries, and keys, of the largest tile for which pairs are made one by one: masks of functions, biases."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class TileKernel:
         scale: factor on q @ k^T.
         mask: asked about each pair of a masked tile.
         slopes: ALiBi's, fp32 [heads], of the heads in q; None without ALiBi.
-        mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device,
-            a tile's at once.
+        mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
+            tile's (of :meth:`parts`) at once.
     """
 
     kernel: Kernel
@@ -33,6 +37,14 @@ class TileKernel:
     mask: Mask
     slopes: Tensor | None = None
     mask_in_host: bool = False
+
+    def parts(self, computed: Iterable[Tile]) -> Iterator[Tile]:
+        """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where masks or a bias are made."""
+        for tile in computed:
+            if tile.masked or self.slopes is not None:
+                yield from parts(tile, MADE_AT_ONCE)
+            else:
+                yield tile
 
     def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [b, h, sq, d] and lse [b, h, sq] of a tile; q, k, v [s, b, heads, d] are the blocks it is a part of."""
@@ -80,11 +92,14 @@ class TileKernel:
                     return whole[start:end, :keys]
 
         if self.slopes is not None:
-            q_here, k_here = positions(tile.q_at, device, flip)[:, None], positions(tile.k_at, device, flip)
-            slopes = -self.slopes.to(device, accumulation_dtype(dtype))[:, None, None]
+            wide = accumulation_dtype(dtype)
+            slopes = -self.slopes.to(device, wide)[:, None, None]
+            first = tile.k_at[0][0]  # counted from here, positions are exact in fp32
+            q_here = (positions(tile.q_at, device, flip) - first).to(wide)[:, None]
+            k_here = (positions(tile.k_at, device, flip) - first).to(wide)
 
             def bias(start: int, end: int, keys: int) -> Tensor:
-                return (q_here[start:end] - k_here[None, :keys]).abs_() * slopes
+                return (q_here[start:end] - k_here[:keys]).abs_() * slopes
 
         return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes))
 

@@ -79,7 +79,7 @@ class _TiledAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, source: RingSource, kernel: TileKernel) -> Tensor:
         result = Accumulator(q)
         for block in source.blocks(k, v):
-            for tile in block.tiles:
+            for tile in kernel.parts(block.tiles):
                 result.add(tile.q, *kernel.forward(tile, q, block.k, block.v))
         out, lse = result.finish()
         ctx.save_for_backward(q, k, v, out, lse)
@@ -92,11 +92,11 @@ class _TiledAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         source, kernel = ctx.source, ctx.kernel
         tile = source.single_tile(q.size(0), k.size(0))
-        if tile is not None:  # nothing to add up
+        if tile is not None and list(kernel.parts([tile])) == [tile]:  # nothing to add up
             return *kernel.backward(tile, q, k, v, dout, out, lse), None, None
         dq: Tensor | None = None
         for block in source.blocks_with_grads(k, v, sum_dtype(q.dtype)):
-            for tile in block.tiles:
+            for tile in kernel.parts(block.tiles):
                 dq_tile, dk_tile, dv_tile = kernel.backward(tile, q, block.k, block.v, dout, out, lse)
                 if dq is None and tile.q == (0, q.size(0)):
                     dq = dq_tile.to(sum_dtype(q.dtype))

@@ -46,7 +46,7 @@ class Tile:
         return rows * columns if self.kind == "full" else rows * (rows + 1) // 2
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def tiles(q_spans: tuple[Span, ...], k_spans: tuple[Span, ...], mask: Mask) -> tuple[Tile, ...]:
     """The tiles between a query block and a key block.
 
@@ -101,6 +101,26 @@ def _cut(band: Band) -> Iterator[tuple[Span, Span, Kind, bool]]:
 def _full(q: Span, k: Span) -> Iterator[tuple[Span, Span, Kind, bool]]:
     if k[0] < k[1]:
         yield q, k, "full", False
+
+
+def parts(tile: Tile, size: int) -> Iterator[Tile]:
+    """A tile in parts of at most ``size`` queries and keys."""
+    q_runs, k_runs = _runs(tile.q, size), _runs(tile.k, size)
+    for i, q in enumerate(q_runs):
+        for j, k in enumerate(k_runs):
+            kind = tile.kind if i == j else "full"
+            if (tile.kind == "causal" and j > i) or (tile.kind == "anticausal" and j < i):
+                continue
+            q_at, k_at = _run_of(tile.q_at, _shifted(q, tile.q)), _run_of(tile.k_at, _shifted(k, tile.k))
+            yield Tile(q, k, kind, tile.masked, q_at, k_at)
+
+
+def _runs(rows: Span, size: int) -> list[Span]:
+    return [(start, min(start + size, rows[1])) for start in range(rows[0], rows[1], size)]
+
+
+def _shifted(rows: Span, whole: Span) -> Span:
+    return rows[0] - whole[0], rows[1] - whole[0]
 
 
 def key_rows(computed: Iterable[Tile]) -> Rows:
@@ -186,7 +206,7 @@ def _join_triangles(found: list[Tile]) -> list[Tile]:
             continue
         del full[below.q, below.k[1], below.masked]
         if below.k[0] < last.k[0]:
-            rest = replace(below, k=(below.k[0], last.k[0]), k_at=_first_of(below.k_at, last.k[0] - below.k[0]))
+            rest = replace(below, k=(below.k[0], last.k[0]), k_at=_run_of(below.k_at, (0, last.k[0] - below.k[0])))
             full[rest.q, rest.k[1], rest.masked] = rest
         joined[-1] = Tile(
             (last.q[0], tile.q[1]),
@@ -209,12 +229,12 @@ def _join(before: tuple[Span, ...], after: tuple[Span, ...]) -> tuple[Span, ...]
     return before + after
 
 
-def _first_of(spans: tuple[Span, ...], count: int) -> tuple[Span, ...]:
-    """The first ``count`` positions of spans."""
-    kept = []
+def _run_of(spans: tuple[Span, ...], rows: Span) -> tuple[Span, ...]:
+    """The positions of a run of the rows whose positions are ``spans``."""
+    found, row = [], 0
     for start, stop in spans:
-        kept.append((start, min(stop, start + count)))
-        count -= stop - start
-        if count <= 0:
-            break
-    return tuple(kept)
+        low, high = max(rows[0] - row, 0), min(rows[1] - row, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        row += stop - start
+    return tuple(found)

@@ -41,7 +41,8 @@ class RowMask:
 
     def bytes_per_row(self, keys: int, itemsize: int) -> int:
         """Bytes that one row takes while it is made."""
-        return keys * (PAIR_BYTES + (self.heads if self.bias else 1) * itemsize)
+        made = PAIR_BYTES if self.allowed else itemsize  # besides: distances
+        return keys * (made + (self.heads if self.bias else 1) * itemsize)
 
 
 AnyMask = Tensor | RowMask | None
