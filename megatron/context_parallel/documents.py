@@ -22,7 +22,16 @@ def document_ends(tokens: Tensor, eod: int) -> tuple[int, ...]:
 
 
 def document_rows(ends: Tensor) -> list[tuple[int, ...]]:
-    """The ends of each sample's documents, from a tensor [b, n] whose rows are filled up with their last one."""
+    """The ends of each sample's documents, from a tensor [b, n] whose rows are filled up with their last one.
+
+    Raises:
+        ValueError: it is something else, a dense mask say.
+    """
+    if ends.dim() != 2 or ends.dtype != torch.int64:
+        raise ValueError(
+            f"where documents end is an int64 tensor [b, n], not {ends.dtype} {list(ends.shape)}: masks are chosen "
+            "with --attention-mask, and never given as tensors"
+        )
     return [tuple(dict.fromkeys(row)) for row in ends.tolist()]
 
 

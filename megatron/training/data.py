@@ -76,7 +76,8 @@ def build_datasets(
     samples = list(samples)
 
     def plan() -> list:
-        return _plan(core, tokenizer, samples, default_split=data.split is None)
+        packed = data.reset_attention_mask or data.reset_position_ids
+        return _plan(core, tokenizer, samples, default_split=data.split is None, packed=packed)
 
     files = together(plan) if torch.distributed.is_initialized() else plan()
     if not any(samples):
@@ -102,7 +103,7 @@ def _sources(core: GPTDatasetConfig, split: int) -> tuple[data_files.Blend | Non
     return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-data-path"
 
 
-def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool) -> list:
+def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
     """Check every file that will be read: whole, of this vocabulary, with something in each split that is needed.
 
     As in Megatron, a run without validation or test data is a run without evaluation: ``samples`` becomes 0 there.
@@ -118,6 +119,8 @@ def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], defa
             if prefix not in files:
                 files[prefix] = data_files.open_prefix(prefix, flag)
                 data_files.check_token_ids(files[prefix], tokenizer.vocab_size, tokenizer.source)
+                if packed:
+                    data_files.check_document_ends(files[prefix], tokenizer.eod)
             if i and default_split and core.blend and not data_files.documents_of(files[prefix], share):
                 logger.warning("%s has too few documents for a %s split: no %s data", prefix, name, name)
                 samples[i] = 0

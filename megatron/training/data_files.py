@@ -133,6 +133,23 @@ def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int
                 )
 
 
+def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
+    """Look whether any of a sample of the documents ends as packed ones have to, with the end-of-document token."""
+    lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
+    chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
+    with open(f"{file.prefix}.bin", "rb") as stream:
+        for document in chosen:
+            if lengths[document]:
+                stream.seek(int(starts[document]) + (int(lengths[document]) - 1) * size)
+                if np.fromfile(stream, file.dtype, 1)[0] == eod:
+                    return
+    raise Refusal(
+        f"{file.prefix}.bin: no document ends with token {eod}, the tokenizer's end of document, where "
+        "--reset-attention-mask and --reset-position-ids look for it: write the data with "
+        "tools/preprocess_data.py --append-eod, or leave them out"
+    )
+
+
 def documents_of(file: DataFile, share: tuple[float, float]) -> range:
     """The documents of a split, rounded as core does."""
     return range(*(round(bound * float(file.sequences)) for bound in share))

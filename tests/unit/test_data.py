@@ -228,6 +228,20 @@ def test_refused_files(corpus, tmp_path):
     refused("1 of 1 documents with 3 tokens, at least 17 are needed", train_data_path=[short, short])
 
 
+@pytest.mark.parametrize("flag", ["reset_attention_mask", "reset_position_ids"])
+def test_packed_documents_need_their_ends(tmp_path, flag):
+    open_ended, _ = write(tmp_path / "open")
+    with pytest.raises(Refusal, match=r"open.bin: no document ends with token 1000, .* --append-eod"):
+        build_datasets(configure(data_path=[open_ended], **{flag: True}), NULL, (10, 0, 0))
+    builder = IndexedDatasetBuilder(f"{tmp_path}/closed.bin", dtype=np.uint16)
+    for length in (5, 40, 20):
+        builder.add_document([*range(length), NULL.eod], [length + 1])
+    builder.finalize(f"{tmp_path}/closed.idx")
+    config = configure(data_path=[str(tmp_path / "closed")], split="1,0,0", **{flag: True})
+    (train, _, _) = build_datasets(config, NULL, (10, 0, 0))
+    assert len(train) >= 10
+
+
 def test_a_single_document_trains_without_evaluation(tmp_path, caplog):
     prefix, _ = write(tmp_path / "one", documents=1)
     train, valid, test = build_datasets(configure(data_path=[prefix]), NULL, (10, 1, 1))
