@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.masks import Band, Causal, Mask, Span
+from megatron.context_parallel.masks import Band, Causal, Mask, PartOfAnother, Span
 
 
 class Pattern(Protocol):
@@ -93,7 +93,7 @@ class BlockList:
 
 
 @dataclass(frozen=True)
-class BlockSparse:
+class BlockSparse(PartOfAnother):
     """Attention between blocks of ``block`` tokens, those that ``pattern`` keeps, within another mask.
 
     Attributes:
@@ -112,14 +112,6 @@ class BlockSparse:
     def __post_init__(self) -> None:
         if self.block < 1:
             raise ValueError(f"a block has 1 token or more, not {self.block}")
-
-    @property
-    def pairwise(self) -> bool:
-        return self.within.pairwise
-
-    @property
-    def fine(self) -> bool:
-        return self.within.fine
 
     def runs(self, row: int) -> list[Span]:
         """Runs of keys, ascending, that query block ``row`` keeps."""

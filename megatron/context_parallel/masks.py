@@ -165,8 +165,22 @@ class Window:
         return near | (reach if self.right else reach & (k <= q))
 
 
+class PartOfAnother:
+    """A mask that keeps rectangles of another one, ``within``, and so needs masks of pairs where that does."""
+
+    within: Mask
+
+    @property
+    def pairwise(self) -> bool:
+        return self.within.pairwise
+
+    @property
+    def fine(self) -> bool:
+        return self.within.fine
+
+
 @dataclass(frozen=True)
-class Documents:
+class Documents(PartOfAnother):
     """Documents packed into one sequence never see each other.
 
     Attributes:
@@ -180,14 +194,6 @@ class Documents:
     def __post_init__(self) -> None:
         if not self.ends or any(a >= b for a, b in zip((0, *self.ends), self.ends)):
             raise ValueError("the ends of documents ascend from 1 to the length of the sequence")
-
-    @property
-    def pairwise(self) -> bool:
-        return self.within.pairwise
-
-    @property
-    def fine(self) -> bool:
-        return self.within.fine
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
         position = max(q[0], 0)
