@@ -175,7 +175,9 @@ class AttentionConfig:
         type=str,
     )
     mask_cpu_threshold: int = flag(
-        16384, "masks of --mask-function are made in host memory, in row blocks, where a sequence is longer than this"
+        16384,
+        "masks of pairs (functions, windows below 32 tokens) are made in host memory, in row blocks, where a sequence "
+        "is longer than this",
     )
     recompute_granularity: str | None = flag(
         None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"]

@@ -16,7 +16,7 @@ OWN_FLAGS = {  # settings that only one mask reads
         "sparse_random_blocks",
         "sparse_stride",
     ),
-    "function": ("mask_function", "mask_cpu_threshold"),
+    "function": ("mask_function",),
 }
 READ_BY = {  # settings that only some patterns read
     "sparse_window_blocks": ("longformer", "bigbird"),
@@ -54,7 +54,19 @@ def check_attention(config: Config) -> None:
             f"--fpdt-stream-hidden with packed documents and --micro-batch-size {data.micro_batch_size} is not "
             "supported, since each sample has tiles of its own: use --micro-batch-size 1"
         )
+    if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not _masks_pairs(attention):
+        config.notes.append(
+            f"--mask-cpu-threshold has nothing to decide: --attention-mask {attention.attention_mask} is cut in tiles, "
+            "and makes no mask of pairs"
+        )
     _balance(config)
+
+
+def _masks_pairs(attention: AttentionConfig) -> bool:
+    from megatron.context_parallel.masks import NARROW  # imports torch, which reading flags does not need
+
+    narrow = attention.window_size is not None and sum(attention.window_size) < NARROW
+    return attention.attention_mask == "function" or narrow
 
 
 def _own_flags(attention: AttentionConfig) -> None:

@@ -81,7 +81,6 @@ def test_what_follows(flags, mask, documents, balance):
         ("--attention-mask block-sparse --sparse-block-size 0", "--sparse-block-size"),
         ("--attention-mask function", "needs --mask-function FILE.py:NAME"),
         ("--mask-function a.py:b", "--mask-function is read by --attention-mask function alone"),
-        ("--mask-cpu-threshold 4", "--mask-cpu-threshold is read by --attention-mask function alone"),
         (
             "--context-parallel-balance documents",
             "--context-parallel-balance documents deals packed documents: add --attention-mask document",
@@ -162,6 +161,13 @@ def test_a_mask_function_of_ones_own(tmp_path):
     q, k = torch.arange(4)[:, None], torch.arange(4)[None]
     assert rule.mask.allowed(q, k).int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
     assert rule.mask_cpu_threshold == 9
+
+
+def test_a_threshold_without_masks_of_pairs_is_told():
+    told = "--mask-cpu-threshold has nothing to decide"
+    assert any(told in note for note in build("--mask-cpu-threshold 4").notes)
+    assert not any(told in note for note in build("--mask-cpu-threshold 4 --window-size 9,0").notes)
+    assert not any(told in note for note in build("--window-size 99,0").notes)
 
 
 def test_alibi_slopes_go_with_the_heads():
