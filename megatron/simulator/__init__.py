@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated cluster: what a run needs and how long it takes, before renting the GPUs.
+
+strategy.py   what is trained (Workload) and on which grid, with which memory savings (Strategy)
+trace.py      what a step does: kernels, transfers, host copies, memory
+dry_run.py    a trace of the real program, under fake tensors and a fake process group
+formulas/     the same in closed form: memory, communication, FLOPs
+hardware.py   machines as data files; cost.py prices a kernel or a transfer on one
+estimate.py   step time in closed form; replay.py of a trace
+planner.py    the search for the best strategy
+"""
