@@ -144,3 +144,14 @@ def test_a_missing_field_is_named(tmp_path):
     del raw["host_link"]
     with pytest.raises(Refusal, match="host_link: missing; give it, or build on a known machine"):
         load(write(tmp_path, **raw))
+
+
+def test_the_page_shows_what_the_files_hold():
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "hardware.md").read_text().splitlines()]
+    shown = {row[0].strip(): [float(cell) for cell in row[1:]] for row in rows if row and row[0].strip() in known()}
+    assert sorted(shown) == known()
+    for name, cells in shown.items():
+        m = load(name)
+        links = (m.link.bandwidth, m.host_link.bandwidth, m.network.bandwidth)
+        held = [m.memory / 1e9, m.peak["bf16"] / 1e12, m.memory_bandwidth / 1e9, *(b / 1e9 for b in links)]
+        assert cells == pytest.approx(held, abs=0.051), name
