@@ -69,10 +69,10 @@ def draw(result: Replay, output: str | Path, title: str = "one step") -> None:
     """Writes the picture; the replay must have kept its spans.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has none, or they take no time.
     """
-    if not result.spans:
-        raise ValueError("nothing to draw: the replay has no spans")
+    if not result.spans or not result.seconds:
+        raise ValueError("nothing to draw: the replay has no spans, or none that takes time")
     import matplotlib
 
     matplotlib.use("Agg")

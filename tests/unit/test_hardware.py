@@ -33,7 +33,8 @@ def test_a_rate_is_interpolated_between_logarithms_and_falls_to_a_constant_time(
 @pytest.mark.parametrize("name", known())
 def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
     machine = load(name)
-    assert machine.name == name and load(name.lower()) == machine and 0 < machine.reserved < machine.memory
+    assert machine.name == name and load(name.lower()) == machine and len({machine, load(name)}) == 1
+    assert 0 < machine.reserved < machine.memory
     for rates in (machine.gemm, machine.attention, machine.attention_backward):
         assert all(rate <= machine.peak["bf16"] for _, rate in rates.points)
     told = set(machine.sources)
