@@ -8,18 +8,18 @@ from functools import lru_cache
 
 from megatron.simulator.formulas.chunked_layer import chunked_layer
 from megatron.simulator.formulas.host import host_memory
-from megatron.simulator.formulas.layer import Layer, norm_kept, whole_layer
-from megatron.simulator.formulas.parameters import model_states, stage_parameters
+from megatron.simulator.formulas.layer import norm_kept, whole_layer
+from megatron.simulator.formulas.parameters import StageParameters, model_states, numel, stage_parameters
 from megatron.simulator.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.simulator.strategy import Strategy, Workload
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. Without ``host`` they add up to the device's peak.
+    """Bytes of one rank. All but ``host`` add up to the device's peak.
 
     Attributes:
-        parameters: weights, and those that FSDP has gathered.
+        parameters: weights, and those that FSDP has gathered at that moment.
         gradients: fp32 buffers.
         optimizer: Adam's states and fp32 main weights.
         activations: what forward passes have kept when the fullest moment comes.
@@ -36,6 +36,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """The device's peak."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
@@ -51,74 +52,123 @@ def device_memory(
         stage: pipeline stage, from 0.
         fused: kernels of a GPU (norms, SwiGLU, Adam); False: PyTorch's single operations, as on a CPU.
     """
-    shape, chunks = workload.shape, chunks_of(workload, strategy)
-    sizes = sizes_of(workload, strategy, itemsize)
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
     held = stage_parameters(shape, strategy.tensor, strategy.pipeline, stage)
-    ranks = strategy.group("dp").size
-    bucketed = strategy.overlap_grad_reduce
-    states = model_states(held, strategy.zero, ranks, itemsize, fused=fused, bucketed=bucketed)
-    gathered, gradient = _sharded(workload, strategy, itemsize, stage)
+    states = model_states(
+        held,
+        strategy.zero,
+        strategy.group("dp").size,
+        itemsize,
+        bucketed=strategy.overlap_grad_reduce,
+    )
+    layer = (chunked_layer if strategy.fpdt_chunk else whole_layer)(workload, strategy, itemsize, fused)
+    last = stage == strategy.pipeline - 1
+    kept, again = _kept(workload, strategy, held.layers, layer.kept, sizes.hidden, stage)
+    always = sizes.angles if not strategy.fpdt_chunk else 0
+    if strategy.tensor > 1 and strategy.sequence_parallel:
+        always += sizes.whole  # core's buffer for gathered inputs
+    if 0 < stage and strategy.micro_batches(workload) > 1:
+        always += sizes.hidden  # the gradient sent to the stage before, until the next one is there
 
-    make = chunked_layer if strategy.fpdt_chunk else whole_layer
-    layer: Layer = make(workload, strategy, itemsize, fused)
-    micro_batches = max(strategy.micro_batches(workload), 1)
-    flying = min(strategy.pipeline - stage, micro_batches)
-    if strategy.virtual > 1:
-        flying = min(strategy.pipeline - stage + (strategy.virtual - 1) * strategy.pipeline / strategy.virtual, 99)
-    layers = held.layers
-    one = layers * layer.kept + sizes.hidden
-    recomputed = 0
+    weights = _gathered(workload, strategy, held, itemsize, last)
+    tied = itemsize * numel(held.embedding[:1]) if shape.tied and held.embedding and last else 0
+    moments = [(kept, again + layer.backward + weights.gradients + tied, weights.layers)]
+    if again >= 0 and strategy.recompute == "full":
+        moments.append((kept, layer.forward, weights.layers))
+    if held.layers > 1 and weights.first_gradients > weights.gradients:  # what FSDP still sends of the output layer
+        moments.append((kept, again + layer.backward + weights.first_gradients, weights.layers))
+    if last:
+        moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss))
+    step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors)
+    moments.append((-always, step, 0))
+    kept, temporary, gathered = max(moments, key=sum)
+    return Memory(
+        parameters=states.parameters + gathered,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        activations=kept + always,
+        temporary=temporary,
+        host=host_memory(workload, strategy, itemsize).total,
+    )
+
+
+def _kept(workload: Workload, strategy: Strategy, layers: int, layer: int, hidden: int, stage: int) -> tuple[int, int]:
+    """(kept by the micro-batches in flight before the last of them goes back, what recompute adds).
+
+    Without recompute the second is minus one layer: what goes back first is among what is kept.
+    """
+    one, again = hidden + layers * layer, -layer
     if strategy.recompute == "full":
         unit = min(strategy.recompute_layers, layers)
-        inputs = -(-layers // unit) * sizes.hidden
+        inputs = -(-layers // unit)
         if strategy.offload_checkpoints:
-            inputs = 2 * sizes.hidden  # the one in use, and the one that comes
-        one = inputs + sizes.hidden
+            inputs = min(inputs, 2)  # the one in use, and the one that comes
+        one, again = (inputs + 1) * hidden, 0
         if not (strategy.fpdt_chunk and unit == 1):
-            recomputed = (unit - 1) * layer.kept
+            again = (unit - 1) * layer
     elif strategy.offload_checkpoints:
-        one = layers * (layer.kept - sizes.hidden) + 2 * sizes.hidden
-    kept = int(one * flying) + sizes.angles
-    last = stage == strategy.pipeline - 1
-
-    if strategy.recompute == "full":
-        moments = [recomputed + layer.backward, layer.forward]
-    else:
-        moments = [layer.backward - layer.kept]
-    if last:
-        moments.append(_loss(workload, strategy, itemsize, fused))
-    if strategy.tensor > 1 and strategy.sequence_parallel:
-        kept += sizes.whole  # core's buffer for gathered inputs
-    temporary = max(moments) + gradient
-    optimizer = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors)
-    if optimizer > kept + temporary:
-        kept, temporary = 0, optimizer
-    host = host_memory(workload, strategy, itemsize).total
-    return Memory(states.parameters + gathered, states.gradients, states.optimizer, kept, temporary, host)
+        one -= max(layers - 2, 0) * hidden
+    stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)
+    if strategy.virtual == 1:
+        flying = float(min(stages - stage, micro_batches))
+    else:  # in chunks of 1 / virtual of the stage's layers
+        chunks = 2 * (stages - stage - 1) + (strategy.virtual - 1) * stages + 1
+        flying = min(chunks, micro_batches * strategy.virtual) / strategy.virtual
+    ends = hidden if stages > 1 else 0  # a stage's output is let go of once it is sent
+    return int((one - ends) * flying) + ends, again
 
 
 def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
     """The final norm, logits and their gradients, or a chunk of them."""
     sizes, shape, chunks = sizes_of(workload, strategy, itemsize), workload.shape, chunks_of(workload, strategy)
-    rows = sizes.logits // (sizes.whole // shape.hidden)  # of the output layer, of this rank
-    weight = rows * shape.hidden
-    if not chunks.loss:
-        logits = sizes.logits if itemsize == WIDE else sizes.logits * (itemsize + WIDE) // itemsize
+    weight = sizes.logits // (sizes.whole // shape.hidden) * shape.hidden
+    narrow = itemsize < WIDE
+    norm = sizes.hidden if strategy.fpdt_chunk else norm_kept(workload, strategy, itemsize, fused)
+    if not chunks.loss:  # core makes fp32 logits beside bf16 ones, and their gradients in their place
+        logits = sizes.logits * (itemsize + WIDE) // itemsize if narrow else sizes.logits
         after = sizes.logits + sizes.whole + weight * itemsize
         if strategy.tensor > 1 and strategy.sequence_parallel:
             after += sizes.hidden
-        return norm_kept(workload, strategy, itemsize, fused) + max(logits, after)
-    share = chunks.loss_rows * strategy.micro_batch / (sizes.hidden / itemsize / shape.hidden)
-    norm = sizes.hidden if strategy.fpdt_chunk else norm_kept(workload, strategy, itemsize, fused)
-    logits = sizes.logits if itemsize == WIDE else sizes.logits * (itemsize + WIDE) // itemsize
-    return norm + sizes.hidden + weight * WIDE + int(share * logits)
+        return norm + max(logits, after)
+    piece = sizes.logits * chunks.loss_rows // chunks.all_rows
+    piece *= (6 if narrow else 2) if chunks.loss > 1 else (3 if narrow else 1)  # the piece before is still there
+    return norm + sizes.hidden + weight * WIDE + max(piece, piece // 2 + weight * itemsize if narrow else 0)
 
 
-def _sharded(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> tuple[int, int]:
-    """ZeRO 2 and 3: (weights that are gathered, gradients of a layer on their way)."""
+@dataclass(frozen=True)
+class _Sharded:
+    """What FSDP has gathered while the loss is computed, and while layers go back; gradients on their way."""
+
+    loss: int = 0
+    layers: int = 0
+    gradients: int = 0  # of the layer before
+    first_gradients: int = 0  # of the output layer, while the last layer goes back
+
+
+@lru_cache(maxsize=4096)
+def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, itemsize: int, last: bool) -> _Sharded:
+    """ZeRO 2 and 3. Units are layers, the embedding, the output layer, and the root with what is left."""
     if strategy.zero < 2:
-        return 0, 0
-    held = stage_parameters(workload.shape, strategy.tensor, strategy.pipeline, stage)
-    rest = held.numel - held.layers * held.layer_numel
-    layers = held.layers if strategy.zero == 2 else min(3, held.layers)
-    return itemsize * (rest + layers * held.layer_numel), (itemsize + WIDE) * held.layer_numel
+        return _Sharded()
+    shape, chunks, ranks = workload.shape, chunks_of(workload, strategy), strategy.group("dp").size
+    embedding, output = numel(held.embedding), numel(held.final[-1:]) if last else 0
+    root = numel(held.final) - output
+    kept_grad = 0
+    if shape.tied:
+        root, embedding, output = root + embedding + output, 0, 0
+    elif chunks.loss:  # read without being called: part of the root, its gradient waits with it
+        root, output, kept_grad = root + output, 0, itemsize * output
+    layer = held.layer_numel
+    if strategy.zero == 2:
+        loss = itemsize * (root + embedding + output + held.layers * layer)
+        layers = itemsize * (root + embedding + held.layers * layer)
+    else:
+        loss = itemsize * (root + output + layer)
+        layers = itemsize * (root + layer * min(2, held.layers))  # one in use, one that comes
+    on_the_way = (ranks + 1) * WIDE // ranks
+    return _Sharded(
+        loss,
+        layers,
+        kept_grad + (on_the_way * layer if held.layers > 1 else 0),
+        kept_grad + on_the_way * output,
+    )

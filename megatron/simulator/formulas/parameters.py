@@ -34,11 +34,11 @@ class StageParameters:
 
     @property
     def numel(self) -> int:
-        return _numel(self.embedding) + self.layers * self.layer_numel + _numel(self.final)
+        return numel(self.embedding) + self.layers * self.layer_numel + numel(self.final)
 
     @property
     def layer_numel(self) -> int:
-        return _numel(self.layer)
+        return numel(self.layer)
 
 
 @dataclass(frozen=True)
@@ -99,30 +99,29 @@ def model_states(
     ranks: int,
     itemsize: int,
     *,
-    fused: bool = True,
     bucketed: bool = True,
 ) -> States:
     """Parameters, gradients and Adam's states of a rank (mixed precision: 2 + 4 + 12 bytes; fp32: 4 + 4 + 8).
+
+    Not counted: a step counter of 4 bytes a tensor that PyTorch's Adam keeps.
 
     Args:
         parameters: of the stage.
         zero: stage of ZeRO: 0 and 1 by core's DDP (fp32 gradients in buffers), 2 and 3 by FSDP (fp32 shards).
         ranks: that ZeRO splits over, DP x CP.
         itemsize: of the compute dtype.
-        fused: Adam by a fused GPU kernel; PyTorch's own keeps a step counter a tensor.
         bucketed: --overlap-grad-reduce: buffers in several buckets, each padded under ZeRO 1.
     """
-    counters = 0 if fused else 4 * len(parameters.tensors)
     narrow = itemsize < 4
     if zero >= 2:
         shard = sum(ceil(rows / ranks) * columns for rows, columns in parameters.tensors)
-        return States(4 * shard, 4 * shard, 8 * shard + counters)
+        return States(4 * shard, 4 * shard, 8 * shard)
     if zero == 0:
         numel = parameters.numel
-        return States(itemsize * numel, 4 * numel, (12 if narrow else 8) * numel + counters)
+        return States(itemsize * numel, 4 * numel, (12 if narrow else 8) * numel)
     buffer = _padded(parameters, ranks, max(BUCKET, 1_000_000 * ranks) if bucketed and ranks > 1 else None)
     share = buffer // ranks
-    return States(itemsize * buffer, 4 * buffer, (12 if narrow else 8) * share + counters)
+    return States(itemsize * buffer, 4 * buffer, (12 if narrow else 8) * share)
 
 
 def _padded(parameters: StageParameters, ranks: int, bucket: int | None) -> int:
@@ -136,5 +135,6 @@ def _padded(parameters: StageParameters, ranks: int, bucket: int | None) -> int:
     return -(-end // step) * step
 
 
-def _numel(tensors: tuple[Tensor, ...]) -> int:
+def numel(tensors: tuple[Tensor, ...]) -> int:
+    """Elements of tensors."""
     return sum(rows * columns for rows, columns in tensors)

@@ -9,7 +9,7 @@ from math import ceil
 
 from megatron.context_parallel.ulysses import head_plan
 from megatron.simulator.formulas.parameters import padded_vocab
-from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.simulator.strategy import Strategy, Workload
 from megatron.training.validate_chunks import LOSS_ROWS
 
 WIDE = 4  # bytes of an fp32 number
@@ -37,9 +37,10 @@ def heads_of(heads: int, kv_heads: int, tensor: int, ulysses: int) -> Heads:
 class Chunks:
     """How many pieces the work of a rank is cut into."""
 
+    all_rows: int  # tokens of a rank, between the layers
     attention: int  # 1 without FPDT
-    rows: int  # tokens of the longest attention chunk, between the layers
-    ffn: int  # runs of a layer's tokens; 0: the FFN is whole
+    rows: int  # tokens of the longest attention chunk
+    ffn: int  # runs; 0: the FFN is whole
     ffn_rows: int  # tokens of the longest run
     loss: int  # 0: the loss is whole
     loss_rows: int
@@ -60,7 +61,7 @@ def chunks_of(workload: Workload, strategy: Strategy) -> Chunks:
         paper = 2 * ceil(shape.vocab / shape.hidden)
         loss = loss or max(paper, min(ffn * ceil(shape.vocab / shape.ffn), ceil(rows / LOSS_ROWS)))
     ffn_rows = ceil(longest / ceil(ffn / attention)) if ffn else rows
-    return Chunks(attention, longest, ffn, ffn_rows, loss, ceil(rows / loss) if loss else rows)
+    return Chunks(rows, attention, longest, ffn, ffn_rows, loss, ceil(rows / loss) if loss else rows)
 
 
 @dataclass(frozen=True)
