@@ -71,20 +71,30 @@ def device_memory(
         always += sizes.hidden  # the gradient sent to the stage before, until the next one is there
 
     weights = _gathered(workload, strategy, held, itemsize, last)
+    gradients, early = states.gradients, states.gradients
+    if strategy.zero > 1 and strategy.micro_batches(workload) <= 1:
+        early = 0  # FSDP makes them as layers go back
+    # Moments: (kept, comes and goes, gathered weights, gradients). The last layer goes back ...
     tied = itemsize * numel(held.embedding[:1]) if shape.tied and held.embedding and last else 0
-    moments = [(kept, again + layer.backward + weights.gradients + tied, weights.layers)]
-    if again >= 0 and strategy.recompute == "full":
-        moments.append((kept, layer.forward, weights.layers))
-    if held.layers > 1 and weights.first_gradients > weights.gradients:  # what FSDP still sends of the output layer
-        moments.append((kept, again + layer.backward + weights.first_gradients, weights.layers))
+    busy = again + layer.backward + tied
+    moments = [(kept, busy + weights.output_sent, weights.layers, early + weights.output_share)]
+    if strategy.zero > 1 and held.layers > 1:  # ... or, while FSDP sums the gradients of another, the one before it ...
+        one = layer.kept if strategy.recompute != "full" else sizes.hidden
+        sent, share = busy + weights.layer_sent, weights.layer_share
+        moments.append((kept - one, sent, weights.layers, early + weights.output_share + share))
+        if early < gradients:  # ... or the first
+            below = (held.layers - 1) * one if not strategy.offload_checkpoints else 0
+            moments.append((kept - below, sent, weights.layers, gradients - share))
+    if strategy.recompute == "full":
+        moments.append((kept, layer.forward, weights.layers, early))
     if last:
-        moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss))
+        moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
     step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors)
-    moments.append((-always, step, 0))
-    kept, temporary, gathered = max(moments, key=sum)
+    moments.append((0, step - always, 0, gradients))
+    kept, temporary, gathered, gradients = max(moments, key=sum)
     return Memory(
         parameters=states.parameters + gathered,
-        gradients=states.gradients,
+        gradients=gradients,
         optimizer=states.optimizer,
         activations=kept + always,
         temporary=temporary,
@@ -104,8 +114,8 @@ def _kept(workload: Workload, strategy: Strategy, layers: int, layer: int, hidde
         if strategy.offload_checkpoints:
             inputs = min(inputs, 2)  # the one in use, and the one that comes
         one, again = (inputs + 1) * hidden, 0
-        if not (strategy.fpdt_chunk and unit == 1):
-            again = (unit - 1) * layer
+        # FPDT's layers compute attention again, but not their output.
+        again = -hidden if strategy.fpdt_chunk and unit == 1 else (unit - 1) * layer
     elif strategy.offload_checkpoints:
         one -= max(layers - 2, 0) * hidden
     stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)
@@ -137,12 +147,15 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
 
 @dataclass(frozen=True)
 class _Sharded:
-    """What FSDP has gathered while the loss is computed, and while layers go back; gradients on their way."""
+    """Of FSDP: weights it has gathered while the loss is computed and while layers go back; whole gradients that it is
+    summing up, and this rank's share of them."""
 
     loss: int = 0
     layers: int = 0
-    gradients: int = 0  # of the layer before
-    first_gradients: int = 0  # of the output layer, while the last layer goes back
+    output_sent: int = 0
+    output_share: int = 0
+    layer_sent: int = 0
+    layer_share: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -150,14 +163,14 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     """ZeRO 2 and 3. Units are layers, the embedding, the output layer, and the root with what is left."""
     if strategy.zero < 2:
         return _Sharded()
-    shape, chunks, ranks = workload.shape, chunks_of(workload, strategy), strategy.group("dp").size
+    chunks, ranks = chunks_of(workload, strategy), strategy.group("dp").size
     embedding, output = numel(held.embedding), numel(held.final[-1:]) if last else 0
     root = numel(held.final) - output
-    kept_grad = 0
-    if shape.tied:
+    waiting = 0
+    if workload.shape.tied:
         root, embedding, output = root + embedding + output, 0, 0
     elif chunks.loss:  # read without being called: part of the root, its gradient waits with it
-        root, output, kept_grad = root + output, 0, itemsize * output
+        root, output, waiting = root + output, 0, itemsize * output
     layer = held.layer_numel
     if strategy.zero == 2:
         loss = itemsize * (root + embedding + output + held.layers * layer)
@@ -165,10 +178,11 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     else:
         loss = itemsize * (root + output + layer)
         layers = itemsize * (root + layer * min(2, held.layers))  # one in use, one that comes
-    on_the_way = (ranks + 1) * WIDE // ranks
     return _Sharded(
-        loss,
-        layers,
-        kept_grad + (on_the_way * layer if held.layers > 1 else 0),
-        kept_grad + on_the_way * output,
+        loss=loss,
+        layers=layers,
+        output_sent=waiting + WIDE * output,
+        output_share=WIDE * output // ranks,
+        layer_sent=waiting + WIDE * layer,
+        layer_share=WIDE * layer // ranks,
     )
