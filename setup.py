@@ -24,6 +24,7 @@ setup(
             "megatron.simulator*",
         ]
     ),
+    package_data={"megatron.simulator": ["machines/*.json"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from math import log
+from pathlib import Path
+
+MACHINES = Path(__file__).parent / "machines"
 
 
 @dataclass(frozen=True)
@@ -11,21 +16,63 @@ class Rate:
     """How fast a kind of kernel runs, by its size: points (size, FLOP/s), interpolated over the logarithm of the size.
 
     Below the first point the time, above the last the rate stays as it is.
+
+    Attributes:
+        power: of the size, that the FLOPs of a kernel grow with; says how the rate falls below the first point.
     """
 
     points: tuple[tuple[float, float], ...]
+    power: float = 3.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_logs", [log(size) for size, _ in self.points])
+        object.__setattr__(self, "_rates", [rate for _, rate in self.points])
 
     def __call__(self, size: float) -> float:
-        raise NotImplementedError
+        logs, rates = self._logs, self._rates
+        if size <= self.points[0][0]:
+            return rates[0] * (size / self.points[0][0]) ** self.power
+        x = log(size)
+        above = bisect_right(logs, x)
+        if above == len(logs):
+            return rates[-1]
+        low, high = logs[above - 1], logs[above]
+        return rates[above - 1] + (rates[above] - rates[above - 1]) * (x - low) / (high - low)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way out of a device: bytes a second and direction that one device gets, and the seconds a message takes."""
+    """A way out of a device: bytes a second and direction that one device gets, and the seconds a message takes.
+
+    ``bandwidth`` is what a device gets while all others of its node use theirs: a bus that they share counts in parts.
+    """
 
     bandwidth: float
     latency: float
     name: str = ""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The few constants that are fitted to a cluster; each a share of what the file's other figures promise.
+
+    Attributes:
+        gemm, attention: of their rates. memory: of the memory's bandwidth, for kernels bound by it.
+        link: of a node's links, for collectives by rings. all_to_all, p2p: the same for these, in a node.
+        network, host: of these links.
+        overlap: of a transfer beside compute that compute does not feel; the rest stops it, for NCCL's kernels take
+            multiprocessors and memory bandwidth. Copies to and from the host take neither.
+    """
+
+    gemm: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    link: float = 1.0
+    all_to_all: float = 1.0
+    p2p: float = 1.0
+    network: float = 1.0
+    host: float = 1.0
+    overlap: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,11 +83,15 @@ class Machine:
         memory: bytes of device memory; reserved: of these, taken by contexts, libraries and fragmentation.
         peak: dense FLOP/s by dtype (``bf16``, ``fp32``): the data sheet's, what MFU is measured against.
         memory_bandwidth: bytes a second.
-        gemm, attention, attention_backward: rates by size; of attention, counted as causal (half the pairs).
+        gemm, attention, attention_backward: rates by size (see :mod:`megatron.simulator.cost`); of attention, counted
+            as causal (half the pairs), backward as five matrix products, 2.5 times the FLOPs of forward.
         launch: seconds a kernel takes at least.
         gpus: of a node. link: between them. host_link: to host memory, when all of a node copy at once.
         host_memory: bytes of a node. network: between nodes, of one GPU.
         sources: where each figure comes from.
+        collective: seconds any transfer takes at least, beside its links' latency.
+        head_size: share of the attention rates by head size.
+        dtype: that the rates are for; those of another differ as its peak does.
     """
 
     name: str
@@ -58,3 +109,45 @@ class Machine:
     host_memory: float
     network: Link
     sources: dict[str, str] = field(default_factory=dict)
+    collective: float = 0.0
+    head_size: Rate = Rate(((128.0, 1.0),), power=0.0)
+    dtype: str = "bf16"
+    calibration: Calibration = Calibration()
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a training program can fill."""
+        return self.memory - self.reserved
+
+
+def known() -> list[str]:
+    """Names of the machines that come with the package."""
+    return sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+def load(name_or_path: str | Path) -> Machine:
+    """A machine by name (``A100-80G``, in any case), or from a JSON file of the user's own (docs/hardware.md).
+
+    Raises:
+        Refusal: nothing is known under this name; or the file is not what it should be, naming file and field.
+    """
+    from megatron.simulator.machine_file import read_machine
+
+    return read_machine(find(name_or_path))
+
+
+def find(name_or_path: str | Path) -> Path:
+    """The file that a name or a path means.
+
+    Raises:
+        Refusal: there is none.
+    """
+    from megatron.training.refusal import Refusal
+
+    shipped = {path.stem.lower(): path for path in MACHINES.glob("*.json")}
+    text = str(name_or_path)
+    if text.lower() in shipped:
+        return shipped[text.lower()]
+    if text.endswith(".json") or Path(text).is_file():
+        return Path(text)
+    raise Refusal(f"--gpu {text}: unknown; known are {', '.join(known())}, or give the path of a JSON file of your own")
