@@ -72,7 +72,8 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
         within = (together - 1) / (ranks - 1)
         took = within * size / (link.bandwidth * calibration.all_to_all) + (together - 1) * link.latency
         if nodes > 1:
-            leaves = (1 - within) * size / outside + (ranks - together) * network.latency
+            leaves = (1 - within) * size / (outside * calibration.network_all_to_all)
+            leaves += (ranks - together) * network.latency
             took = max(took, leaves)
     elif kind == "p2p":
         if nodes > 1:
@@ -82,7 +83,8 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     else:
         bandwidth = link.bandwidth * calibration.link
         if nodes > 1:
-            bandwidth = min(bandwidth, together * outside)
+            cards = together if transfer.group.stride == 1 else max(1.0, together * calibration.interleaved)
+            bandwidth = min(bandwidth, cards * outside)
         if kind == "all_reduce":
             latency = 2 * ((together - 1) * link.latency + log2(nodes) * network.latency)
         else:

@@ -16,7 +16,7 @@ from megatron.simulator.hardware import Machine
 from megatron.simulator.layer_operations import ffn_chunks, layer
 from megatron.simulator.loss_operations import embedding, embedding_grad, loss, loss_grad
 from megatron.simulator.operations import BF16
-from megatron.simulator.state_operations import gather_parameters, optimizer_step, reduce_gradients, states
+from megatron.simulator.state_operations import States, gather_parameters, optimizer_step, reduce_gradients, states
 from megatron.simulator.strategy import Shape, Strategy, Workload
 from megatron.simulator.stretch import Parts, add, price
 from megatron.simulator.trace import Transfer
@@ -112,20 +112,24 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Part
     return total
 
 
-def _sharded_layers(parts: Parts, forward: float, backward: float, strategy: Strategy, held, machine: Machine) -> None:
+def _sharded_layers(parts: Parts, forward: float, backward: float, strategy: Strategy, held: States, machine: Machine) -> None:
     """ZeRO 2 and 3: weights come while the layer before runs, gradients leave while the one below does."""
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
     scatter = transfer_seconds(reduce_gradients(strategy, held.layer), machine)
     again = gather if strategy.zero == 3 else 0.0
     felt = 1 - machine.calibration.overlap
-    waited = max(felt * gather, gather - forward) + max(felt * (again + scatter), again + scatter - backward)
+    weights, gradients = strategy.overlap_param_gather, strategy.overlap_grad_reduce
+    waited = max(felt * gather, gather - forward) if weights else gather
+    beside = again * weights + scatter * gradients
+    waited += max(felt * beside, beside - backward) + again * (not weights) + scatter * (not gradients)
     ends = transfer_seconds(gather_parameters(strategy, held.ends), machine)
     ends += transfer_seconds(reduce_gradients(strategy, held.ends), machine)
     # What nothing hides: the first layer's weights, the last one's gradients, and the ends'.
-    parts["dp"] = parts.get("dp", 0.0) + waited * held.layers + gather + scatter + ends
+    first = gather * weights + scatter * gradients
+    parts["dp"] = parts.get("dp", 0.0) + waited * held.layers + first + ends
 
 
-def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held, machine: Machine) -> float:
+def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: States, machine: Machine) -> float:
     """DDP and ZeRO 1: what the last backward pass does not hide of the gradients, the first forward of the weights."""
     felt = 1 - machine.calibration.overlap
 
