@@ -49,7 +49,7 @@ FITS = {
         {"table 4": partial(attention.attention_rows, table="8xA100_nvlink")},
     ),
     "usp-l20": Fit(
-        ("attention", "all_to_all", "network", "network_all_to_all", "overlap"),
+        ("attention", "all_to_all", "p2p", "network", "network_all_to_all", "overlap"),
         {"table 3": partial(attention.attention_rows, table="8xL20_pcie")},
     ),
     "ulysses-a100": Fit(
@@ -60,7 +60,9 @@ FITS = {
         ("gemm", "attention", "network", "network_all_to_all", "host", "overlap"),
         {f"figure 11, {model}": partial(fpdt.figure_11_rows, models=(model,)) for model in fpdt.MODELS},
     ),
-    "genslm-a100": Fit(("gemm", "attention", "network"), {"throughput, new": genslm.throughput_rows}),
+    "genslm-a100": Fit(
+        ("gemm", "attention", "network"), {"throughput, new": partial(genslm.throughput_rows, frameworks=("new",))}
+    ),
 }
 
 
