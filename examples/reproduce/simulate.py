@@ -39,5 +39,3 @@ def deepspeed_tflops(workload: Workload, seconds: float, gpus: int) -> float:
     s, h = workload.shape, workload.shape.hidden
     per_token = 1 + workload.seq_length / (6 * h) + s.vocab / (16 * s.layers * h)
     return 96 * workload.global_batch * workload.seq_length * s.layers * h**2 * per_token / seconds / gpus / 1e12
-
-

@@ -112,7 +112,9 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Part
     return total
 
 
-def _sharded_layers(parts: Parts, forward: float, backward: float, strategy: Strategy, held: States, machine: Machine) -> None:
+def _sharded_layers(
+    parts: Parts, forward: float, backward: float, strategy: Strategy, held: States, machine: Machine
+) -> None:
     """ZeRO 2 and 3: weights come while the layer before runs, gradients leave while the one below does."""
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
     scatter = transfer_seconds(reduce_gradients(strategy, held.layer), machine)

@@ -8,6 +8,7 @@ TP over all ranks. Chunks of 64K tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import shape_of
@@ -45,14 +46,12 @@ def seconds(workload: Workload, chosen: Strategy, machine: Machine) -> float:
 
 def mfu(workload: Workload, seconds: float, gpus: int, peak: float) -> dict[str, float]:
     """In percent, by each way of counting FLOPs; recompute is a second forward pass."""
-    causal, full = (model_flops(w, recompute=False)[0] for w in (workload, Workload(workload.shape, workload.seq_length, workload.global_batch, False)))
+    causal, full = (model_flops(replace(workload, causal=way), recompute=False)[0] for way in (True, False))
     capacity = seconds * gpus * peak / 100
     return dict(zip(CONVENTIONS, (causal / capacity, causal * 4 / 3 / capacity, full * 4 / 3 / capacity)))
 
 
-def figure_11_rows(
-    machine: Machine, convention: str = CONVENTIONS[1], models: Sequence[str] = MODELS
-) -> list[Row]:
+def figure_11_rows(machine: Machine, convention: str = CONVENTIONS[1], models: Sequence[str] = MODELS) -> list[Row]:
     rows = []
     for line in published("fpdt_figure_11_mfu"):
         if line["model"] not in models:
@@ -62,5 +61,31 @@ def figure_11_rows(
         counted = mfu(workload, found, line["gpus"], machine.peak["bf16"])
         label = {key: line[key] for key in ("model", "gpus", "system", "seq_length")}
         others = ", ".join(f"{counted[name]:.1f} {name}" for name in CONVENTIONS if name != convention)
-        rows.append(Row(label, line["mfu_percent_read_off_chart"], round(counted[convention], 1), "simulated", "% MFU", others))
+        rows.append(
+            Row(label, line["mfu_percent_read_off_chart"], round(counted[convention], 1), "simulated", "% MFU", others)
+        )
+    return rows
+
+
+def figure_1_rows(machine: Machine) -> list[Row]:
+    """The longest context that figure 11 shows of each system."""
+    longest: dict[tuple, Row] = {}
+    for row in figure_11_rows(machine, models=("gpt-2.7b", "gpt-13b", "llama3-70b")):
+        key = row.label["model"], row.label["system"]
+        if key not in longest or row.label["seq_length"] > longest[key].label["seq_length"]:
+            longest[key] = row
+    return list(longest.values())
+
+
+def figure_12_rows(machine: Machine, length: int = 262144) -> list[Row]:
+    """MFU by chunk; one chunk of all tokens is Ulysses without FPDT. 30B on 8 GPUs, the others on 4."""
+    rows = []
+    for model in ("gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b"):
+        gpus = 8 if model == "gpt-30b" else 4
+        for chunk in (8192 << n for n in range(6)):
+            workload = Workload(shape(model), length)
+            chosen = strategy("fpdt" if chunk < length else "ulysses", gpus, chunk)
+            counted = mfu(workload, seconds(workload, chosen, machine), gpus, machine.peak["bf16"])
+            ours = round(counted[CONVENTIONS[1]], 1)
+            rows.append(Row({"model": model, "chunk": chunk}, None, ours, "simulated", "% MFU"))
     return rows

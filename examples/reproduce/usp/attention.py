@@ -29,7 +29,10 @@ def attention_rows(machine: Machine, table: str) -> list[Row]:
                 there: float | None = line[f"{ring}_ring_iters_per_s"]
                 remark = ""
                 if doubled and seq_length == written:
-                    there, remark = None, "printed as 128K, read as 256K: at 128K it would be a quarter of the 32K rate's FLOPS"
+                    there, remark = (
+                        None,
+                        "printed as 128K, read as 256K: at 128K it would be a quarter of the 32K rate's FLOPS",
+                    )
                 elif doubled:
                     remark = "the rows printed as 128K"
                 rows.append(Row(label, there, round(rate, 2), "simulated", "iterations/s", remark))
