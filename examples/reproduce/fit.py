@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from examples.reproduce.report import Row  # noqa: E402
 from examples.reproduce.simulate import CLUSTERS, cluster  # noqa: E402
 from examples.reproduce.ulysses import training as ulysses  # noqa: E402
 from examples.reproduce.usp import attention, training  # noqa: E402
-from megatron.simulator.hardware import Machine  # noqa: E402
+from megatron.simulator.hardware import Machine, load  # noqa: E402
 
 Table = Callable[[Machine], list[Row]]
 STEPS = (1.25, 1.08, 1.02)
@@ -33,15 +33,19 @@ LIMITS = {"gemm": 1.05, "attention": 1.05, "network_all_to_all": 1.1}  # of the 
 
 @dataclass(frozen=True)
 class Fit:
-    """Which constants of :class:`~megatron.simulator.hardware.Calibration` are free, and the tables they are for."""
+    """Which constants of :class:`~megatron.simulator.hardware.Calibration` are free, and the tables they are for.
+
+    ``start``: where the search begins for some of them; the rest begin where the shipped machine has them.
+    """
 
     constants: tuple[str, ...]
     tables: dict[str, Table]
+    start: dict[str, float] = field(default_factory=dict)
 
 
 FITS = {
     "usp-a800": Fit(
-        ("gemm", "attention", "link", "all_to_all", "network", "overlap"),
+        ("gemm", "attention", "link", "all_to_all", "network", "interleaved", "overlap"),
         {f"table {table}": partial(training.training_rows, tables=(table,)) for table in (5, 6, 7)},
     ),
     "usp-a100": Fit(
@@ -51,13 +55,14 @@ FITS = {
     "usp-l20": Fit(
         ("attention", "all_to_all", "p2p", "network", "network_all_to_all", "overlap"),
         {"table 3": partial(attention.attention_rows, table="8xL20_pcie")},
+        {"all_to_all": 0.1, "p2p": 0.5, "network": 0.35, "network_all_to_all": 0.06, "overlap": 0.7},
     ),
     "ulysses-a100": Fit(
         ("gemm", "attention", "network_all_to_all", "overlap"),
         {f"table {table}": partial(ulysses.scaling_rows, tables=(table,)) for table in (2, 3)},
     ),
     "fpdt-a100": Fit(
-        ("gemm", "attention", "network", "network_all_to_all", "host", "overlap"),
+        ("gemm", "attention", "network", "network_all_to_all", "overlap"),
         {f"figure 11, {model}": partial(fpdt.figure_11_rows, models=(model,)) for model in fpdt.MODELS},
     ),
     "genslm-a100": Fit(
@@ -95,11 +100,17 @@ def fit(machine: Machine, constants: Sequence[str], tables: Sequence[Table]) -> 
     return machine
 
 
+def beginning(name: str) -> Machine:
+    """The cluster with the constants that are to be fitted as the shipped machine has them, or as a fit may begin."""
+    wanted, machine = FITS[name], cluster(name)
+    base = load(json.loads((CLUSTERS / f"{name}.json").read_text())["extends"]).calibration
+    values = {key: wanted.start.get(key, getattr(base, key)) for key in wanted.constants}
+    return replace(machine, calibration=replace(machine.calibration, **values))
+
+
 def report(name: str) -> Machine:
     """Fit a cluster, print what comes out, return its machine."""
-    wanted, start = FITS[name], cluster(name)
-    values = {key: min(getattr(start.calibration, key), LIMITS.get(key, 1.0)) for key in wanted.constants}
-    start = replace(start, calibration=replace(start.calibration, **values))
+    wanted, start = FITS[name], beginning(name)
     found = fit(start, wanted.constants, list(wanted.tables.values()))
     constants = ", ".join(f"{key} {getattr(found.calibration, key):.3g}" for key in wanted.constants)
     print(f"{name}: {constants}")
@@ -109,7 +120,7 @@ def report(name: str) -> Machine:
         line = f"  {left_out}: {mean_error(found, [table]):.1f} %"
         if others:
             line += f"; fitted without it: {mean_error(fit(start, wanted.constants, others), [table]):.1f} %"
-        print(line)
+        print(line, flush=True)
     return found
 
 

@@ -60,7 +60,8 @@ def figure_11_rows(machine: Machine, convention: str = CONVENTIONS[1], models: S
         found = seconds(workload, strategy(line["system"], line["gpus"]), machine)
         counted = mfu(workload, found, line["gpus"], machine.peak["bf16"])
         label = {key: line[key] for key in ("model", "gpus", "system", "seq_length")}
-        others = ", ".join(f"{counted[name]:.1f} {name}" for name in CONVENTIONS if name != convention)
+        others = "64 heads of 112 assumed; " if line["model"] == "gpt-30b" else ""
+        others += ", ".join(f"{counted[name]:.1f} {name}" for name in CONVENTIONS if name != convention)
         rows.append(
             Row(label, line["mfu_percent_read_off_chart"], round(counted[convention], 1), "simulated", "% MFU", others)
         )
