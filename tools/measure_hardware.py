@@ -217,8 +217,8 @@ def node_fields(links: Figures, raw: dict[str, Any], device: torch.device) -> di
     if not cuda:
         sources["host_memory"] = "measured; the devices' memory is part of it"
     return {
-        "memory": whole / share,
-        "reserved": (whole - free) / share,
+        "memory": whole // share,
+        "reserved": (whole - free) // share,
         "gpus": links.processes,
         "link": link,
         "host_link": {"bandwidth": links.host[0], "latency": links.host[1]},
@@ -249,7 +249,16 @@ def named(raw: dict[str, Any], output: str, device: torch.device) -> dict[str, A
     """With a name, and a source for all that was measured."""
     said = f"measured on {device_name(device)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     sources = dict.fromkeys((name for name in raw if name != "sources"), said) | raw["sources"]
-    return {"name": Path(output).stem} | raw | {"sources": sources}
+    return {"name": Path(output).stem} | rounded(raw) | {"sources": sources}
+
+
+def rounded(figure: Any) -> Any:
+    """To four digits, all that is measured."""
+    if isinstance(figure, dict):
+        return {key: rounded(value) for key, value in figure.items()}
+    if isinstance(figure, list):
+        return [rounded(value) for value in figure]
+    return float(f"{figure:.4g}") if isinstance(figure, float) else figure
 
 
 def tell_result(output: str, busy: float) -> None:

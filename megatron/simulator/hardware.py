@@ -102,7 +102,7 @@ class Machine:
     name: str
     memory: float
     reserved: float
-    peak: dict[str, float]
+    peak: dict[str, float] = field(hash=False)
     memory_bandwidth: float
     gemm: Rate
     attention: Rate
@@ -113,7 +113,7 @@ class Machine:
     host_link: Link
     host_memory: float
     network: Link
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
     collective: float = 0.0
     head_size: Rate = Rate(((128.0, 1.0),), power=0.0)
     dtype: str = "bf16"

@@ -169,3 +169,5 @@ def test_the_picture_of_many_spans_is_drawn_in_seconds(tmp_path):
 def test_there_must_be_something_to_draw(tmp_path):
     with pytest.raises(ValueError, match="no spans"):
         draw(replay(Trace([work(1)]), TOY, keep_spans=False), tmp_path / "timeline.png")
+    with pytest.raises(ValueError, match="none that takes time"):
+        draw(run(work(0)), tmp_path / "timeline.png")
