@@ -43,6 +43,7 @@ def draw_rows(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    names = list(dict.fromkeys(_series(row, over, panel) for row in rows)) if over else []
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.label.get(panel) if panel else row.unit, []).append(row)
@@ -57,7 +58,7 @@ def draw_rows(
     else:
         panels = figure.subplots(down, across, squeeze=False).flat
         for axes, (name, found) in zip(panels, groups.items()):
-            _lines(axes, found, over, panel) if over else _bars(axes, found, panel)
+            _lines(axes, found, over, panel, names) if over else _bars(axes, found, panel)
             axes.set_title(name if panel else "", fontsize=11, color=INK)
             (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
             if not log:
@@ -88,14 +89,12 @@ def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
     _legend(axes, rows, lines=False)
 
 
-def _lines(axes: Any, rows: list[Row], over: str, panel: str | None) -> None:
+def _lines(axes: Any, rows: list[Row], over: str, panel: str | None, names: list[str]) -> None:
     """A colour for each series; published dashed and hollow, ours solid. Words, such as OOM, end a line."""
-    series: dict[str, list[Row]] = {}  # by the labels that are neither x nor panel
-    for row in rows:
-        rest = (f"{k.replace('_', ' ')} {text(v)}" if is_number(v) else str(v)
-                for k, v in row.label.items() if k not in (over, panel))  # fmt: skip
-        series.setdefault(", ".join(rest), []).append(row)
-    for number, (name, found) in enumerate(series.items()):
+    for number, name in enumerate(names):
+        found = [row for row in rows if _series(row, over, panel) == name]
+        if not found:
+            continue
         for mark, style in STYLES.items():
             values = [(row, row.published if mark == "published" else row.ours) for row in found]
             points = [(row.label[over], value) for row, value in values
@@ -111,6 +110,12 @@ def _lines(axes: Any, rows: list[Row], over: str, panel: str | None) -> None:
     axes.minorticks_off()
     axes.set(xlabel=over.replace("_", " "), ylabel=rows[0].unit)
     _legend(axes, rows, lines=True)
+
+
+def _series(row: Row, over: str, panel: str | None) -> str:
+    """Which line a row belongs to: all its labels but x and panel."""
+    rest = {column: value for column, value in row.label.items() if column not in (over, panel)}
+    return ", ".join(f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in rest.items())
 
 
 def _legend(axes: Any, rows: list[Row], *, lines: bool) -> None:

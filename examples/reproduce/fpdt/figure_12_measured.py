@@ -29,8 +29,17 @@ MIB = 2**20
 def sweep(prefix: Path, seq_length: int) -> list[dict]:
     """The rows of benchmarks/fpdt.py: the reference without chunks first, then one for each number of chunks."""
     sys.stdout.flush()
-    shape = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --vocab-size 4000 --repeats 2 --modes fpdt --threads 1"
-    words = [*shape.split(), "--seq-length", str(seq_length), "--chunks", *map(str, CHUNKS), "--output", str(prefix)]
+    shape = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --vocab-size 4000"
+    words = [
+        *shape.split(),
+        *"--modes fpdt --repeats 2 --threads 1".split(),
+        "--seq-length",
+        str(seq_length),
+        "--chunks",
+        *map(str, CHUNKS),
+        "--output",
+        str(prefix),
+    ]
     program = [sys.executable, str(ROOT / "benchmarks" / "fpdt.py")]
     subprocess.run([*program, *words, "--", "--offload-checkpoints"], check=True, stdout=subprocess.DEVNULL)
     from benchmarks.fpdt_report import merged

@@ -4,7 +4,7 @@
 
     python examples/reproduce/fpdt/figure_13.py [OUT_DIR]
 
-A block shaped as Llama-3-8B's, an eighth as wide, takes 4,096 tokens on one process; SEQ_LENGTH changes that. The FFN
+A block shaped as Llama-3-8B's, but 128 wide, takes 16,384 tokens on one process; SEQ_LENGTH changes that. The FFN
 goes in twice as many pieces as the attention, as in the paper, and once in four times as many. Every tensor that comes
 or goes is counted; what there was before the step, weights, gradients and optimizer states, is left out.
 """
@@ -54,7 +54,7 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     from pretrain_llama import LLAMA
 
     words = (
-        f"--num-layers 1 --hidden-size 512 --ffn-hidden-size 1792 --num-attention-heads 8 --group-query-attention "
+        f"--num-layers 1 --hidden-size 128 --ffn-hidden-size 448 --num-attention-heads 8 --group-query-attention "
         f"--num-query-groups 2 --seq-length {seq_length} --max-position-embeddings {seq_length} --micro-batch-size 1 "
         f"--train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 999 --eval-iters 0 "
         f"--num-workers 0 --fpdt --fpdt-chunk-size {seq_length // chunks} --ffn-chunks {ffn_chunks}"
@@ -105,7 +105,7 @@ def _within(history: Any, spans: dict[str, list[tuple[float, float]]], before: i
 
 
 def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
-    panels = figure.subplots(1, len(recorded), sharey=True)
+    panels = figure.subplots(1, len(recorded), sharey=True, squeeze=False)[0]
     for axes, ((chunks, ffn_chunks), found) in zip(panels, recorded.items()):
         places = range(len(found.device))
         sizes = [size / MIB for size in found.device]
@@ -138,7 +138,7 @@ def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
 def main() -> int:
     args = command(__file__, __doc__).parse_args()
     os.environ["PYTHONWARNINGS"] = "ignore"  # of megatron-core, about libraries that only GPUs need
-    seq_length = int(os.environ.get("SEQ_LENGTH", 4096))
+    seq_length = int(os.environ.get("SEQ_LENGTH", 16384))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a process trains once
         recorded = {chunks: pool.apply(record, (seq_length, *chunks)) for chunks in CHUNKS}
     title = f"FPDT, figure 13, small: backward of a block, {seq_length:,} tokens"
