@@ -120,7 +120,8 @@ def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
         axes.set(xlabel="tensors that came or went", xlim=(0, len(places)), ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("MiB beside weights, gradients, states")
-    panels[-1].legend(frameon=False, fontsize=9, loc="upper right")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
 
 
 def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
