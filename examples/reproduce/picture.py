@@ -62,7 +62,8 @@ def draw_rows(
             axes.set_title(name if panel else "", fontsize=11, color=INK)
             (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
             if not log:
-                axes.set_ylim(bottom=0) if over else axes.set_xlim(left=min(0, axes.get_xlim()[0]))
+                low, high = (axes.get_ylim if over else axes.get_xlim)()
+                (axes.set_ylim if over else axes.set_xlim)(min(0, low), high)
             axes.spines[["top", "right"]].set_visible(False)
         for axes in list(panels):
             axes.axis("off")

@@ -27,7 +27,7 @@ from examples.reproduce.report import Row, command, write  # noqa: E402
 
 CHUNKS = ((2, 4), (4, 8), (8, 16), (4, 16))  # of attention, of the FFN; the first three are the paper's
 MIB = 2**20
-NOTE = "SwiGLU is fused on GPUs only: here its parts are held one by one"
+NOTE = "on a CPU SwiGLU is not fused: its parts are held one by one"
 FFN, REST, HOST = "#e69f00", "#0072b2", "#8a8a8a"
 
 
