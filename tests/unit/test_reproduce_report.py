@@ -82,7 +82,8 @@ def test_write(options, tmp_path, capsys):
     told = capsys.readouterr().out
     for words in ("Paper, table 9", "ours: simulated and measured", "+10.0 %", "same", "+1.00", "a note", "16,384"):
         assert words in told
-    assert "mean absolute error 45.0 % over 3 of 5 rows" in told and "words: 1 of 1 the same" in told
+    assert "mean absolute error 45.0 % over 3 of 5 rows: ms 17.5 %, tokens 100.0 %" in told
+    assert "words: 1 of 1 the same" in told
     found = list(csv.DictReader((tmp_path / "new" / "table_9.csv").open()))
     assert [r["ours"] for r in found] == ["110.0", "150.0", "OOM", "3", "16384"]
     assert float(found[1]["error_percent"]) == pytest.approx(-25) and found[3]["published"] == ""
