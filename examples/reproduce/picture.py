@@ -67,7 +67,8 @@ def draw_rows(
             (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
             if not log:
                 low, high = (axes.get_ylim if over else axes.get_xlim)()
-                (axes.set_ylim if over else axes.set_xlim)(min(0, low), high)
+                low = min(0, low)
+                (axes.set_ylim if over else axes.set_xlim)(low, low + 1.04 * (high - low))
             axes.spines[["top", "right"]].set_visible(False)
         for axes in list(panels):
             axes.axis("off")
