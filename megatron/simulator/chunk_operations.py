@@ -41,7 +41,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Stret
     if not strategy.fpdt_offload:
         return [Stretch((own, sums), count=chunks), Stretch((other, sums), travel, count=met)]
     if a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16):
-        first, pair = _copies(3 * q, 4 * q + lse + kv), _copies(2 * q, 5 * q + lse)
+        first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
     else:
         first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
     return [Stretch((own, sums), (), first, chunks), Stretch((other, sums), travel, pair, met)]

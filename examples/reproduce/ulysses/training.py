@@ -35,7 +35,7 @@ def shape(name: str) -> Shape:
 
 
 def scaling_rows(machine: Machine, tables: Iterable[int] = (2, 3)) -> list[Row]:
-    """Milliseconds a step, and TFLOPS per GPU, of tables 2 and 3."""
+    """Seconds a step, and TFLOPS per GPU, of tables 2 and 3."""
     rows = []
     for line in published("ulysses_scaling"):
         if line["table"] not in tables:
@@ -47,7 +47,7 @@ def scaling_rows(machine: Machine, tables: Iterable[int] = (2, 3)) -> list[Row]:
         label = {"seq_length": line["seq_length"], "gpus": gpus, "ulysses": gpus // batch, "dp": batch}
         agrees = deepspeed_tflops(workload, line["step_ms"] / 1e3, gpus)
         note = f"the printed time is {agrees:.1f} TFLOPS by the formula"
-        rows.append(Row(label, line["step_ms"], round(1e3 * seconds, 1), "simulated", "ms", note))
+        rows.append(Row(label, round(line["step_ms"] / 1e3, 2), round(seconds, 2), "simulated", "s", note))
         ours = round(deepspeed_tflops(workload, seconds, gpus), 1)
         rows.append(Row(label, round(line["tflops_per_gpu"], 1), ours, "simulated", "TFLOPS/GPU"))
     return rows

@@ -19,4 +19,5 @@ from examples.reproduce.usp.training import training_rows  # noqa: E402
 
 if __name__ == "__main__":
     out = command(__file__, __doc__).parse_args().out_dir
-    write(out, "table_5", "USP, table 5", training_rows(cluster("usp-a800"), (5,)))
+    rows = training_rows(cluster("usp-a800"), (5,))
+    write(out, "table_5", "USP, table 5", rows, panel="seq_length")

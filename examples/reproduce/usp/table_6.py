@@ -19,4 +19,5 @@ from examples.reproduce.usp.training import training_rows  # noqa: E402
 
 if __name__ == "__main__":
     out = command(__file__, __doc__).parse_args().out_dir
-    write(out, "table_6", "USP, table 6", training_rows(cluster("usp-a800"), (6,)))
+    rows = training_rows(cluster("usp-a800"), (6,))
+    write(out, "table_6", "USP, table 6", rows, panel="seq_length")

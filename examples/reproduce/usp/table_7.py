@@ -19,4 +19,5 @@ from examples.reproduce.usp.training import training_rows  # noqa: E402
 
 if __name__ == "__main__":
     out = command(__file__, __doc__).parse_args().out_dir
-    write(out, "table_7", "USP, table 7", training_rows(cluster("usp-a800"), (7,)))
+    rows = training_rows(cluster("usp-a800"), (7,))
+    write(out, "table_7", "USP, table 7", rows, panel="seq_length")

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's time in closed form: by hand on a toy machine, against the program's own byte counts, and in its trends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.context_parallel.chunk_pass import goes_by_keys
+from megatron.context_parallel.fpdt import copied_bytes
+from megatron.simulator.attention_operations import attended, to_heads, to_sequence
+from megatron.simulator.chunk_operations import chunked_backward, chunked_forward
+from megatron.simulator.cost import transfer_seconds
+from megatron.simulator.estimate import Estimate, estimate
+from megatron.simulator.hardware import Calibration, Link, Machine, Rate, load
+from megatron.simulator.strategy import Group, Shape, Strategy, Workload
+from megatron.simulator.stretch import Stretch
+from megatron.simulator.trace import Transfer
+
+GEMM, FORWARD, BACKWARD = 1e14, 8e13, 5e13
+TOY = Machine(
+    name="toy",
+    memory=1e12,
+    reserved=0,
+    peak={"bf16": 2e14, "fp32": 1e14},
+    memory_bandwidth=1e18,  # kernels bound by memory cost nothing
+    gemm=Rate(((1.0, GEMM),)),
+    attention=Rate(((1.0, FORWARD),)),
+    attention_backward=Rate(((1.0, BACKWARD),)),
+    launch=0.0,
+    gpus=8,
+    link=Link(1e11, 0.0),
+    host_link=Link(1e18, 0.0),
+    host_memory=1e15,
+    network=Link(1e10, 0.0),
+)
+LLAMA = Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
+WORK = Workload(LLAMA, 65536)
+
+
+def step(machine: Machine = TOY, workload: Workload = WORK, **grid: object) -> Estimate:
+    return estimate(workload, Strategy(**grid), machine)
+
+
+def attention_flops(seq_length: int) -> float:
+    return 4.0 * seq_length**2 / 2 * LLAMA.layers * 4096
+
+
+def linear_flops(seq_length: int) -> float:
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    return 2.0 * seq_length * (32 * layer + 4096 * 128256)
+
+
+def test_one_gpu_by_hand():
+    found = step()
+    assert found.parts["gemm"] == pytest.approx(3 * linear_flops(65536) / GEMM, rel=1e-6)
+    flash = attention_flops(65536)
+    assert found.parts["attention"] == pytest.approx(flash / FORWARD + 2.5 * flash / BACKWARD, rel=1e-6)
+    assert (
+        found.seconds
+        == pytest.approx(sum(found.parts.values()))
+        == pytest.approx(found.parts["gemm"] + found.parts["attention"], rel=1e-3)
+    )
+    assert found.flops == pytest.approx(3 * (linear_flops(65536) + flash), rel=1e-9)
+    assert found.mfu == pytest.approx(found.flops / found.seconds / 2e14)
+    assert found.tflops == pytest.approx(found.flops / found.seconds / 1e12)
+    assert found.mfu_full_mask_with_recompute * found.seconds * 2e14 == pytest.approx(
+        3 * (linear_flops(65536) + 2 * flash)
+    )
+    assert found.tokens_per_second == pytest.approx(65536 / found.seconds)
+
+
+def test_recompute_adds_a_forward_pass():
+    plain, full, selective = step(), step(recompute="full"), step(recompute="selective")
+    inside = 2 * 65536 * 32 * 4096 * (4096 + 2048 + 4096 + 3 * 14336)
+    assert full.parts["gemm"] - plain.parts["gemm"] == pytest.approx(inside / GEMM, rel=1e-6)
+    assert selective.parts["gemm"] == plain.parts["gemm"]
+    for found in (full, selective):
+        again = found.parts["attention"] - plain.parts["attention"]
+        assert again == pytest.approx(attention_flops(65536) / FORWARD, rel=1e-6)
+
+
+@pytest.mark.parametrize("grid", [{"ulysses": 4}, {"ring": 4}, {"tensor": 4}, {"tensor": 2, "ulysses": 2, "ring": 2}])
+def test_ranks_share_the_work(grid):
+    one, many = step(), step(**grid)
+    ranks = Strategy(**grid).ranks
+    for kind in ("gemm", "attention"):
+        assert many.parts[kind] == pytest.approx(one.parts[kind] / ranks, rel=1e-6)
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8])
+def test_the_last_rank_of_a_contiguous_ring_has_the_most_to_do(ring):
+    zigzag, contiguous = step(ring=ring), step(ring=ring, balance="contiguous")
+    ratio = contiguous.parts["attention"] / zigzag.parts["attention"]
+    assert ratio == pytest.approx((2 * ring - 1) / ring)
+
+
+def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
+    found = step(ring=4)
+    grads = 2 * 4 * (65536 // 4) * 8 * 128  # keys and values in fp32
+    assert found.parts["ring"] == pytest.approx(32 * grads / 1e11, rel=1e-6)
+    slow = step(replace(TOY, link=Link(1e8, 0.0)), ring=4)
+    # Six windows forward and backward hold keys (half as wide as gradients), three hold gradients.
+    assert slow.parts["ring"] + slow.parts["attention"] == pytest.approx(
+        32 * (6 * grads / 2 + 3 * grads) / 1e8, rel=0.25
+    )
+
+
+def test_all_to_alls_carry_what_the_head_plan_says():
+    strategy = Strategy(ulysses=16)
+    a = attended(LLAMA, strategy, 65536, True)
+    assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent twice
+    there, back = (
+        sum(t.bytes for stretch in work for t in stretch.transfers)
+        for work in (to_heads(a, strategy, a.rows), to_sequence(a, strategy, a.rows))
+    )
+    assert there == 2 * (65536 // 16) * (2 + 1 + 1) * 128 * 15
+    assert back == 2 * (65536 // 16) * 2 * 128 * 15
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8, 1])
+def test_copies_are_those_of_the_program(kv_heads):
+    shape, chunks = replace(LLAMA, kv_heads=kv_heads), 8
+    strategy = Strategy(ulysses=4, fpdt_chunk=8192)
+    a = attended(shape, strategy, 65536, True)
+    program = copied_bytes(chunks, tokens=8192, heads=a.heads, kv_heads=a.kv_heads, head_dim=128, itemsize=2)
+
+    def copied(work: list[Stretch]) -> tuple[float, ...]:
+        ways = dict.fromkeys(("to_host", "to_device"), 0.0)
+        for stretch in work:
+            for copy in stretch.copies:
+                ways[copy.direction] += copy.bytes * stretch.count
+        return tuple(ways.values())
+
+    assert goes_by_keys(a.heads, a.kv_heads, 2) == (kv_heads == 32)
+    assert copied(chunked_forward(a, strategy, chunks, saving=True)) == program.forward
+    assert copied(chunked_backward(a, strategy, chunks)) == program.backward
+    assert copied(chunked_forward(a, strategy, chunks, saving=False)) == (0, 0)
+
+
+def test_fpdt_computes_the_same_and_waits_for_the_host_when_chunks_are_small():
+    whole, chunked = step(ulysses=4, recompute="full"), step(ulysses=4, recompute="full", fpdt_chunk=8192)
+    assert chunked.parts["attention"] == pytest.approx(whole.parts["attention"])
+    # Projections and FFN run again in the backward pass, the FFN not a third time.
+    assert chunked.parts["gemm"] == pytest.approx(whole.parts["gemm"], rel=0.2)
+    slow = replace(TOY, host_link=Link(1e10, 0.0))
+    waits = [
+        step(slow, ulysses=4, recompute="full", fpdt_chunk=chunk).parts.get("host", 0.0)
+        for chunk in (2048, 8192, 32768)
+    ]
+    assert waits[0] > waits[1] >= waits[2]
+    assert "host" not in step(slow, ulysses=4, recompute="full", fpdt_chunk=2048, fpdt_offload=False).parts
+
+
+def test_a_pipeline_fills_and_drains():
+    work = replace(WORK, global_batch=8)
+    found = step(workload=work, pipeline=4)
+    busy = sum(seconds for name, seconds in found.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
+    assert found.parts["bubble"] == pytest.approx(busy * 3 / 8)
+    assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(found.parts["bubble"] / 2)
+
+
+def test_gradients_wait_unless_they_travel_beside_the_backward_pass():
+    late = step(data=8, workload=replace(WORK, global_batch=8), overlap_grad_reduce=False, overlap_param_gather=False)
+    held = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 2 * 128256 * 4096
+    assert late.parts["dp"] == pytest.approx(6 * held * 7 / 8 / 1e11, rel=1e-3)  # fp32 gradients, bf16 weights
+    early = step(data=8, workload=replace(WORK, global_batch=8))
+    assert early.parts["dp"] == pytest.approx(late.parts["dp"] / 33, rel=1e-3)  # the last bucket
+    # ZeRO 3 gathers twice a micro-batch, and hides all but the ends of it
+    sharded = step(data=8, workload=replace(WORK, global_batch=8), zero=3)
+    assert early.parts["dp"] < sharded.parts["dp"] < late.parts["dp"]
+    shown = step(data=8, workload=replace(WORK, global_batch=8), zero=3, overlap_grad_reduce=False)
+    assert sharded.parts["dp"] < shown.parts["dp"]
+
+
+def test_a_transfer_that_compute_feels_slows_it_down():
+    felt = replace(TOY, calibration=Calibration(overlap=0.5))
+    assert step(felt, ring=4).seconds > step(ring=4).seconds
+
+
+@pytest.mark.parametrize(
+    ("grid", "word"),
+    [({"ulysses": 3}, "query heads"), ({"data": 2}, "global batch"), ({"tensor": 2, "ulysses": 32}, "heads")],
+)
+def test_what_does_not_divide_is_refused(grid, word):
+    with pytest.raises(ValueError, match=word):
+        step(**grid)
+
+
+powers = st.sampled_from([1, 2, 4, 8])
+machines = st.sampled_from([load(name) for name in ("A100-80G", "H100-80G", "L20-48G")])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    machines, powers, powers, powers, powers, powers, st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from(["none", "selective", "full"]), st.booleans(), st.booleans(), st.sampled_from([1, 2, 8]),
+)  # fmt: skip
+def test_no_step_is_faster_than_its_flops(
+    machine, tensor, ulysses, ring, data, pipeline, zero, recompute, fpdt, contiguous, batches
+):
+    if ulysses * tensor > 32:
+        return
+    strategy = Strategy(
+        tensor=tensor, ulysses=ulysses, ring=ring, data=data, pipeline=pipeline, zero=zero, recompute=recompute,
+        fpdt_chunk=8192 if fpdt else 0, balance="contiguous" if contiguous else "zigzag",
+    )  # fmt: skip
+    found = estimate(Workload(LLAMA, 131072, batches * data), strategy, machine)
+    assert all(seconds >= 0 for seconds in found.parts.values())
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert 0 < found.mfu < 1
+
+
+# --- the USP paper's recommendations, as far as they are about speed ---
+
+A800 = load("A800-80G")
+
+
+def test_unified_beats_pure_ones_across_nodes():
+    """1: on links of unlike speed, Ulysses inside and Ring across."""
+    unified = step(A800, ulysses=8, ring=2).seconds
+    assert unified < step(A800, ulysses=1, ring=16).seconds and unified < step(A800, ulysses=16).seconds
+
+
+def test_data_parallelism_first():
+    """2: DP where the batch allows it."""
+    work = Workload(replace(LLAMA, kv_heads=32), 8192, 8)
+    shared = [step(A800, work, ulysses=u, ring=8 // u, micro_batch=8).seconds for u in (1, 2, 4, 8)]
+    assert step(A800, work, data=8).seconds < min(shared)
+
+
+def test_zero_spans_data_and_sequence_parallel_ranks():
+    """3: the optimizer's work is shared by all of them."""
+    shared, alone = (step(A800, ulysses=8, zero=zero).parts["optimizer"] for zero in (1, 0))
+    assert shared == pytest.approx(alone / 8, rel=0.01)
+
+
+def test_sequence_parallelism_sends_less_than_tensor_parallelism_and_less_still_with_gqa():
+    """4."""
+
+    def waits(kv_heads: int, **grid: int) -> float:
+        found = step(A800, Workload(replace(LLAMA, kv_heads=kv_heads), 131072), **grid).parts
+        return found.get("tp", 0.0) + found.get("ulysses", 0.0) + found.get("ring", 0.0)
+
+    assert waits(32, ulysses=8) < waits(32, tensor=8)
+    assert waits(8, ulysses=8) < waits(32, ulysses=8)
+    assert waits(8, ring=8) < waits(32, ring=8)
+    assert waits(8, tensor=8) >= waits(32, tensor=8)  # as many bytes, and less to hide them behind
+
+
+def test_more_ranks_of_a_ring_are_faster():
+    """6: where TP and Ulysses end at the heads, a ring goes on."""
+    times = [step(A800, Workload(LLAMA, 1 << 20), ulysses=8, ring=ring).seconds for ring in (1, 2, 4, 8, 16)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_fastest_link_goes_to_tensor_parallelism():
+    """7: TP innermost. Its group as neighbours, or a node apart."""
+    inside, apart = (transfer_seconds(Transfer("all_gather", "tp", Group(8, stride), 1e9), A800) for stride in (1, 8))
+    assert inside < apart / 4
