@@ -61,7 +61,7 @@ FITS = {
         {"attention": 1.15},
     ),
     "ulysses-a100": Fit(
-        ("gemm", "attention", "network_all_to_all", "overlap"),
+        ("gemm", "attention", "network_all_to_all"),
         {f"table {table}": partial(ulysses.scaling_rows, tables=(table,)) for table in (2, 3)},
     ),
     "fpdt-a100": Fit(
