@@ -16,7 +16,14 @@ from megatron.simulator.hardware import Machine
 from megatron.simulator.layer_operations import ffn_chunks, layer
 from megatron.simulator.loss_operations import embedding, embedding_grad, loss, loss_grad
 from megatron.simulator.operations import BF16
-from megatron.simulator.state_operations import States, gather_parameters, optimizer_step, reduce_gradients, states
+from megatron.simulator.state_operations import (
+    States,
+    gather_parameters,
+    optimizer_step,
+    reduce_gradients,
+    split_and_join,
+    states,
+)
 from megatron.simulator.strategy import Shape, Strategy, Workload
 from megatron.simulator.stretch import Parts, add, price
 from megatron.simulator.trace import Transfer
@@ -126,6 +133,8 @@ def _sharded_layers(
     waited += max(felt * beside, beside - backward) + again * (not weights) + scatter * (not gradients)
     ends = transfer_seconds(gather_parameters(strategy, held.ends), machine)
     ends += transfer_seconds(reduce_gradients(strategy, held.ends), machine)
+    copies = split_and_join(strategy, held.all)
+    parts["memory"] = parts.get("memory", 0.0) + kernel_seconds(copies, machine)
     # What nothing hides: the first layer's weights, the last one's gradients, and the ends'.
     first = gather * weights + scatter * gradients
     parts["dp"] = parts.get("dp", 0.0) + waited * held.layers + first + ends
@@ -138,8 +147,9 @@ def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: S
     def exposed(took: float, overlapped: bool, beside: float) -> float:
         if not overlapped:
             return took
-        tail = took / (held.layers + 1)  # the last bucket has nothing left to hide behind
-        return max(felt * took, took - beside * held.layers, tail)
+        # What comes last, the embedding's gradient and a bucket, or first, has nothing to hide behind.
+        tail = took * min(1.0, (held.layer + held.table) / held.all)
+        return tail + max(felt * (took - tail), took - tail - beside * held.layers)
 
     reduce = transfer_seconds(reduce_gradients(strategy, held.all), machine)
     waited = exposed(reduce, strategy.overlap_grad_reduce, sum(backward.values()))

@@ -134,7 +134,9 @@ def _leave(shape: Shape, strategy: Strategy, tokens: int, count: int) -> list[St
 
 def _weight_grad(name: str, tokens: int, n: int, k: int) -> tuple[Kernel, ...]:
     """The product, added to the main gradients in fp32."""
-    return gemm(name + "_wgrad", n, k, tokens, backward=True), memory("main_grad", 2 * FP32 * n * k, backward=True)
+    return gemm(name + "_wgrad", n, k, tokens, backward=True), memory(
+        "main_grad", (BF16 + 2 * FP32) * n * k, backward=True
+    )
 
 
 def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: int, width: int, count: int) -> list[Stretch]:

@@ -17,11 +17,12 @@ ADAM_BYTES = 7 * FP32 + BF16 + 3 * FP32
 
 @dataclass(frozen=True)
 class States:
-    """Parameters on one rank of a pipeline stage: of each layer, and of the stage's widest end."""
+    """Parameters on one rank of a pipeline stage: of each layer, of the stage's ends, and of the embedding alone."""
 
     layer: float
     layers: int
     ends: float
+    table: float
 
     @property
     def all(self) -> float:
@@ -33,7 +34,7 @@ def states(shape: Shape, strategy: Strategy) -> States:
     end = shape.vocab * shape.hidden / strategy.tensor
     both = 1 if shape.tied else 2
     ends = end * (both if strategy.pipeline == 1 else 1) + shape.positions * shape.hidden
-    return States(layer_parameters(shape, strategy.tensor), -(-shape.layers // strategy.pipeline), ends)
+    return States(layer_parameters(shape, strategy.tensor), -(-shape.layers // strategy.pipeline), ends, end)
 
 
 def reduce_gradients(strategy: Strategy, parameters: float) -> Transfer:
@@ -48,5 +49,14 @@ def gather_parameters(strategy: Strategy, parameters: float) -> Transfer:
 
 
 def optimizer_step(strategy: Strategy, parameters: float) -> Kernel:
+    """Adam on this rank's shard, and all of its gradients set to zero (ZeRO 2 and 3 have a shard of them)."""
     share = strategy.context * strategy.data if strategy.zero else 1
-    return memory("optimizer", ADAM_BYTES * parameters / share)
+    return memory(
+        "optimizer", ADAM_BYTES * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1)
+    )
+
+
+def split_and_join(strategy: Strategy, parameters: float) -> Kernel:
+    """FSDP's copies: gathered weights into their tensors, gradients into one buffer in fp32."""
+    gathers = 2 if strategy.zero == 3 else 1
+    return memory("shards", (gathers * 2 * BF16 + BF16 + FP32) * parameters)
