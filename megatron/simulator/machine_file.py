@@ -54,9 +54,15 @@ def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
     base = read_merged(found, (*below, path.resolve()))
     sources = base.get("sources", {})
     if isinstance(sources, dict):  # what is replaced no longer comes from there
-        changed = {name for name in raw if name != "sources"}
-        base["sources"] = {key: text for key, text in sources.items() if key.partition(".")[0] not in changed}
+        base["sources"] = {key: text for key, text in sources.items() if not is_replaced(key, raw)}
     return merge(base, raw)
+
+
+def is_replaced(key: str, over: Json) -> bool:
+    """Whether what has the source ``key`` (``gemm``, ``link``, ``link.latency``) is no longer the base's."""
+    name, _, inner = key.partition(".")
+    value = over.get(name)
+    return name in over and (not isinstance(value, dict) or not inner or inner in value)
 
 
 def merge(base: Json, over: Json) -> Json:
