@@ -63,7 +63,8 @@ def draw_rows(
         panels = figure.subplots(down, across, squeeze=False).flat
         for axes, (name, found) in zip(panels, groups.items()):
             _lines(axes, found, over, told, names) if over else _bars(axes, found, panel)
-            axes.set_title(name if panel else "", fontsize=11, color=INK)
+            title = f"{panel.replace('_', ' ')} {text(name)}" if panel and is_number(name) else name
+            axes.set_title(title if panel else "", fontsize=11, color=INK)
             (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
             if not log:
                 low, high = (axes.get_ylim if over else axes.get_xlim)()
@@ -72,6 +73,11 @@ def draw_rows(
             axes.spines[["top", "right"]].set_visible(False)
         for axes in list(panels):
             axes.axis("off")
+        if not over:  # below, for bars fill their panels
+            from matplotlib.patches import Patch
+
+            marks = [Patch(color=COLOURS[name], label=name) for name in _there(rows)]
+            figure.legend(handles=marks, frameon=False, fontsize=8, loc="outside lower center", ncols=len(marks))
     figure.savefig(file)
     pyplot.close(figure)
 
@@ -92,7 +98,6 @@ def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=rows[0].unit)
     axes.margins(x=0.12)
-    _legend(axes, rows, lines=False)
 
 
 def _lines(axes: Any, rows: list[Row], over: str, told: set[str], names: list[str]) -> None:
@@ -115,7 +120,7 @@ def _lines(axes: Any, rows: list[Row], over: str, told: set[str], names: list[st
     axes.set_xticks(places, names, rotation=30 if len(places) > 6 else 0)
     axes.minorticks_off()
     axes.set(xlabel=over.replace("_", " "), ylabel=rows[0].unit)
-    _legend(axes, rows, lines=True)
+    _legend(axes, rows)
 
 
 def _series(row: Row, told: set[str]) -> str:
@@ -124,17 +129,17 @@ def _series(row: Row, told: set[str]) -> str:
     return ", ".join(f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in rest.items())
 
 
-def _legend(axes: Any, rows: list[Row], *, lines: bool) -> None:
-    """What is published, measured, simulated; for lines, the series above that."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
+def _there(rows: Sequence[Row]) -> list[str]:
+    """Of published, measured and simulated, what the rows have."""
     there = ["published"] * any(row.published is not None for row in rows)
-    there += list(dict.fromkeys(row.marked for row in rows if row.ours is not None))
-    if lines:
-        marks = [Line2D([], [], color=GREY, label=name, **STYLES[name]) for name in there]
-        marks = axes.get_legend_handles_labels()[0] + marks
-    else:
-        marks = [Patch(color=COLOURS[name], label=name) for name in there]
+    return there + list(dict.fromkeys(row.marked for row in rows if row.ours is not None))
+
+
+def _legend(axes: Any, rows: list[Row]) -> None:
+    """The series, and below them what is published, measured, simulated."""
+    from matplotlib.lines import Line2D
+
+    marks = [Line2D([], [], color=GREY, label=name, **STYLES[name]) for name in _there(rows)]
+    marks = axes.get_legend_handles_labels()[0] + marks
     beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     axes.legend(handles=marks, frameon=False, fontsize=8, **({"loc": "best"} if len(marks) < 8 else beside))
