@@ -11,7 +11,7 @@ import pytest
 
 from examples.reproduce import fit
 from examples.reproduce.fpdt.latency import first_covered
-from examples.reproduce.fpdt.training import figure_1_rows, figure_11_rows, figure_12_rows
+from examples.reproduce.fpdt.training import figure_1_rows, figure_11_rows, figure_12_rows, table_3_rows
 from examples.reproduce.genslm.training import throughput_rows
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import CLUSTERS, cluster, deepspeed_tflops, usp_tflops
@@ -127,6 +127,17 @@ def test_fpdt_mfu_over_the_length():
     by_chunk = [row.ours for row in figure_12_rows(machine) if row.label["model"] == "gpt-6.7b"]
     assert by_chunk == sorted(by_chunk)
     assert by_chunk[0] < 0.6 * by_chunk[-1] and by_chunk[3] > 0.95 * by_chunk[-1]  # 64K costs next to nothing
+
+
+def test_fpdt_strategies_are_foretold():
+    """No constant was fitted to them."""
+    rows = table_3_rows(cluster("fpdt-a100"))
+    assert len(rows) == 10 and mean_error(rows) < 15
+    assert all(
+        abs(row.error) < 5
+        for row in rows
+        if "Ulysses 8" in row.label["strategy"] and "recompute" in row.label["strategy"]
+    )
 
 
 def test_genslm_throughput():

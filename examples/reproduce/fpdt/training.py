@@ -90,3 +90,33 @@ def figure_12_rows(machine: Machine, length: int = 262144) -> list[Row]:
             ours = round(counted[CONVENTIONS[1]], 1)
             rows.append(Row({"model": model, "chunk": chunk}, None, ours, "simulated", "% MFU"))
     return rows
+
+
+def table_3_rows(machine: Machine) -> list[Row]:
+    """MFU of Llama-3-8B on 8 GPUs by strategy, each at its longest context; recompute counts as work.
+
+    No constant was fitted to these rows.
+    """
+    rows = []
+    for line in published("fpdt_table_3_strategies"):
+        tensor, again = line["tensor_parallel"], line["checkpoint"] == "yes"
+        chosen = Strategy(
+            tensor=tensor,
+            ulysses=line["gpus"] // tensor,
+            zero=line["zero"],
+            recompute="full" if again else "none",
+            fpdt_chunk=CHUNK if line["fpdt"] == "yes" else 0,
+        )
+        workload = Workload(shape(line["model"]), line["max_context_tokens"])
+        if line["checkpoint_offload"] == "yes":
+            took = seconds(workload, chosen, machine)
+        else:
+            took = estimate(workload, chosen, machine).seconds
+        counted = mfu(workload, took, line["gpus"], machine.peak["bf16"])
+        named = [f"TP {tensor}" if tensor > 1 else f"Ulysses {chosen.ulysses}, ZeRO {chosen.zero}"]
+        named += ["recompute"] * again + ["inputs in host memory"] * (line["checkpoint_offload"] == "yes")
+        named += ["FPDT"] * (line["fpdt"] == "yes")
+        label = {"strategy": ", ".join(named), "seq_length": workload.seq_length}
+        ours = round(counted[CONVENTIONS[1 if again else 0]], 1)
+        rows.append(Row(label, line["mfu_percent"], ours, "simulated", "% MFU"))
+    return rows
