@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
@@ -72,11 +73,12 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors(waited: Callable[[int], None] | None = None) -> Iterator[Collectives]:
+def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = False) -> Iterator[None]:
     """Within, every tensor that is made has a shape and no memory; programs run, numbers read from tensors are made up.
 
     Args:
         waited: called with the number of a collective (1, 2, ... in the order of their starts) when it is waited for.
+        gloo: simulate what gloo does beside: it reduces a copy of the whole in place of a scatter.
     """
     from megatron.core.utils import local_multi_tensor_l2_norm
     from torch.distributed import DeviceMesh
@@ -86,9 +88,11 @@ def fake_tensors(waited: Callable[[int], None] | None = None) -> Iterator[Collec
     answers = Collectives()
 
     def wait(work: Any, timeout: Any = None) -> bool:
-        number = answers.started.pop(id(work), None)
+        number, whole = answers.started.pop(id(work), (None, 0))[:2]
+        if gloo and whole:
+            torch.empty(whole, dtype=torch.uint8).split(whole)
         if number is not None and waited is not None:
-            waited(number[0])
+            waited(number)
         return True
 
     make_mesh = DeviceMesh.from_group
@@ -105,7 +109,7 @@ def fake_tensors(waited: Callable[[int], None] | None = None) -> Iterator[Collec
         local_multi_tensor_l2_norm.__code__ = _l2_norm.__code__  # its callers have imported it by name
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(answers)
-        yield answers
+        yield
 
 
 class Collectives(TorchDispatchMode):
@@ -113,7 +117,8 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.started: dict[int, tuple[int, Any]] = {}  # by address of the work, which stays until it is waited for
+        # By address of the work, which stays until it is waited for: number, bytes of a reduce-scatter, the work.
+        self.started: dict[int, tuple[int, int, Any]] = {}
         self.count = 0
         self._overflow: set[int] = set()
 
@@ -129,9 +134,11 @@ class Collectives(TorchDispatchMode):
     def _collective(self, func: Any, args: tuple) -> Any:
         from torch._C._distributed_c10d import FakeWork
 
+        name = func._schema.name
         self.count += 1
         work = FakeWork()
-        self.started[id(work)] = (self.count, work)
+        whole = sum(x.nbytes for x in tree_leaves(args[1]) if isinstance(x, Tensor)) if "reduce_scatter" in name else 0
+        self.started[id(work)] = (self.count, whole, work)
         tensors = [args[0]] if len(func._schema.returns) > 1 else []
         return (*tensors, work.boxed()) if tensors else work.boxed()
 

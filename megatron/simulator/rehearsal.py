@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.context_parallel.grid import Grid
 from megatron.platform import Platform, cpu
@@ -74,7 +74,7 @@ def rehearse(config: Config, world_size: int, rank: int, vocab_size: int, *, on_
         runtime = start(config, where, simulated_offload(recorder, on_gpu))
         recorder.axes.update(axes_of(runtime.grid))
         ends = _one_document(config) if runtime.by_documents else None
-        with fake_tensors(recorder.waited), _fused(recorder, on_gpu):
+        with fake_tensors(recorder.waited, gloo=not on_gpu), _fused(recorder, on_gpu):
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
             )
@@ -104,7 +104,16 @@ def rehearse(config: Config, world_size: int, rank: int, vocab_size: int, *, on_
                 )
                 timeline = profile.finish()
             host_peak = max(recorder.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
+            dissolve(wrapped, optimizer)
         return Rehearsal(rank, peaks_by_phase(timeline), host_peak, recorder.trace, timeline)
+
+
+def dissolve(chunks: list[nn.Module], optimizer: Any) -> None:
+    """Let go of all tensors: hooks of core's DDP tie modules to themselves through C++, where no collector looks."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    for module in modules:
+        vars(module).clear()
+    vars(optimizer).clear()
 
 
 def micro_batches(config: Config, grid: Grid) -> int:
