@@ -5,7 +5,8 @@ strategy.py   what is trained (Workload) and on which grid, with which memory sa
 trace.py      what a step does: kernels, transfers, host copies, memory
 dry_run.py    a trace of the real program, under fake tensors and a fake process group
 formulas/     the same in closed form: memory, communication, FLOPs
-hardware.py   machines as data files; cost.py prices a kernel or a transfer on one
-estimate.py   step time in closed form; replay.py of a trace
+hardware.py   machines as data files (machines/, read by machine_file.py); cost.py prices a kernel or a transfer on one
+measure.py    such a file for the machine at hand: one device; measure_links.py: between processes
+estimate.py   step time in closed form; replay.py of a trace, timeline.py its picture
 planner.py    the search for the best strategy
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from math import log
+from math import exp, log
 from pathlib import Path
 
 MACHINES = Path(__file__).parent / "machines"
@@ -13,7 +13,7 @@ MACHINES = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a kind of kernel runs, by its size: points (size, FLOP/s), interpolated over the logarithm of the size.
+    """How fast a kind of kernel runs, by its size: points (size, FLOP/s), interpolated between their logarithms.
 
     Below the first point the time, above the last the rate stays as it is.
 
@@ -26,18 +26,19 @@ class Rate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_logs", [log(size) for size, _ in self.points])
-        object.__setattr__(self, "_rates", [rate for _, rate in self.points])
+        object.__setattr__(self, "_log_rates", [log(rate) for _, rate in self.points])
 
     def __call__(self, size: float) -> float:
-        logs, rates = self._logs, self._rates
-        if size <= self.points[0][0]:
-            return rates[0] * (size / self.points[0][0]) ** self.power
+        first, last = self.points[0], self.points[-1]
+        if size <= first[0]:
+            return first[1] * (size / first[0]) ** self.power
+        if size >= last[0]:
+            return last[1]
+        logs, rates = self._logs, self._log_rates
         x = log(size)
-        above = bisect_right(logs, x)
-        if above == len(logs):
-            return rates[-1]
-        low, high = logs[above - 1], logs[above]
-        return rates[above - 1] + (rates[above] - rates[above - 1]) * (x - low) / (high - low)
+        above = bisect_right(logs, x, 1, len(logs) - 1)
+        low, rate = logs[above - 1], rates[above - 1]
+        return exp(rate + (rates[above] - rate) * (x - low) / (logs[above] - low))
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Machine:
     name: str
     memory: float
     reserved: float
-    peak: dict[str, float]
+    peak: dict[str, float] = field(hash=False)
     memory_bandwidth: float
     gemm: Rate
     attention: Rate
@@ -108,7 +109,7 @@ class Machine:
     host_link: Link
     host_memory: float
     network: Link
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
     collective: float = 0.0
     head_size: Rate = Rate(((128.0, 1.0),), power=0.0)
     dtype: str = "bf16"

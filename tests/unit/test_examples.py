@@ -19,7 +19,8 @@ from megatron.training.validate_chunks import attention_chunks
 arguments = pytest.importorskip("megatron.training.arguments")
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("quickstart", "extrapolation")  # several steps, from data to a table
+# several steps, from data to a table, or many commands
+PROGRAMS = ("quickstart", "extrapolation", "run_all", "run_folder")
 SCRIPTS = sorted(path for path in ROOT.glob("examples/*/*.sh") if path.stem not in PROGRAMS)
 FPDT_SCRIPTS = [path for path in SCRIPTS if path.parent.name == "fpdt"]
 GENSLM = ROOT / "examples" / "genslm"

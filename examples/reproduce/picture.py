@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of published numbers beside ours: bars for tables, lines over a length for figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from examples.reproduce.report import Row
+
+COLOURS = {"published": "#b3b3ad", "measured": "#0072b2", "simulated": "#e69f00"}
+SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc6677", "#56b4e9", "#aa4499", "#999933", "#661100")
+INK, GREY = "#222222", "#8a8a8a"
+
+
+def text(value: float | int | str | None) -> str:
+    """A value as the table shows it."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) or value == int(value) and abs(value) >= 1000 else f"{value:,.4g}"
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def draw_rows(
+    file: Path, title: str, rows: Sequence[Row], over: str | None, panel: str | None, log: bool, draw: Callable | None
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.label.get(panel) if panel else row.unit, []).append(row)
+    across = min(len(groups), 3 if over else len(groups))
+    down = math.ceil(len(groups) / across)
+    tallest = max(map(len, groups.values()))
+    size = (max(7.0, 5.2 * across), 4.4 * down if over or draw else down * (1.4 + 0.42 * tallest))
+    figure = pyplot.figure(figsize=size, dpi=110, layout="constrained")
+    figure.suptitle(title, fontsize=13, color=INK)
+    if draw:
+        draw(figure)
+    else:
+        panels = figure.subplots(down, across, squeeze=False).flat
+        for axes, (name, found) in zip(panels, groups.items()):
+            _lines(axes, found, over, panel) if over else _bars(axes, found, panel)
+            axes.set_title(name if panel else "", fontsize=11, color=INK)
+            (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
+            if not log:
+                axes.set_ylim(bottom=0) if over else axes.set_xlim(left=min(0, axes.get_xlim()[0]))
+            axes.spines[["top", "right"]].set_visible(False)
+        for axes in list(panels):
+            axes.axis("off")
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
+    """Two bars a row, top down; words stand where their bar would begin."""
+    for place, row in enumerate(rows):
+        for shift, name, value in ((-0.2, "published", row.published), (0.2, row.marked, row.ours)):
+            if is_number(value):
+                axes.barh(place + shift, value, height=0.38, color=COLOURS[name])
+            if value is not None:
+                axes.annotate(
+                    text(value), (value if is_number(value) else 0, place + shift), (3, 0), va="center",
+                    textcoords="offset points", fontsize=8, color=INK if is_number(value) else COLOURS[name],
+                )  # fmt: skip
+    names = [", ".join(f"{k.replace('_', ' ')} {text(v)}" if is_number(v) else str(v)
+                       for k, v in row.label.items() if k != panel) for row in rows]  # fmt: skip
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=rows[0].unit)
+    axes.margins(x=0.12)
+    _legend(axes, rows, lines=False)
+
+
+def _lines(axes: Any, rows: list[Row], over: str, panel: str | None) -> None:
+    """A colour for each series; published dashed, ours solid. Words, such as OOM, end a line."""
+    series: dict[str, list[Row]] = {}
+    for row in rows:
+        rest = (f"{k.replace('_', ' ')} {text(v)}" if is_number(v) else str(v)
+                for k, v in row.label.items() if k not in (over, panel))  # fmt: skip
+        series.setdefault(", ".join(rest), []).append(row)
+    for number, (name, found) in enumerate(series.items()):
+        for values, style in (([r.published for r in found], "o--"), ([r.ours for r in found], "o-")):
+            points = [(row.label[over], value) for row, value in zip(found, values) if is_number(value)]
+            if points:
+                fade = {"mfc": "white"} if style == "o--" else {"label": name or None}
+                axes.plot(*zip(*points), style, color=SERIES[number % len(SERIES)], markersize=5, **fade)
+    places = sorted({row.label[over] for row in rows})
+    if all(is_number(place) and place > 0 for place in places) and places[-1] >= 8 * places[0]:
+        axes.set_xscale("log", base=2)
+    names = [f"{place // 1024}K" if is_number(place) and place % 1024 == 0 else str(place) for place in places]
+    axes.set_xticks(places, names, rotation=30 if len(places) > 6 else 0)
+    axes.minorticks_off()
+    axes.set(xlabel=over.replace("_", " "), ylabel=rows[0].unit)
+    _legend(axes, rows, lines=True)
+
+
+def _legend(axes: Any, rows: list[Row], *, lines: bool) -> None:
+    """What is published, measured, simulated; for lines, the series above that."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    there = ["published"] * any(row.published is not None for row in rows)
+    there += list(dict.fromkeys(row.marked for row in rows if row.ours is not None))
+    if lines:
+        styles = [(name, "--" if name == "published" else "-") for name in there]
+        marks = [Line2D([], [], color=GREY, linestyle=style, label=name) for name, style in styles]
+        marks = axes.get_legend_handles_labels()[0] + marks
+    else:
+        marks = [Patch(color=COLOURS[name], label=name) for name in there]
+    axes.legend(handles=marks, frameon=False, fontsize=8, loc="best")

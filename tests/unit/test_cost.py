@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels, transfers and copies cost: by hand, in order of size, and never better than the hardware."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.simulator.cost import copy_seconds, kernel_seconds, transfer_seconds
+from megatron.simulator.hardware import Calibration, Link, Machine, Rate, known, load
+from megatron.simulator.strategy import Group
+from megatron.simulator.trace import HostCopy, Kernel, Transfer
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p")
+# Round figures: link 100, network 10, host 5 bytes a second.
+TOY = Machine(
+    name="toy",
+    memory=1000,
+    reserved=0,
+    peak={"bf16": 100.0, "fp32": 50.0},
+    memory_bandwidth=10.0,
+    gemm=Rate(((1.0, 20.0), (100.0, 80.0))),
+    attention=Rate(((10.0, 20.0), (1000.0, 80.0)), power=1.0),
+    attention_backward=Rate(((10.0, 10.0), (1000.0, 40.0)), power=1.0),
+    launch=0.5,
+    gpus=4,
+    link=Link(100.0, 0.25),
+    host_link=Link(5.0, 1.0),
+    host_memory=1e6,
+    network=Link(10.0, 2.0),
+)
+
+
+def gemm(m: int, n: int, k: int, **more: object) -> Kernel:
+    return Kernel("product", "gemm", 2.0 * m * n * k, 0.0, (1, m, n, k), **more)
+
+
+def attention(queries: int, keys: int, share: float = 1.0, backward: bool = False, heads: int = 2) -> Kernel:
+    flops = share * queries * keys * heads * 128 * (10 if backward else 4)
+    return Kernel("attention", "attention", flops, 0.0, (queries, keys, heads, 128), backward=backward)
+
+
+def transfer(kind: str, size: float, ranks: int, stride: int = 1, count: int = 1) -> Transfer:
+    return Transfer(kind, "dp", Group(ranks, stride), size, count=count)
+
+
+def test_kernels_by_hand():
+    assert kernel_seconds(gemm(10, 10, 10), TOY) == pytest.approx(2000 / 40)  # half-way between 1 and 100
+    assert kernel_seconds(gemm(1, 100, 10), TOY) == pytest.approx(2000 / 40)  # the same geometric mean
+    assert kernel_seconds(gemm(100, 100, 100, count=3), TOY) == pytest.approx(3 * 2e6 / 80)
+    assert kernel_seconds(gemm(100, 100, 100, itemsize=4), TOY) == pytest.approx(2e6 / 40)
+    assert kernel_seconds(Kernel("tiny", "gemm", 0.002, 0.0), TOY) == 0.5  # a launch
+    assert kernel_seconds(Kernel("wide", "gemm", 2e6, 1e6), TOY) == pytest.approx(1e5)  # bound by its traffic
+    assert kernel_seconds(Kernel("add", "memory", 0.0, 30.0, count=2), TOY) == pytest.approx(2 * (0.5 + 3))
+    assert kernel_seconds(Kernel("empty", "gemm", 0.0, 0.0), TOY) == 0.5
+
+
+def test_attention_goes_by_the_keys_that_a_query_sees():
+    causal = attention(100, 100, 0.5)
+    assert kernel_seconds(causal, TOY) == pytest.approx(causal.flops / 40)  # 100 is half-way between 10 and 1000
+    full = attention(100, 50)  # every query sees 50
+    assert kernel_seconds(full, TOY) == pytest.approx(full.flops / 40)
+    backward = attention(100, 100, 0.5, backward=True)
+    assert kernel_seconds(backward, TOY) == pytest.approx(backward.flops / 20)
+    window = attention(1000, 1000, 0.05)
+    assert kernel_seconds(window, TOY) == pytest.approx(window.flops / 40)
+    narrow = replace(TOY, head_size=Rate(((64.0, 0.5), (128.0, 1.0)), power=1.0))
+    half = Kernel("attention", "attention", causal.flops / 2, 0.0, (100, 100, 2, 64))
+    assert kernel_seconds(half, narrow) == pytest.approx(half.flops / 20)
+    assert kernel_seconds(Kernel("unknown shape", "attention", 600.0, 0.0), TOY) == pytest.approx(600 / 80)
+
+
+def test_transfers_in_a_node_by_hand():
+    assert transfer_seconds(transfer("all_gather", 300, 4), TOY) == pytest.approx(3 + 3 * 0.25)
+    assert transfer_seconds(transfer("all_reduce", 600, 4), TOY) == pytest.approx(6 + 6 * 0.25)
+    assert transfer_seconds(transfer("all_to_all", 300, 4), TOY) == pytest.approx(3 + 3 * 0.25)
+    assert transfer_seconds(transfer("p2p", 300, 4, count=2), TOY) == pytest.approx(2 * (3 + 0.25))
+    assert transfer_seconds(transfer("all_gather", 300, 4), replace(TOY, collective=7.0)) == pytest.approx(7 + 3.75)
+
+
+def test_transfers_between_nodes_by_hand():
+    # 8 ranks on 2 nodes of 4: rings use four cards, 40 bytes a second; 6 steps in nodes, one between them
+    assert transfer_seconds(transfer("all_gather", 400, 8), TOY) == pytest.approx(10 + 6 * 0.25 + 2)
+    # up and down a tree of 3 steps in a node and one between two nodes
+    assert transfer_seconds(transfer("all_reduce", 400, 8), TOY) == pytest.approx(10 + 2 * (3 * 0.25 + 2))
+    # 4 of 7 parts leave by the rank's own card
+    assert transfer_seconds(transfer("all_to_all", 700, 8), TOY) == pytest.approx(40 + 4 * 2)
+    assert transfer_seconds(transfer("p2p", 700, 8), TOY) == pytest.approx(70 + 2)
+    # one rank on each of 8 nodes: one card each
+    assert transfer_seconds(transfer("all_gather", 400, 8, stride=4), TOY) == pytest.approx(40 + 7 * 2)
+    assert transfer_seconds(transfer("all_to_all", 700, 8, stride=4), TOY) == pytest.approx(70 + 7 * 2)
+    # two ranks a node
+    assert transfer_seconds(transfer("reduce_scatter", 400, 4, stride=2), TOY) == pytest.approx(20 + 2 * 0.25 + 2)
+
+
+def test_nothing_to_do_costs_nothing_and_copies_follow_the_host_link():
+    assert transfer_seconds(transfer("all_gather", 300, 1), TOY) == 0
+    assert copy_seconds(HostCopy("to_host", 10.0, count=2), TOY) == pytest.approx(2 * (2 + 1))
+
+
+def test_calibration_scales_what_it_names():
+    slow = replace(TOY, calibration=Calibration(0.5, 0.5, 0.5, 0.5, 0.25, 0.125, 0.5, 0.5))
+    for kernel in (gemm(100, 100, 100), attention(1000, 1000)):
+        assert kernel_seconds(kernel, slow) == pytest.approx(2 * kernel_seconds(kernel, TOY))
+    assert kernel_seconds(Kernel("add", "memory", 0.0, 30.0), slow) == pytest.approx(0.5 + 6)
+    for kind, factor in (("all_gather", 2), ("all_to_all", 4), ("p2p", 8)):
+        assert transfer_seconds(transfer(kind, 1e9, 4), slow) == pytest.approx(1e7 * factor, rel=1e-6)
+        assert transfer_seconds(transfer(kind, 1e9, 2, stride=4), slow) == pytest.approx(2e8, rel=1e-6)
+    assert copy_seconds(HostCopy("to_device", 10.0), slow) == pytest.approx(4 + 1)
+
+
+sizes = st.integers(1, 10**7)
+machines = st.sampled_from([load(name) for name in known()])
+
+
+@settings(max_examples=60, deadline=None)
+@given(machines, sizes, sizes, st.booleans(), st.sampled_from([2, 4]))
+def test_kernels_are_in_order_and_never_above_the_peak(machine, size, other, backward, itemsize):
+    peak = machine.peak["fp32" if itemsize == 4 else "bf16"]
+    small, large = sorted((size, other))
+    for make in (
+        lambda n: Kernel("g", "gemm", 2.0 * n**3, 6.0 * n * n, (1, n, n, n), itemsize),
+        lambda n: Kernel(
+            "a", "attention", (5 if backward else 2) * 128.0 * n * n, 8.0 * 128 * n, (n, n, 1, 128), itemsize, backward
+        ),
+        lambda n: Kernel("m", "memory", 0.0, float(n), (), itemsize),
+    ):
+        first, second = make(small), make(large)
+        took = kernel_seconds(second, machine)
+        assert kernel_seconds(first, machine) <= took * (1 + 1e-9)
+        assert took >= max(machine.launch, second.flops / peak, second.bytes / machine.memory_bandwidth) * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(machines, st.sampled_from(KINDS), sizes, sizes, st.integers(2, 64), st.sampled_from([1, 2, 4, 8, 16]))
+def test_transfers_are_in_order_and_never_above_the_links(machine, kind, size, other, ranks, stride):
+    small, large = sorted((size, other))
+    took = transfer_seconds(transfer(kind, large, ranks, stride), machine)
+    assert transfer_seconds(transfer(kind, small, ranks, stride), machine) <= took
+    assert took >= large / (machine.link.bandwidth + machine.network.bandwidth)
+    together, nodes = Group(ranks, stride).on_nodes(machine.gpus)
+    if nodes > 1 and kind != "all_to_all":
+        assert took >= large / (machine.network.bandwidth * together)
+    doubled = transfer(kind, large, ranks, stride, count=2)
+    assert transfer_seconds(doubled, machine) == pytest.approx(2 * took)
+
+
+def test_an_h100_runs_the_products_that_were_measured():
+    """OpenXLA's table for sm_90 again, shapes that are not points of our curve: within a fifth."""
+    measured = {
+        (1, 4096, 512, 4096): 650e12,
+        (1, 256, 4096, 4096): 412e12,
+        (4, 2048, 4096, 1024): 689e12,
+        (1, 4096, 4096, 512): 543e12,
+        (2, 512, 2048, 1024): 371e12,
+    }
+    machine = load("H100-80G")
+    for (batch, m, n, k), rate in measured.items():
+        flops = 2.0 * batch * m * n * k
+        kernel = Kernel("product", "gemm", flops, 2.0 * batch * (m * n + m * k + n * k), (batch, m, n, k))
+        assert flops / kernel_seconds(kernel, machine) == pytest.approx(rate, rel=0.2)
+
+
+def test_a_call_takes_microseconds():
+    machine = load("A100-80G")
+    events = [(kernel_seconds, attention(4096, 4096, 0.5)), (transfer_seconds, transfer("all_to_all", 1e8, 16))]
+    best = float("inf")
+    for _ in range(20):  # CPU time, and the best of several: others share the cores
+        start = time.process_time()
+        for price, event in events * 500:
+            price(event, machine)
+        best = min(best, (time.process_time() - start) / 1000)
+    assert best < 20e-6  # 2 to 4 microseconds on a quiet core

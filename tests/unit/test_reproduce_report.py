@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published numbers beside ours: errors, words, tables, files, pictures; and the folder's commands run one by one."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from examples.reproduce import report
+from examples.reproduce.report import Row
+
+REPRODUCE = Path(report.__file__).parent
+
+
+def row(published, ours, unit="ms", **label) -> Row:
+    return Row({"model": "7b", **label}, published, ours, "simulated", unit)
+
+
+@pytest.mark.parametrize(
+    "published, ours, error, agrees",
+    [
+        (200.0, 210.0, 5.0, None),
+        (200, 150, -25.0, None),
+        (0.0, 1.0, None, None),
+        ("OOM", "OOM", None, True),
+        ("OOM", 12.0, None, False),
+        (12.0, "OOM", None, False),
+        (None, 12.0, None, None),
+        (12.0, None, None, None),
+    ],
+)
+def test_error_of_a_row(published, ours, error, agrees):
+    found = row(published, ours)
+    assert found.error == pytest.approx(error) if error is not None else found.error is None
+    assert found.agrees is agrees and found.doublings is None
+
+
+def test_lengths_are_compared_in_doublings():
+    assert row(131072, 524288, "tokens").doublings == 2
+    assert row(131072, 65536, "tokens").doublings == -1
+    assert row("OOM", 65536, "tokens").doublings is None
+
+
+def test_marks_are_measured_or_simulated():
+    with pytest.raises(ValueError, match="measured or simulated, not 'guessed'"):
+        Row({}, 1.0, 1.0, "guessed", "ms")
+
+
+def test_published_numbers_are_read_as_numbers():
+    rows = report.published("genslm_throughput_33b_32xA100_40G_tp32")
+    assert rows[0] == {"seq_length": 2048, "old_megatron_deepspeed_tflops": 25, "new_megatron_deepspeed_tflops": 68}
+    assert rows[-1]["old_megatron_deepspeed_tflops"] == "OOM"
+    assert isinstance(report.published("ulysses_scaling")[0]["step_ms"], float)
+    with pytest.raises(FileNotFoundError, match="there are fpdt_figure_11_mfu, "):
+        report.published("usp_table_9")
+
+
+def test_every_published_file_is_described():
+    described = (report.PUBLISHED / "README.md").read_text()
+    for file in report.PUBLISHED.glob("*.csv"):
+        assert f"`{file.name}`" in described and report.published(file.stem), file
+
+
+@pytest.mark.parametrize("options", [{}, {"over": "seq_length"}, {"over": "seq_length", "panel": "model", "log": True}])
+def test_write(options, tmp_path, capsys):
+    rows = [
+        row(100.0, 110.0, seq_length=8192),
+        row(200.0, 150.0, seq_length=16384),
+        row("OOM", "OOM", seq_length=131072),
+        Row({"model": "30b", "seq_length": 8192}, None, 3, "measured", "GB", "a note"),
+        row(8192, 16384, "tokens", seq_length=8192),
+    ]
+    mean = report.write(tmp_path / "new", "table_9", "Paper, table 9", rows, **options)
+    assert mean == pytest.approx((10 + 25 + 100) / 3)
+    told = capsys.readouterr().out
+    for words in ("Paper, table 9", "ours: simulated and measured", "+10.0 %", "same", "+1.00", "a note", "16,384"):
+        assert words in told
+    assert "mean absolute error 45.0 % over 3 of 5 rows" in told and "words: 1 of 1 the same" in told
+    found = list(csv.DictReader((tmp_path / "new" / "table_9.csv").open()))
+    assert [r["ours"] for r in found] == ["110.0", "150.0", "OOM", "3", "16384"]
+    assert float(found[1]["error_percent"]) == pytest.approx(-25) and found[3]["published"] == ""
+    assert found[2]["same"] == "True" and found[4]["doublings"] == "1.0"
+    assert (tmp_path / "new" / "table_9.png").stat().st_size > 5000
+
+
+def test_the_caller_may_draw(tmp_path):
+    drawn = []
+    mean = report.write(tmp_path, "figure_9", "Paper, figure 9", [row(None, 1.0)], draw=drawn.append)
+    assert mean is None and len(drawn) == 1 and (tmp_path / "figure_9.png").exists()
+
+
+def test_no_rows_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="Paper, table 9: no rows"):
+        report.write(tmp_path, "table_9", "Paper, table 9", [])
+
+
+def test_a_command_writes_to_a_folder_of_its_own():
+    parser = report.command(str(REPRODUCE / "usp" / "table_5.py"), "about")
+    assert parser.parse_args([]).out_dir == Path("out/reproduce/usp/table_5")
+    assert parser.parse_args(["here"]).out_dir == Path("here")
+
+
+def test_run_all_runs_every_command(tmp_path):
+    """In a copy of the tree with commands that only write down what they were given; one fails."""
+    tree = tmp_path / "tree"
+    for file in [REPRODUCE / "run_all.sh", REPRODUCE / "run_folder.sh", *REPRODUCE.glob("*/run_all.sh")]:
+        copy = tree / file.relative_to(REPRODUCE.parents[1])
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\necho "$@"\n')
+    stub.chmod(0o755)
+    (tree / "scripts").mkdir()
+    (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
+    folder = tree / "examples" / "reproduce"
+    for name in ("usp/table_5.py", "usp/figure_6.sh", "usp/counting.py", "fpdt/figure_14.sh", "genslm/section_2.py"):
+        (folder / name).write_text("echo shell $*\nexit 3\n" if "figure_14" in name else "echo shell $*\n")
+    command = ["bash", str(folder / "run_all.sh"), str(tmp_path / "out")]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "error: failed: examples/reproduce/fpdt/figure_14.sh" in done.stderr
+    reports = {str(p.parent.relative_to(tmp_path / "out")): p.read_text() for p in tmp_path.glob("out/**/report.txt")}
+    assert sorted(reports) == ["fpdt/figure_14", "genslm/section_2", "usp/figure_6", "usp/table_5"]
+    assert reports["usp/table_5"] == f"examples/reproduce/usp/table_5.py {tmp_path}/out/usp/table_5\n"
+    assert reports["usp/figure_6"] == f"shell {tmp_path}/out/usp/figure_6\n"
