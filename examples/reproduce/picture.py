@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 
 COLOURS = {"published": "#b3b3ad", "measured": "#0072b2", "simulated": "#e69f00"}
 SERIES = ("#0072b2", "#e69f00", "#009e73", "#cc6677", "#56b4e9", "#aa4499", "#999933", "#661100")
+STYLES = {
+    "published": {"linestyle": "--", "marker": "o", "markersize": 8, "markerfacecolor": "none"},
+    "measured": {"linestyle": "-", "marker": "o", "markersize": 4},
+    "simulated": {"linestyle": "-", "marker": "s", "markersize": 4},
+}
 INK, GREY = "#222222", "#8a8a8a"
 
 
@@ -37,21 +43,22 @@ def draw_rows(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    names = list(dict.fromkeys(_series(row, over, panel) for row in rows)) if over else []
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.label.get(panel) if panel else row.unit, []).append(row)
-    across = min(len(groups), 3 if over else len(groups))
+    across = len(groups) if not over else 2 if len(groups) in (2, 4) else min(len(groups), 3)
     down = math.ceil(len(groups) / across)
     tallest = max(map(len, groups.values()))
-    size = (max(7.0, 5.2 * across), 4.4 * down if over or draw else down * (1.4 + 0.42 * tallest))
+    size = (max(8.0, 5.2 * across), 4.4 * down if over or draw else down * (1.4 + 0.42 * tallest))
     figure = pyplot.figure(figsize=size, dpi=110, layout="constrained")
-    figure.suptitle(title, fontsize=13, color=INK)
+    figure.suptitle(textwrap.fill(title, int(8.5 * size[0])), fontsize=13, color=INK)
     if draw:
         draw(figure)
     else:
         panels = figure.subplots(down, across, squeeze=False).flat
         for axes, (name, found) in zip(panels, groups.items()):
-            _lines(axes, found, over, panel) if over else _bars(axes, found, panel)
+            _lines(axes, found, over, panel, names) if over else _bars(axes, found, panel)
             axes.set_title(name if panel else "", fontsize=11, color=INK)
             (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
             if not log:
@@ -82,19 +89,19 @@ def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
     _legend(axes, rows, lines=False)
 
 
-def _lines(axes: Any, rows: list[Row], over: str, panel: str | None) -> None:
-    """A colour for each series; published dashed, ours solid. Words, such as OOM, end a line."""
-    series: dict[str, list[Row]] = {}
-    for row in rows:
-        rest = (f"{k.replace('_', ' ')} {text(v)}" if is_number(v) else str(v)
-                for k, v in row.label.items() if k not in (over, panel))  # fmt: skip
-        series.setdefault(", ".join(rest), []).append(row)
-    for number, (name, found) in enumerate(series.items()):
-        for values, style in (([r.published for r in found], "o--"), ([r.ours for r in found], "o-")):
-            points = [(row.label[over], value) for row, value in zip(found, values) if is_number(value)]
+def _lines(axes: Any, rows: list[Row], over: str, panel: str | None, names: list[str]) -> None:
+    """A colour for each series; published dashed and hollow, ours solid. Words, such as OOM, end a line."""
+    for number, name in enumerate(names):
+        found = [row for row in rows if _series(row, over, panel) == name]
+        if not found:
+            continue
+        for mark, style in STYLES.items():
+            values = [(row, row.published if mark == "published" else row.ours) for row in found]
+            points = [(row.label[over], value) for row, value in values
+                      if is_number(value) and mark in ("published", row.marked)]  # fmt: skip
             if points:
-                fade = {"mfc": "white"} if style == "o--" else {"label": name or None}
-                axes.plot(*zip(*points), style, color=SERIES[number % len(SERIES)], markersize=5, **fade)
+                axes.plot(*zip(*points), color=SERIES[number % len(SERIES)], **style)
+        axes.plot([], [], color=SERIES[number % len(SERIES)], linewidth=4, label=name)
     places = sorted({row.label[over] for row in rows})
     if all(is_number(place) and place > 0 for place in places) and places[-1] >= 8 * places[0]:
         axes.set_xscale("log", base=2)
@@ -105,6 +112,12 @@ def _lines(axes: Any, rows: list[Row], over: str, panel: str | None) -> None:
     _legend(axes, rows, lines=True)
 
 
+def _series(row: Row, over: str, panel: str | None) -> str:
+    """Which line a row belongs to: all its labels but x and panel."""
+    rest = {column: value for column, value in row.label.items() if column not in (over, panel)}
+    return ", ".join(f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in rest.items())
+
+
 def _legend(axes: Any, rows: list[Row], *, lines: bool) -> None:
     """What is published, measured, simulated; for lines, the series above that."""
     from matplotlib.lines import Line2D
@@ -113,9 +126,9 @@ def _legend(axes: Any, rows: list[Row], *, lines: bool) -> None:
     there = ["published"] * any(row.published is not None for row in rows)
     there += list(dict.fromkeys(row.marked for row in rows if row.ours is not None))
     if lines:
-        styles = [(name, "--" if name == "published" else "-") for name in there]
-        marks = [Line2D([], [], color=GREY, linestyle=style, label=name) for name, style in styles]
+        marks = [Line2D([], [], color=GREY, label=name, **STYLES[name]) for name in there]
         marks = axes.get_legend_handles_labels()[0] + marks
     else:
         marks = [Patch(color=COLOURS[name], label=name) for name in there]
-    axes.legend(handles=marks, frameon=False, fontsize=8, loc="best")
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=marks, frameon=False, fontsize=8, **({"loc": "best"} if len(marks) < 8 else beside))

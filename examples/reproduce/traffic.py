@@ -51,4 +51,3 @@ class Traffic(TorchDispatchMode):
             self.sent["all-reduce"] += 2 * sum(x.numel() for x in args[0]) * others // ranks
         elif ranks > 1:
             raise NotImplementedError(f"torch.distributed's {name} is not counted yet")
-

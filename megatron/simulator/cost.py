@@ -15,6 +15,7 @@ masks. That is how often a flash kernel goes round its inner loop.
   the k ranks of a node run k rings through k network cards, so that the edges get k times a card's bandwidth.
   Latency: a step an edge; all_reduce takes a tree, up and down, of which only log2(nodes) steps are between nodes.
 - all_to_all: what stays in the node and what leaves it go at the same time, the latter through the GPU's own card.
+  Between two ranks of a node it is a send and a receive.
 - p2p, a ring's hop or a pipeline's: its slowest edge.
 """
 
@@ -70,9 +71,11 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     outside = network.bandwidth * calibration.network
     if kind == "all_to_all":
         within = (together - 1) / (ranks - 1)
-        took = within * size / (link.bandwidth * calibration.all_to_all) + (together - 1) * link.latency
+        share = calibration.all_to_all if together > 2 else calibration.p2p
+        took = within * size / (link.bandwidth * share) + (together - 1) * link.latency
         if nodes > 1:
-            leaves = (1 - within) * size / outside + (ranks - together) * network.latency
+            leaves = (1 - within) * size / (outside * calibration.network_all_to_all)
+            leaves += (ranks - together) * network.latency
             took = max(took, leaves)
     elif kind == "p2p":
         if nodes > 1:
@@ -82,7 +85,8 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     else:
         bandwidth = link.bandwidth * calibration.link
         if nodes > 1:
-            bandwidth = min(bandwidth, together * outside)
+            cards = together if transfer.group.stride == 1 else max(1.0, together * calibration.interleaved)
+            bandwidth = min(bandwidth, cards * outside)
         if kind == "all_reduce":
             latency = 2 * ((together - 1) * link.latency + log2(nodes) * network.latency)
         else:

@@ -59,9 +59,7 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
         stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_: module))
         stack.enter_context(patch.object(torch.distributed, "all_gather_object", _alike))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        chunks = wrap_for_data_parallelism(
-            build_model(config, grid, SequenceLayout(length, grid), 68, device), config
-        )
+        chunks = wrap_for_data_parallelism(build_model(config, grid, SequenceLayout(length, grid), 68, device), config)
         optimizer = build_optimizer(chunks, config)
         return _of_the_table(chunks[0], optimizer)
 

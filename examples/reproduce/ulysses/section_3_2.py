@@ -5,7 +5,7 @@
     python examples/reproduce/ulysses/section_3_2.py [OUT_DIR]
 
 One rank of a simulated world of P runs the forward pass of a real model, and every collective and message is counted:
-a model of two layers less one of one layer is a layer. The unit is N h, sequence length times width, so neither matters.
+a model of two layers less one of one layer is a layer. The unit is N h, sequence length times width: neither matters.
 Without and with GQA; for Ring, the rank that sends most is the one that is counted.
 """
 

@@ -68,7 +68,7 @@ def draw(figure: Any, seconds: dict[str, list[float]]) -> None:
         for shift, (balance, colour) in zip((-0.2, 0.2), BALANCES.items()):
             work = shares([plan.pairs for plan in plans_of(ring, balance)])
             places = [rank + shift for rank in range(ring)]
-            axes.bar(places, work, width=0.38, color=colour, label=f"{balance} (counted)")
+            axes.bar(places, work, width=0.38, color=colour, label=f"{balance}, pairs (simulated)")
             if ring == TIMED:
                 axes.plot(places, shares(seconds[balance]), "k_", markersize=9, markeredgewidth=2,
                           label="CPU time (measured)" if balance == "zigzag" else None)  # fmt: skip
@@ -85,14 +85,13 @@ def main() -> int:
     for ring in RINGS:
         for balance in BALANCES:
             pairs = [plan.pairs for plan in plans_of(ring, balance)]
-            counted, label = "pairs of query and key", {"ring": ring, "balance": balance}
-            rows.append(Row({**label, "of": counted}, PUBLISHED.get((balance, ring)), max(pairs) / min(pairs),
-                            "simulated", "busiest / idlest rank"))  # fmt: skip
+            work = {"pairs of query and key": (pairs, "simulated")}
             if ring == TIMED:
-                found = seconds[balance]
-                rows.append(Row({**label, "of": "CPU seconds"}, PUBLISHED.get((balance, ring)), max(found) / min(found),
-                                "measured", "busiest / idlest rank"))  # fmt: skip
-            rows.append(Row({**label, "of": counted}, None, max(shares(pairs)), "simulated", "busiest rank / even share"))
+                work["CPU seconds"] = (seconds[balance], "measured")
+            for of, (amounts, marked) in work.items():
+                label, told = {"ring": ring, "balance": balance, "of": of}, PUBLISHED.get((balance, ring))
+                rows.append(Row(label, told, max(amounts) / min(amounts), marked, "busiest / idlest rank"))
+                rows.append(Row(label, None, max(shares(amounts)), marked, "busiest rank / even share"))
     title = "USP, figure 3: balance of a causal ring"
     write(args.out_dir, "figure_3", title, rows, draw=lambda figure: draw(figure, seconds))
     return 0

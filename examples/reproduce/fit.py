@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit the few constants of a paper's cluster to its tables, and say how well they foretell a table left out.
+
+    python examples/reproduce/fit.py [CLUSTER ...] [--write]
+
+For each cluster: the constants, the mean absolute error, and for each table the error with constants fitted to the
+others alone. ``--write`` puts the constants into clusters/CLUSTER.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.reproduce.fpdt import training as fpdt  # noqa: E402
+from examples.reproduce.genslm import training as genslm  # noqa: E402
+from examples.reproduce.report import Row  # noqa: E402
+from examples.reproduce.simulate import CLUSTERS, cluster  # noqa: E402
+from examples.reproduce.ulysses import training as ulysses  # noqa: E402
+from examples.reproduce.usp import attention, training  # noqa: E402
+from megatron.simulator.hardware import Machine, load  # noqa: E402
+
+Table = Callable[[Machine], list[Row]]
+STEPS = (1.25, 1.08, 1.02)
+LIMITS = {"gemm": 1.05, "attention": 1.05, "network_all_to_all": 1.1}  # of the shares of what was measured; else 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Which constants of :class:`~megatron.simulator.hardware.Calibration` are free, and the tables they are for.
+
+    ``start``: where the search begins for some of them; the rest begin where the shipped machine has them.
+    """
+
+    constants: tuple[str, ...]
+    tables: dict[str, Table]
+    start: dict[str, float] = field(default_factory=dict)
+
+
+FITS = {
+    "usp-a800": Fit(
+        ("gemm", "attention", "link", "all_to_all", "network", "interleaved", "overlap"),
+        {f"table {table}": partial(training.training_rows, tables=(table,)) for table in (5, 6, 7)},
+    ),
+    "usp-a100": Fit(
+        ("attention", "all_to_all", "p2p", "overlap"),
+        {"table 4": partial(attention.attention_rows, table="8xA100_nvlink")},
+    ),
+    "usp-l20": Fit(
+        ("attention", "all_to_all", "p2p", "network", "network_all_to_all", "overlap"),
+        {"table 3": partial(attention.attention_rows, table="8xL20_pcie")},
+        {"all_to_all": 0.1, "p2p": 0.5, "network": 0.35, "network_all_to_all": 0.06, "overlap": 0.7},
+    ),
+    "ulysses-a100": Fit(
+        ("gemm", "attention", "network_all_to_all", "overlap"),
+        {f"table {table}": partial(ulysses.scaling_rows, tables=(table,)) for table in (2, 3)},
+    ),
+    "fpdt-a100": Fit(
+        ("gemm", "attention", "network", "network_all_to_all", "overlap"),
+        {f"figure 11, {model}": partial(fpdt.figure_11_rows, models=(model,)) for model in fpdt.MODELS},
+    ),
+    "genslm-a100": Fit(
+        ("gemm", "attention", "network"), {"throughput, new": partial(genslm.throughput_rows, frameworks=("new",))}
+    ),
+}
+
+
+def errors(machine: Machine, tables: Sequence[Table]) -> list[float]:
+    """Of all rows with two numbers, in percent."""
+    return [row.error for table in tables for row in table(machine) if row.error is not None]
+
+
+def mean_error(machine: Machine, tables: Sequence[Table]) -> float:
+    found = errors(machine, tables)
+    return sum(map(abs, found)) / len(found)
+
+
+def fit(machine: Machine, constants: Sequence[str], tables: Sequence[Table]) -> Machine:
+    """Coordinate search: each constant up and down by a step, as long as that helps, then by a smaller step."""
+    best = mean_error(machine, tables)
+    for step in STEPS:
+        better = True
+        while better:
+            better = False
+            for name in constants:
+                for factor in (step, 1 / step):
+                    value = getattr(machine.calibration, name) * factor
+                    if not 0.02 <= value <= LIMITS.get(name, 1.0):
+                        continue
+                    moved = replace(machine, calibration=replace(machine.calibration, **{name: round(value, 4)}))
+                    error = mean_error(moved, tables)
+                    if error < best - 1e-3:
+                        machine, best, better = moved, error, True
+    return machine
+
+
+def beginning(name: str) -> Machine:
+    """The cluster with the constants that are to be fitted as the shipped machine has them, or as a fit may begin."""
+    wanted, machine = FITS[name], cluster(name)
+    base = load(json.loads((CLUSTERS / f"{name}.json").read_text())["extends"]).calibration
+    values = {key: wanted.start.get(key, getattr(base, key)) for key in wanted.constants}
+    return replace(machine, calibration=replace(machine.calibration, **values))
+
+
+def report(name: str) -> Machine:
+    """Fit a cluster, print what comes out, return its machine."""
+    wanted, start = FITS[name], beginning(name)
+    found = fit(start, wanted.constants, list(wanted.tables.values()))
+    constants = ", ".join(f"{key} {getattr(found.calibration, key):.3g}" for key in wanted.constants)
+    print(f"{name}: {constants}")
+    print(f"  mean absolute error {mean_error(found, list(wanted.tables.values())):.1f} %")
+    for left_out, table in wanted.tables.items():
+        others = [other for key, other in wanted.tables.items() if key != left_out]
+        line = f"  {left_out}: {mean_error(found, [table]):.1f} %"
+        if others:
+            line += f"; fitted without it: {mean_error(fit(start, wanted.constants, others), [table]):.1f} %"
+        print(line, flush=True)
+    return found
+
+
+def write(name: str, machine: Machine) -> None:
+    path = CLUSTERS / f"{name}.json"
+    raw = json.loads(path.read_text())
+    for key in FITS[name].constants:
+        raw.setdefault("calibration", {})[key] = round(getattr(machine.calibration, key), 3)
+        raw["sources"][f"calibration.{key}"] = f"fitted by fit.py to {', '.join(FITS[name].tables)}"
+    path.write_text(json.dumps(raw, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clusters", nargs="*", metavar="CLUSTER", help=f"of {', '.join(FITS)}")
+    parser.add_argument("--write", action="store_true", help="change clusters/CLUSTER.json")
+    options = parser.parse_args()
+    for name in options.clusters or FITS:
+        machine = report(name)
+        if options.write:
+            write(name, machine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Figure 13 of the FPDT paper, small: memory in the backward pass of a Transformer block, by number of chunks.
+
+    python examples/reproduce/fpdt/figure_13.py [OUT_DIR]
+
+A block shaped as Llama-3-8B's, but 128 wide, takes 16,384 tokens on one process; SEQ_LENGTH changes that. The FFN
+goes in twice as many pieces as the attention, as in the paper, and once in four times as many. Every tensor that comes
+or goes is counted; what there was before the step, weights, gradients and optimizer states, is left out.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from examples.reproduce.report import Row, command, write  # noqa: E402
+
+CHUNKS = ((2, 4), (4, 8), (8, 16), (4, 16))  # of attention, of the FFN; the first three are the paper's
+MIB = 2**20
+NOTE = "SwiGLU is fused on GPUs only: here its parts are held one by one"
+FFN, REST, HOST = "#e69f00", "#0072b2", "#8a8a8a"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A block's backward pass: bytes after each event, and whether it happened in the FFN."""
+
+    device: list[int]
+    host: list[int]
+    in_ffn: list[bool]
+
+    def peak(self, ffn: bool) -> int:
+        return max(size for size, inside in zip(self.device, self.in_ffn) if inside == ffn)
+
+
+def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
+    """Train a model of one block for a step, and watch its backward pass."""
+    from megatron.context_parallel import chunk_pass, fpdt
+    from megatron.training.arguments import parse
+    from megatron.training.job import batches_for, prepare
+    from megatron.training.memory import TensorMeter
+    from megatron.training.setup import start, stop
+    from megatron.training.step import train_step
+    from pretrain_llama import LLAMA
+
+    words = (
+        f"--num-layers 1 --hidden-size 128 --ffn-hidden-size 448 --num-attention-heads 8 --group-query-attention "
+        f"--num-query-groups 2 --seq-length {seq_length} --max-position-embeddings {seq_length} --micro-batch-size 1 "
+        f"--train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 999 --eval-iters 0 "
+        f"--num-workers 0 --fpdt --fpdt-chunk-size {seq_length // chunks} --ffn-chunks {ffn_chunks}"
+    )
+    config = parse(words.split(), LLAMA, 1)
+    begins: dict[str, list[tuple[float, float]]] = {"block": [], "ffn": []}
+
+    def timed(name: str, function: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                begins[name].append((begin, time.perf_counter()))
+
+        return run
+
+    runtime = start(config)
+    try:
+        job = prepare(config, runtime)
+        batches = batches_for(job, job.datasets[0], 0, 0)
+        with ExitStack() as stack:
+            meter = stack.enter_context(TensorMeter(runtime.device.type, record=True))
+            before, before_host = meter.now, meter.host_now
+            backward = staticmethod(timed("block", fpdt._Chunked.backward))
+            stack.enter_context(patch.object(fpdt._Chunked, "backward", backward))
+            stack.enter_context(patch.object(chunk_pass.Pass, "ffn_grad", timed("ffn", chunk_pass.Pass.ffn_grad)))
+            train_step(runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
+        return _within(meter.history, begins, before, before_host)
+    finally:
+        stop()
+
+
+def _within(history: Any, spans: dict[str, list[tuple[float, float]]], before: int, before_host: int) -> Backward:
+    """The part of a history that lies in the block's backward pass; levels over those before the step."""
+    ((begin, end),) = spans["block"]
+    levels = {"device": -before, "host": -before_host}
+    found = Backward([], [], [])
+    for when, number, change in history.events:
+        place = history.blocks[number].place
+        if place in levels:
+            levels[place] += change
+        if begin <= when <= end:
+            found.device.append(levels["device"])
+            found.host.append(levels["host"])
+            found.in_ffn.append(any(low <= when <= high for low, high in spans["ffn"]))
+    return found
+
+
+def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
+    panels = figure.subplots(1, len(recorded), sharey=True, squeeze=False)[0]
+    for axes, ((chunks, ffn_chunks), found) in zip(panels, recorded.items()):
+        places = range(len(found.device))
+        sizes = [size / MIB for size in found.device]
+        for inside, colour, name in ((False, REST, "attention and projections"), (True, FFN, "FFN")):
+            where = [flag == inside for flag in found.in_ffn]
+            style = {"color": colour, "linewidth": 0, "label": f"{name} (measured)"}
+            axes.fill_between(places, sizes, where=where, step="post", **style)
+        host = [size / MIB for size in found.host]
+        axes.plot(places, host, color=HOST, linewidth=1.2, label="host memory (measured)")
+        most = f"at most {max(sizes):.0f} MiB"
+        axes.set_title(f"{chunks} chunks, FFN in {ffn_chunks}:\n{most}", fontsize=11)
+        axes.set(xlabel="tensors that came or went", xlim=(0, len(places)), ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("MiB beside weights, gradients, states")
+    panels[-1].legend(frameon=False, fontsize=9, loc="upper right")
+
+
+def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
+    rows = []
+    for (chunks, ffn_chunks), found in recorded.items():
+        label = {"chunks": chunks, "ffn_chunks": ffn_chunks}
+        sizes = {"FFN": found.peak(True), "attention": found.peak(False)}
+        rows += [Row({**label, "in": name}, None, size / MIB, "measured", "MiB") for name, size in sizes.items()]
+        rows.append(Row({**label, "in": "host memory"}, None, max(found.host) / MIB, "measured", "MiB"))
+        told = "attention" if ffn_chunks == 2 * chunks else None
+        rows.append(Row({**label, "in": "the block"}, told, max(sizes, key=sizes.get), "measured", "fullest in", NOTE))
+    return rows
+
+
+def main() -> int:
+    args = command(__file__, __doc__).parse_args()
+    os.environ["PYTHONWARNINGS"] = "ignore"  # of megatron-core, about libraries that only GPUs need
+    seq_length = int(os.environ.get("SEQ_LENGTH", 16384))
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:  # a process trains once
+        recorded = {chunks: pool.apply(record, (seq_length, *chunks)) for chunks in CHUNKS}
+    title = f"FPDT, figure 13, small: backward of a block, {seq_length:,} tokens"
+    write(args.out_dir, "figure_13", title, rows_of(recorded), draw=lambda figure: draw(figure, recorded))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Figure 4 of DeepSpeed4Science's page: what an attention mask takes on the device, by where and how it is made.
+
+    python examples/reproduce/genslm/figure_4.py [OUT_DIR]
+
+Dense masks of the whole sequence are made of fake tensors, as Megatron's code made them, and every byte is counted. Our
+masks (--attention-mask function) never are whole: a part of the largest tile is made and attended with, for real, with
+the mask on the device and in blocks of rows in host memory (--mask-cpu-threshold), and metered. On a CPU both are the
+same memory, and what is metered includes the tile's scores.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from examples.reproduce.report import Row, command, write  # noqa: E402
+
+LENGTHS = (16384, 32768, 51200, 65536, 131072)
+MASK_GB, SAVED_GB, PUBLISHED_AT = 10.0, 54.0 - 39.0, 51200
+WAYS = {"device": 2**62, "host, by rows": 0}  # the threshold that makes all of our masks there
+
+
+def dense_bytes(length: int) -> tuple[int, int, int]:
+    """Bytes of a dense fp32 mask [length, length], of the making of it on the device, and of its booleans alone, which
+    are what has to be there where it was made in host memory.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatron.training.memory import TensorMeter
+
+    with FakeTensorMode(), TensorMeter("cpu") as meter:
+        before = meter.now
+        mask = torch.tril(torch.ones(1, length, length))
+        alone = meter.now - before
+        mask = mask < 0.5
+        return alone, meter.peak - before, meter.now - before
+
+
+def part_bytes(length: int, threshold: int) -> int:
+    """Bytes at the peak of forward and backward of one part of the largest tile, beside q, k, v and their gradients."""
+    import megatron.context_parallel as cp
+    from megatron.context_parallel.ring import ring_plan
+    from megatron.training.memory import TensorMeter
+
+    layout = cp.SequenceLayout(length, cp.abstract_grid())
+    rule = cp.AttentionRule(cp.MaskFunction(every_third), mask_cpu_threshold=threshold)
+    (tile,) = (tile for hop in ring_plan(layout, rule.mask).hops for tile in hop.tiles)
+    q = torch.randn(length, 1, 1, 8)
+    kernel = rule.tile_kernel(q, layout.grid.ulysses, length)
+    part = max(kernel.parts([tile]), key=lambda part: part.pairs)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    with TensorMeter("cpu") as meter:
+        before = meter.now
+        kernel.forward(part, q, q, q)
+        kernel.backward(part, q, q, q, out, out, lse)
+        return meter.peak - before
+
+
+def every_third(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q - k) % 3 == 0
+
+
+def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
+    rows = []
+    for length in lengths:
+        alone, peak, moved = dense_bytes(length)
+        here = length == PUBLISHED_AT
+        counted = {
+            "dense mask, fp32": (alone, MASK_GB, "the page: over 10 GB beyond 50K tokens"),
+            "dense, made on the device": (peak, 2 * MASK_GB, "the page: at least twice the mask while it is made"),
+            "dense, made in host memory": (moved, None, ""),
+            "saved by the host": (peak - moved, SAVED_GB,
+                                  "the page: peak 54 to 39 GB, of a model and length that it does not name"),
+        }  # fmt: skip
+        for way, (size, told, note) in counted.items():
+            label = {"mask": way, "seq_length": length}
+            rows.append(Row(label, told if here else None, size / 1e9, "simulated", "GB", note if here else ""))
+        for place, threshold in WAYS.items():
+            label = {"mask": f"ours, made in parts ({place})", "seq_length": length}
+            rows.append(Row(label, None, part_bytes(length, threshold) / 1e9, "measured", "GB"))
+    return rows
+
+
+def main() -> int:
+    args = command(__file__, __doc__).parse_args()
+    title = "DeepSpeed4Science, figure 4: what a mask takes on the device"
+    write(args.out_dir, "figure_4", title, rows_of(), over="seq_length", log=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Table 3 of the USP paper: attention alone, forward, Ulysses x Ring = 8, on 8 L20 over PCIe, simulated.
+
+    python examples/reproduce/usp/table_3.py [OUT_DIR]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from examples.reproduce.report import command, write  # noqa: E402
+from examples.reproduce.simulate import cluster  # noqa: E402
+from examples.reproduce.usp.attention import attention_rows  # noqa: E402
+
+if __name__ == "__main__":
+    out = command(__file__, __doc__).parse_args().out_dir
+    write(out, "table_3", "USP, table 3", attention_rows(cluster("usp-l20"), "8xL20_pcie"), panel="seq_length")
