@@ -13,6 +13,8 @@ from typing import Any
 from megatron.training.arguments import parse
 from megatron.training.config import Config
 from megatron.training.refusal import Refusal
+from megatron.training.simulation import settle
+from megatron.training.validate import complete
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 
@@ -28,8 +30,10 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
         defaults: settings that differ from Megatron-LM's for this entry point, as {"section.field": value}.
     """
     try:
-        config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")))
-        return run(config)
+        config = settle(parse(argv, defaults))
+        if config.simulation.dry_run:
+            return simulate(config)
+        return run(complete(config, int(os.environ.get("WORLD_SIZE", "1"))))
     except Refusal as refusal:
         _tell(refusal)
         return EXIT_REFUSED
@@ -37,9 +41,7 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
 
 def run(config: Config) -> int:
     """Set up, train, and leave the process groups; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    _quiet()
     from megatron.training.setup import start, stop
 
     runtime = start(config)
@@ -47,6 +49,41 @@ def run(config: Config) -> int:
         return train(config, runtime)
     finally:
         stop()
+
+
+def simulate(config: Config) -> int:
+    """--dry-run: one step of this program on a simulated cluster; returns the exit code, 1 where it does not fit."""
+    from rich.console import Console
+
+    from megatron.simulator.dry_run import dry_run
+    from megatron.simulator.dry_run_report import check_output, show, write
+    from megatron.simulator.hardware import load
+    from megatron.training.tokenizer import build_tokenizer, check_vocab
+
+    _quiet()
+    simulation = config.simulation
+    machine = load(simulation.gpu) if simulation.gpu else None
+    check_output(simulation.dry_run_json)
+    world_size = simulation.world_size or 1
+    config = complete(config, world_size)
+    vocab_size = check_vocab(config.model.vocab_size, build_tokenizer(config.data, config.model.vocab_size))
+    console, started = Console(), time.perf_counter()
+    for note in config.notes:
+        console.print(f" > {note}", highlight=False, soft_wrap=True)
+    with console.status("simulating") as status:
+        result = dry_run(
+            config,
+            world_size,
+            machine,
+            vocab_size=vocab_size,
+            every_layer=simulation.dry_run_every_layer,
+            progress=lambda what: status.update(f"simulating {what}"),
+        )
+    show(result, console)
+    if simulation.dry_run_json:
+        console.print(f" > wrote {', '.join(write(result, simulation.dry_run_json))}", soft_wrap=True)
+    console.print(f" > simulated in {time.perf_counter() - started:.1f} s")
+    return EXIT_FAILED if result.fits is False else 0
 
 
 def train(config: Config, runtime: Any) -> int:
@@ -93,6 +130,12 @@ def train(config: Config, runtime: Any) -> int:
     finally:
         reporter.close()
         stopper.restore()
+
+
+def _quiet() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
 
 
 def _tell(refusal: Refusal) -> None:

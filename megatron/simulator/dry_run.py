@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run: one step of the real program on each kind of rank of a simulated cluster, and what it says.
+
+Layers are alike, so everything they cause grows by the same amount with each: a long stage runs with two and with three
+units of layers, and the rest is the difference, as often as there are layers left. ``every_layer`` runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron.simulator.hardware import Machine
+from megatron.simulator.rehearsal import Rehearsal, rehearse
+from megatron.simulator.replay import Replay, replay
+from megatron.simulator.trace import HostCopy
+from megatron.training.config import Config
+from megatron.training.memory_picture import Profile
+
+FEW = (2, 3)  # units of layers a stage that run in place of all
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a rank's step comes to; every number is linear in its layers.
+
+    Attributes:
+        peaks: most device bytes in each phase, by kind.
+        host_peak: bytes of host memory.
+        flops: executed, recompute and all, 2 a multiply-add; of attention the pairs that are computed.
+        communication: bytes sent, by axis.
+        copies: bytes between device and host, by direction.
+        seconds, exposed, busy: of the replay on a machine; empty without one.
+    """
+
+    peaks: dict[str, dict[str, float]]
+    host_peak: float
+    flops: float
+    communication: dict[str, float]
+    copies: dict[str, float]
+    seconds: dict[str, float]
+    exposed: dict[str, float]
+    busy: dict[str, float]
+
+    @property
+    def device_peak_by_kind(self) -> dict[str, int]:
+        fullest = max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+        return {kind: round(size) for kind, size in fullest.items()}
+
+    @property
+    def device_peak(self) -> int:
+        return sum(self.device_peak_by_kind.values())
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of the cluster.
+
+    Attributes:
+        stage: its kind: ``first``, ``middle`` or ``last`` of the pipeline.
+        layers: of its stage, and how many of them ran.
+        profile, replayed: memory and time of what ran, for pictures.
+    """
+
+    rank: int
+    stage: str
+    layers: tuple[int, int]
+    figures: Figures
+    profile: Profile
+    replayed: Replay | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would need, and on ``machine`` how long a step takes.
+
+    Attributes:
+        predicted_seconds: of a step; None without a machine.
+        mfu: causal FLOPs without recompute over the machine's peak.
+        fits: whether device and host memory suffice.
+        reasons: what does not fit.
+    """
+
+    config: Config
+    world_size: int
+    machine: Machine | None
+    ranks: list[RankReport]
+    predicted_seconds: float | None = None
+    mfu: float | None = None
+    fits: bool | None = None
+    reasons: tuple[str, ...] = ()
+
+
+def dry_run(
+    config: Config,
+    world_size: int,
+    machine: Machine | None = None,
+    *,
+    vocab_size: int,
+    every_layer: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> DryRun:
+    """Rehearse the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
+
+    Args:
+        machine: simulate its GPUs; None: processes on a CPU, as this program runs there.
+        vocab_size: real vocabulary size.
+        every_layer: run all layers of a stage in place of a few.
+        progress: told what begins.
+
+    Raises:
+        Refusal: what the run itself would refuse.
+    """
+    reports = []
+    for rank, stage in ranks_of(config, world_size):
+        progress(f"rank {rank}, {stage} stage")
+        reports.append(_report(config, world_size, rank, stage, vocab_size, machine, every_layer))
+    if machine is None:
+        return DryRun(config, world_size, None, reports)
+    seconds = _with_bubble(config, world_size, max(report.figures.seconds["step"] for report in reports), reports)
+    reasons = tuple(_too_full(config, reports, world_size, machine))
+    from megatron.training.flops import step_flops
+
+    model = step_flops(config, vocab_size).model * config.data.global_batch_size
+    mfu = model / (seconds * world_size * machine.peak["bf16"])
+    return DryRun(config, world_size, machine, reports, seconds, mfu, not reasons, reasons)
+
+
+def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
+    """(rank, stage) of each kind: of a contiguous ring, the last rank, which sees the most keys."""
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    stride = world_size // stages
+    inside = 0
+    if parallel.context_parallel_balance == "contiguous":
+        inside = (
+            (parallel.ring_parallel_size - 1)
+            * parallel.ulysses_parallel_size
+            * parallel.tensor_model_parallel_size
+        )
+    kinds = {0: "first"}
+    if stages > 2:
+        kinds[stages // 2] = "middle"
+    if stages > 1:
+        kinds[stages - 1] = "last"
+    for stage, name in kinds.items():
+        yield stage * stride + inside, name
+
+
+def _report(
+    config: Config, world_size: int, rank: int, stage: str, vocab_size: int, machine: Machine | None, every: bool
+) -> RankReport:
+    layers, unit = _layers(config), _unit(config)
+    few = [unit * n for n in FEW]
+    if every or layers <= few[-1] or config.attention.recompute_method == "block":
+        done, replayed = _run(config, world_size, rank, vocab_size, machine)
+        return RankReport(rank, stage, (layers, layers), figures(done, replayed), done.profile, replayed)
+    found = []
+    for ran in few:
+        done, replayed = _run(with_layers(config, ran), world_size, rank, vocab_size, machine)
+        found.append(figures(done, replayed))
+    return RankReport(rank, stage, (layers, few[-1]), grown(*found, *few, layers), done.profile, replayed)
+
+
+def _run(
+    config: Config, world_size: int, rank: int, vocab_size: int, machine: Machine | None
+) -> tuple[Rehearsal, Replay | None]:
+    done = rehearse(config, world_size, rank, vocab_size, on_gpu=machine is not None)
+    return done, replay(done.trace, machine) if machine else None
+
+
+def figures(done: Rehearsal, replayed: Replay | None) -> Figures:
+    copies = {"to_host": 0.0, "to_device": 0.0}
+    for event in done.trace.events:
+        if isinstance(event, HostCopy):
+            copies[event.direction] += event.bytes * event.count
+    seconds, exposed, busy = {}, {}, {}
+    if replayed:
+        optimizer = next((begin for name, begin in replayed.phases if name == "optimizer"), replayed.seconds)
+        seconds = {"step": replayed.seconds, "passes": optimizer}
+        exposed, busy = replayed.exposed, replayed.busy
+    return Figures(
+        done.peaks,
+        done.host_peak,
+        done.trace.flops(),
+        done.trace.communication_bytes(),
+        copies,
+        seconds,
+        exposed,
+        busy,
+    )
+
+
+def grown(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figures:
+    """Figures of ``all_of_them`` layers, from those of ``few`` and ``more``."""
+    share = (all_of_them - few) / (more - few)
+
+    def along(x: Any, y: Any) -> Any:
+        if isinstance(y, dict):
+            return {key: along(x.get(key, 0 if not isinstance(value, dict) else {}), value) for key, value in y.items()}
+        return x + share * (y - x)
+
+    return Figures(**{field.name: along(getattr(a, field.name), getattr(b, field.name)) for field in fields(Figures)})
+
+
+def with_layers(config: Config, layers: int) -> Config:
+    """The same run with stages of so many layers."""
+    config = deepcopy(config)
+    parallel = config.parallel
+    config.model.num_layers = layers * parallel.pipeline_model_parallel_size
+    if parallel.num_virtual_stages_per_pipeline_rank:
+        parallel.num_layers_per_virtual_pipeline_stage = layers // parallel.num_virtual_stages_per_pipeline_rank
+    return config
+
+
+def _layers(config: Config) -> int:
+    return config.model.num_layers // config.parallel.pipeline_model_parallel_size
+
+
+def _unit(config: Config) -> int:
+    """Layers that repeat: of a recomputed unit, on every virtual stage."""
+    attention = config.attention
+    unit = attention.recompute_num_layers if attention.recompute_granularity == "full" else 1
+    return (unit or 1) * (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
+
+
+def _with_bubble(config: Config, world_size: int, seconds: float, reports: list[RankReport]) -> float:
+    """1F1B: each rank idles while the first micro-batch comes to it and the last one leaves (p - 1 of m)."""
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return seconds
+    ranks = stages * parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    batches = config.data.global_batch_size // config.data.micro_batch_size // (world_size // ranks)
+    passes = max(report.figures.seconds["passes"] for report in reports)
+    return seconds + passes * (stages - 1) / (batches * (parallel.num_virtual_stages_per_pipeline_rank or 1))
+
+
+def _too_full(config: Config, reports: list[RankReport], world_size: int, machine: Machine) -> Iterator[str]:
+    gib = 2**30
+    for report in reports:
+        device, host = report.figures.device_peak, report.figures.host_peak * min(machine.gpus, world_size)
+        if device > machine.usable_memory:
+            yield (
+                f"rank {report.rank} needs {device / gib:,.1f} GiB of device memory, {machine.name} has "
+                f"{machine.usable_memory / gib:,.1f} for a program"
+            )
+        if host > machine.host_memory:
+            yield (
+                f"rank {report.rank} and its neighbours need {host / gib:,.0f} GiB of host memory, a node has "
+                f"{machine.host_memory / gib:,.0f}"
+            )
