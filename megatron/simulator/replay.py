@@ -119,12 +119,6 @@ def ended(ticket: int, done: dict[int, tuple[float, str]]) -> tuple[float, str]:
 
 
 def table(result: Replay, machine: Machine, model_flops: float | None = None) -> Table:
-<<<<<<< HEAD
-    """Where the time goes: a row for each kind of compute and each stream beside it, the largest share first."""
-    title = f"one step on {machine.name}: {duration(result.seconds)}"
-    if model_flops is not None:
-        title += f", MFU {100 * result.mfu(model_flops, machine.peak['bf16']):.1f} %"
-=======
     """Where the time goes: a row for each kind of compute and each stream beside it, the largest share first.
 
     With ``model_flops`` of this rank, also MFU against the peak of the machine's dtype.
@@ -132,7 +126,6 @@ def table(result: Replay, machine: Machine, model_flops: float | None = None) ->
     title = f"one step on {machine.name}: {duration(result.seconds)}"
     if model_flops is not None:
         title += f", MFU {100 * result.mfu(model_flops, machine.peak[machine.dtype]):.1f} %"
->>>>>>> main
     out = Table("", "busy", "step's time", "share", title=title, title_justify="left")
     for column in out.columns[1:]:
         column.justify = "right"

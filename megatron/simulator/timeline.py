@@ -69,17 +69,10 @@ def draw(result: Replay, output: str | Path, title: str = "one step") -> None:
     """Writes the picture; the replay must have kept its spans.
 
     Raises:
-<<<<<<< HEAD
-        ValueError: it has none.
-    """
-    if not result.spans:
-        raise ValueError("nothing to draw: the replay has no spans")
-=======
         ValueError: it has none, or they take no time.
     """
     if not result.spans or not result.seconds:
         raise ValueError("nothing to draw: the replay has no spans, or none that takes time")
->>>>>>> main
     import matplotlib
 
     matplotlib.use("Agg")

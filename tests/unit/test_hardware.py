@@ -33,12 +33,8 @@ def test_a_rate_is_interpolated_between_logarithms_and_falls_to_a_constant_time(
 @pytest.mark.parametrize("name", known())
 def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
     machine = load(name)
-<<<<<<< HEAD
-    assert machine.name == name and load(name.lower()) == machine and 0 < machine.reserved < machine.memory
-=======
     assert machine.name == name and load(name.lower()) == machine and len({machine, load(name)}) == 1
     assert 0 < machine.reserved < machine.memory
->>>>>>> main
     for rates in (machine.gemm, machine.attention, machine.attention_backward):
         assert all(rate <= machine.peak["bf16"] for _, rate in rates.points)
     told = set(machine.sources)
@@ -149,8 +145,6 @@ def test_a_missing_field_is_named(tmp_path):
     del raw["host_link"]
     with pytest.raises(Refusal, match="host_link: missing; give it, or build on a known machine"):
         load(write(tmp_path, **raw))
-<<<<<<< HEAD
-=======
 
 
 def test_the_page_shows_what_the_files_hold():
@@ -162,4 +156,3 @@ def test_the_page_shows_what_the_files_hold():
         links = (m.link.bandwidth, m.host_link.bandwidth, m.network.bandwidth)
         held = [m.memory / 1e9, m.peak["bf16"] / 1e12, m.memory_bandwidth / 1e9, *(b / 1e9 for b in links)]
         assert cells == pytest.approx(held, abs=0.051), name
->>>>>>> main

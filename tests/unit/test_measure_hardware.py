@@ -119,11 +119,7 @@ def test_processes_of_its_own_are_started_and_ended():
     told: list[str] = []
     found = measure_in_processes(2, "cpu", TINY, 200, told.append)
     assert set(found.node) == set(KINDS) and len(told) == len(KINDS) + 1
-<<<<<<< HEAD
-    assert not multiprocessing.active_children()
-=======
     assert not [child for child in multiprocessing.active_children() if child.name.startswith("Spawn")]
->>>>>>> main
 
 
 @pytest.mark.parametrize(
