@@ -57,7 +57,7 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine) -> Estima
     parts = step_parts(workload, strategy, machine)
     seconds = sum(parts.values())
     causal, old = model_flops(workload, recompute=strategy.recompute == "full")
-    capacity = seconds * strategy.ranks * machine.peak["bf16"]
+    capacity = seconds * strategy.ranks * machine.peak[machine.dtype]
     return Estimate(
         seconds=seconds,
         parts=parts,
@@ -91,7 +91,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Part
             f"{strategy.micro_batch}"
         )
     forward, backward, first, last = _prices(
-        shape, workload.seq_length, workload.causal, _of_a_layer(strategy), ByIdentity(machine)
+        shape, workload.seq_length, workload.causal, _of_a_layer(strategy), machine
     )
     held = states(shape, strategy)
     parts: Parts = {}
@@ -160,21 +160,6 @@ def _pipeline(
     total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once
 
 
-class ByIdentity:
-    """A machine as the key of a cache: machines hold dictionaries, and are compared by what they are, not hold."""
-
-    __slots__ = ("machine",)
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def __hash__(self) -> int:
-        return id(self.machine)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other.machine is self.machine
-
-
 def _of_a_layer(strategy: Strategy) -> Strategy:
     """The strategy without what a layer does not feel, so that more of them share a price."""
     return replace(strategy, data=1, pipeline=1, zero=1, virtual=1, overlap_grad_reduce=True, overlap_param_gather=True)
@@ -182,16 +167,15 @@ def _of_a_layer(strategy: Strategy) -> Strategy:
 
 @lru_cache(maxsize=65536)
 def _prices(
-    shape: Shape, seq_length: int, causal: bool, strategy: Strategy, machine: ByIdentity
+    shape: Shape, seq_length: int, causal: bool, strategy: Strategy, machine: Machine
 ) -> tuple[Parts, Parts, Parts, Parts]:
     """Of a micro-batch: a layer's forward and backward pass, the embedding's both, the loss' both."""
-    on = machine.machine
     forward, backward = layer(shape, strategy, seq_length, causal)
     tokens = seq_length * strategy.micro_batch // strategy.context
     pieces = loss_chunks(shape, strategy, seq_length)
     first = embedding(shape, strategy, tokens) + embedding_grad(shape, strategy, tokens)
     last = loss(shape, strategy, tokens, pieces) + loss_grad(shape, strategy, tokens, pieces)
-    return price(forward, on), price(backward, on), price(first, on), price(last, on)
+    return tuple(price(part, machine) for part in (forward, backward, first, last))
 
 
 def loss_chunks(shape: Shape, strategy: Strategy, seq_length: int) -> int:

@@ -60,11 +60,12 @@ class Calibration:
     Attributes:
         gemm, attention: of their rates. memory: of the memory's bandwidth, for kernels bound by it.
         link: of a node's links, for collectives by rings. all_to_all, p2p: the same for these, in a node.
-        network, host: of these links. network_all_to_all: of what the former leaves, for all_to_all between nodes.
-        interleaved: of a node's network cards, at least one, that a collective between nodes gets where the ranks of
-            its group are not neighbours, such as DP beside TP.
+        network, host: of these links.
         overlap: of a transfer beside compute that compute does not feel; the rest stops it, for NCCL's kernels take
             multiprocessors and memory bandwidth. Copies to and from the host take neither.
+        network_all_to_all: of what ``network`` leaves, for all_to_all between nodes.
+        interleaved: of the network cards that a collective's ranks on a node have (at least one is used), where the
+            ranks of the group are not neighbours, such as DP beside TP.
     """
 
     gemm: float = 1.0
@@ -74,10 +75,10 @@ class Calibration:
     all_to_all: float = 1.0
     p2p: float = 1.0
     network: float = 1.0
-    network_all_to_all: float = 1.0
     host: float = 1.0
-    interleaved: float = 1.0
     overlap: float = 1.0
+    network_all_to_all: float = 1.0
+    interleaved: float = 1.0
 
 
 @dataclass(frozen=True)

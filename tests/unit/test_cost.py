@@ -113,6 +113,21 @@ def test_calibration_scales_what_it_names():
     assert copy_seconds(HostCopy("to_device", 10.0), slow) == pytest.approx(4 + 1)
 
 
+def test_an_all_to_all_of_two_is_a_send_and_a_receive():
+    machine = replace(TOY, calibration=Calibration(all_to_all=0.25, p2p=0.5))
+    pair, four = (transfer_seconds(transfer("all_to_all", 1e9, ranks), machine) for ranks in (2, 4))
+    assert pair == pytest.approx(2e7, rel=1e-6) and four == pytest.approx(4e7, rel=1e-6)
+
+
+def test_between_nodes_all_to_all_and_interleaved_groups_have_shares_of_their_own():
+    machine = replace(TOY, calibration=Calibration(network_all_to_all=0.5, interleaved=0.5))
+    assert transfer_seconds(transfer("all_to_all", 7e9, 8), machine) == pytest.approx(8e8, rel=1e-6)
+    assert transfer_seconds(transfer("all_gather", 4e9, 8), machine) == pytest.approx(1e8, rel=1e-6)  # neighbours
+    # two ranks a node, every second one: half of two cards; one rank a node keeps its card
+    assert transfer_seconds(transfer("all_gather", 4e9, 4, stride=2), machine) == pytest.approx(4e8, rel=1e-6)
+    assert transfer_seconds(transfer("all_gather", 4e9, 4, stride=4), machine) == pytest.approx(4e8, rel=1e-6)
+
+
 sizes = st.integers(1, 10**7)
 machines = st.sampled_from([load(name) for name in known()])
 
