@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from megatron.context_parallel.grid import Grid
 from megatron.platform import Platform, cpu
 from megatron.platform.simulation import fake_tensors, simulated_world
-from megatron.simulator.fused import fused_kernels
+from megatron.simulator.gpu_kernels import gpu_kernels
 from megatron.simulator.record import Recorder, axes_of
 from megatron.simulator.simulated_offload import simulated_offload
 from megatron.simulator.trace import Trace
@@ -70,11 +71,11 @@ def rehearse(config: Config, world_size: int, rank: int, vocab_size: int, *, on_
     cpu.run_core_on_cpu()
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
     recorder = Recorder({}, resized=config.parallel.zero_stage >= 2)
-    with simulated_world(world_size, rank):
+    with simulated_world(world_size, rank), gpu_kernels(recorder) if on_gpu else nullcontext():
         runtime = start(config, where, simulated_offload(recorder, on_gpu))
         recorder.axes.update(axes_of(runtime.grid))
         ends = _one_document(config) if runtime.by_documents else None
-        with fake_tensors(recorder.waited, gloo=not on_gpu), _fused(recorder, on_gpu):
+        with fake_tensors(recorder.waited, gloo=not on_gpu):
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
             )
@@ -135,12 +136,6 @@ def peaks_by_phase(profile: Profile) -> dict[str, dict[str, int]]:
         if name not in found or totals[fullest] > sum(found[name].values()):
             found[name] = {kind: int(size) for kind, size in zip(DEVICE_KINDS, device[fullest])}
     return found
-
-
-def _fused(recorder: Recorder, on_gpu: bool) -> Any:
-    from contextlib import nullcontext
-
-    return fused_kernels(recorder) if on_gpu else nullcontext()
 
 
 def _one_document(config: Config) -> Tensor:

@@ -53,6 +53,7 @@ def run(config: Config) -> int:
 
 def simulate(config: Config) -> int:
     """--dry-run: one step of this program on a simulated cluster; returns the exit code, 1 where it does not fit."""
+    _quiet()
     from rich.console import Console
 
     from megatron.simulator.dry_run import dry_run
@@ -60,7 +61,6 @@ def simulate(config: Config) -> int:
     from megatron.simulator.hardware import load
     from megatron.training.tokenizer import build_tokenizer, check_vocab
 
-    _quiet()
     simulation = config.simulation
     machine = load(simulation.gpu) if simulation.gpu else None
     check_output(simulation.dry_run_json)

@@ -69,8 +69,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         where = where or platform.select(
             config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend
         )
-        select = kernels.select_simulated if where.simulated and where.on_gpu else kernels.select
-        kernel = select(
+        kernel = kernels.select(
             config.attention.attention_kernel,
             device=where.device,
             dtype=compute_dtype(config),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one kernel does on a GPU, and several operations do on a CPU: recorded as the one kernel."""
+"""A GPU's kernels on a CPU: what is one kernel there and several operations here is recorded as the one kernel."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from torch import Tensor
 from torch.nn import functional
 
+from megatron.context_parallel import kernels
 from megatron.simulator.record import Recorder
 
 # torch.compile makes one kernel of each (core's @jit_fuser).
@@ -24,13 +25,15 @@ FUSED = (
 
 
 @contextmanager
-def fused_kernels(recorder: Recorder) -> Iterator[None]:
-    """Within, the kernels that a GPU fuses are recorded as one each, and their insides take no memory."""
+def gpu_kernels(recorder: Recorder) -> Iterator[None]:
+    """Within, the kernels that a GPU fuses are recorded as one each, and their insides take no memory; attention runs
+    on the kernel that stands for a GPU's."""
     with ExitStack() as stack:
         for module, names in FUSED:
             for name in names:
                 stack.enter_context(patch.object(module, name, _as_one(recorder, getattr(module, name))))
         stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
+        stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
         yield
 
 
