@@ -21,6 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 
+CPU = torch.device("cpu")
+IN_PLACE = frozenset(
+    overload
+    for name in "add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ fill_ exp_ neg_ clamp_ normal_ uniform_".split()
+    for overload in (getattr(getattr(torch.ops.aten, name), kind) for kind in getattr(torch.ops.aten, name).overloads())
+)
+
+
 @contextmanager
 def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
     """Be rank ``rank`` of ``world_size``: within, ``cp.initialize_grid(...)`` yields that rank's real grid.
@@ -123,6 +131,10 @@ class Collectives(TorchDispatchMode):
         self._overflow: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return CPU  # all of them
+        if func in IN_PLACE:
+            return args[0]  # nothing changes, and fake tensors would take their time to find out
         if func.namespace == "c10d":
             return self._collective(func, args)
         if func is torch.ops.aten._local_scalar_dense.default:

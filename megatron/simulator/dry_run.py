@@ -154,7 +154,7 @@ def _report(
 ) -> RankReport:
     layers, unit = _layers(config), _unit(config)
     few = [unit * n for n in FEW]
-    if every or layers <= few[-1] or config.attention.recompute_method == "block":
+    if every or layers <= sum(few) or config.attention.recompute_method == "block":
         done, replayed = _run(config, world_size, rank, vocab_size, machine)
         return RankReport(rank, stage, (layers, layers), figures(done, replayed), done.profile, replayed)
     found = []

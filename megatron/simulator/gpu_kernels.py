@@ -14,7 +14,7 @@ from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.context_parallel import kernels
+from megatron.context_parallel import kernels, rope
 from megatron.simulator.record import Recorder
 
 # torch.compile makes one kernel of each (core's @jit_fuser).
@@ -33,6 +33,7 @@ def gpu_kernels(recorder: Recorder) -> Iterator[None]:
             for name in names:
                 stack.enter_context(patch.object(module, name, _as_one(recorder, getattr(module, name))))
         stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
+        stack.enter_context(patch.dict(rope.PIECE, clear=True))  # runs that suit a CPU's caches
         stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
         yield
 

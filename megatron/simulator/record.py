@@ -21,6 +21,7 @@ from megatron.simulator.trace import Collective, HostCopy, Kernel, Phase, Trace,
 from megatron.training.memory import TensorMeter
 
 aten = torch.ops.aten
+WHERE = torch.ops.prim.device.default
 
 
 class Recorder(TensorMeter):
@@ -41,6 +42,8 @@ class Recorder(TensorMeter):
         self.quiet = 0  # depth of regions whose operations are recorded as one, or by somebody else
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is WHERE:  # half of all that fake tensors ask
+            return func(*args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if not self.quiet:
             self.note(func, args, kwargs or {}, out)
