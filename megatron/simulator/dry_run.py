@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dry run: one step of the real program on each kind of rank of a simulated cluster, and what it says.
 
-Layers are alike, so everything they cause grows by the same amount with each: a long stage runs with two and with three
-units of layers, and the rest is the difference, as often as there are layers left. ``every_layer`` runs them all.
+Layers are alike, so everything they cause grows by the same amount with each, once there are as many as the offload's
+buffers and FSDP's prefetch look ahead: a long stage runs with four and with five units of layers, and the rest is the
+difference, as often as there are layers left. ``every_layer`` runs them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from multiprocessing import get_context
 from typing import Any
 
 from megatron.simulator.hardware import Machine
@@ -19,7 +22,7 @@ from megatron.simulator.trace import HostCopy
 from megatron.training.config import Config
 from megatron.training.memory_picture import Profile
 
-FEW = (2, 3)  # units of layers a stage that run in place of all
+FEW = (4, 5)  # units of layers a stage that run in place of all
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def dry_run(
     *,
     vocab_size: int,
     every_layer: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    processes: int = 1,
 ) -> DryRun:
     """Rehearse the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
 
@@ -108,15 +111,22 @@ def dry_run(
         machine: simulate its GPUs; None: processes on a CPU, as this program runs there.
         vocab_size: real vocabulary size.
         every_layer: run all layers of a stage in place of a few.
-        progress: told what begins.
+        processes: that share the work.
 
     Raises:
         Refusal: what the run itself would refuse.
     """
+    counts = [_layers(config)] if every_layer else layer_counts(config)
+    kinds = list(ranks_of(config, world_size))
+    jobs = [(with_layers(config, n), world_size, rank, vocab_size, machine) for rank, _ in kinds for n in counts]
+    done = _do(jobs, processes)
     reports = []
-    for rank, stage in ranks_of(config, world_size):
-        progress(f"rank {rank}, {stage} stage")
-        reports.append(_report(config, world_size, rank, stage, vocab_size, machine, every_layer))
+    for index, (rank, stage) in enumerate(kinds):
+        mine = done[index * len(counts) : (index + 1) * len(counts)]
+        found, layers = mine[-1][0], _layers(config)
+        if len(counts) > 1:
+            found = grown(mine[0][0], found, *counts, layers)
+        reports.append(RankReport(rank, stage, (layers, counts[-1]), found, *mine[-1][1:]))
     if machine is None:
         return DryRun(config, world_size, None, reports)
     seconds = _with_bubble(config, world_size, max(report.figures.seconds["step"] for report in reports), reports)
@@ -149,26 +159,29 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
         yield stage * stride + inside, name
 
 
-def _report(
-    config: Config, world_size: int, rank: int, stage: str, vocab_size: int, machine: Machine | None, every: bool
-) -> RankReport:
-    layers, unit = _layers(config), _unit(config)
-    few = [unit * n for n in FEW]
-    if every or layers <= sum(few) or config.attention.recompute_method == "block":
-        done, replayed = _run(config, world_size, rank, vocab_size, machine)
-        return RankReport(rank, stage, (layers, layers), figures(done, replayed), done.profile, replayed)
-    found = []
-    for ran in few:
-        done, replayed = _run(with_layers(config, ran), world_size, rank, vocab_size, machine)
-        found.append(figures(done, replayed))
-    return RankReport(rank, stage, (layers, few[-1]), grown(*found, *few, layers), done.profile, replayed)
+def layer_counts(config: Config) -> list[int]:
+    """Layers of a stage to run: all of them, or two numbers that stand for all."""
+    layers, few = _layers(config), [_unit(config) * n for n in FEW]
+    return [layers] if layers <= sum(few) or config.attention.recompute_method == "block" else few
 
 
-def _run(
-    config: Config, world_size: int, rank: int, vocab_size: int, machine: Machine | None
-) -> tuple[Rehearsal, Replay | None]:
+Job = tuple[Config, int, int, int, Machine | None]
+Done = tuple["Figures", Profile, Replay | None]
+
+
+def _do(jobs: list[Job], processes: int) -> list[Done]:
+    processes = min(processes, len(jobs))
+    if processes == 1:
+        return [_run(job) for job in jobs]
+    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+        return list(pool.map(_run, jobs[::-1]))[::-1]  # the long ones first
+
+
+def _run(job: Job) -> Done:
+    config, world_size, rank, vocab_size, machine = job
     done = rehearse(config, world_size, rank, vocab_size, on_gpu=machine is not None)
-    return done, replay(done.trace, machine) if machine else None
+    replayed = replay(done.trace, machine) if machine else None
+    return figures(done, replayed), done.profile, replayed
 
 
 def figures(done: Rehearsal, replayed: Replay | None) -> Figures:

@@ -70,14 +70,14 @@ def simulate(config: Config) -> int:
     console, started = Console(), time.perf_counter()
     for note in config.notes:
         console.print(f" > {note}", highlight=False, soft_wrap=True)
-    with console.status("simulating") as status:
+    with console.status("simulating"):
         result = dry_run(
             config,
             world_size,
             machine,
             vocab_size=vocab_size,
             every_layer=simulation.dry_run_every_layer,
-            progress=lambda what: status.update(f"simulating {what}"),
+            processes=os.cpu_count() or 1,
         )
     show(result, console)
     if simulation.dry_run_json:

@@ -26,6 +26,8 @@ def settle(config: Config) -> Config:
         for flag in (flag for flag, value in given.items() if value):
             raise Refusal(f"{flag} does nothing without --dry-run: add --dry-run, or leave it out")
         return config
+    if simulation.world_size is not None and simulation.world_size < 1:
+        raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
     if not any((data.data_path, data.train_data_path, data.mock_data)):
