@@ -43,10 +43,14 @@ def draw_rows(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = list(dict.fromkeys(_series(row, over, panel) for row in rows)) if over else []
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.label.get(panel) if panel else row.unit, []).append(row)
+    labels = {column for row in rows for column in row.label} - {over, panel}
+    # What is the same in all of a panel tells no series from another.
+    told = {column for column in labels
+            if any(len({row.label.get(column) for row in found}) > 1 for found in groups.values())}  # fmt: skip
+    names = list(dict.fromkeys(_series(row, told) for row in rows))
     across = len(groups) if not over else 2 if len(groups) in (2, 4) else min(len(groups), 3)
     down = math.ceil(len(groups) / across)
     tallest = max(map(len, groups.values()))
@@ -58,11 +62,13 @@ def draw_rows(
     else:
         panels = figure.subplots(down, across, squeeze=False).flat
         for axes, (name, found) in zip(panels, groups.items()):
-            _lines(axes, found, over, panel, names) if over else _bars(axes, found, panel)
+            _lines(axes, found, over, told, names) if over else _bars(axes, found, panel)
             axes.set_title(name if panel else "", fontsize=11, color=INK)
             (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
             if not log:
-                axes.set_ylim(bottom=0) if over else axes.set_xlim(left=min(0, axes.get_xlim()[0]))
+                low, high = (axes.get_ylim if over else axes.get_xlim)()
+                low = min(0, low)
+                (axes.set_ylim if over else axes.set_xlim)(low, low + 1.04 * (high - low))
             axes.spines[["top", "right"]].set_visible(False)
         for axes in list(panels):
             axes.axis("off")
@@ -89,10 +95,10 @@ def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
     _legend(axes, rows, lines=False)
 
 
-def _lines(axes: Any, rows: list[Row], over: str, panel: str | None, names: list[str]) -> None:
+def _lines(axes: Any, rows: list[Row], over: str, told: set[str], names: list[str]) -> None:
     """A colour for each series; published dashed and hollow, ours solid. Words, such as OOM, end a line."""
     for number, name in enumerate(names):
-        found = [row for row in rows if _series(row, over, panel) == name]
+        found = [row for row in rows if _series(row, told) == name]
         if not found:
             continue
         for mark, style in STYLES.items():
@@ -101,7 +107,7 @@ def _lines(axes: Any, rows: list[Row], over: str, panel: str | None, names: list
                       if is_number(value) and mark in ("published", row.marked)]  # fmt: skip
             if points:
                 axes.plot(*zip(*points), color=SERIES[number % len(SERIES)], **style)
-        axes.plot([], [], color=SERIES[number % len(SERIES)], linewidth=4, label=name)
+        axes.plot([], [], color=SERIES[number % len(SERIES)], linewidth=4, label=name or None)
     places = sorted({row.label[over] for row in rows})
     if all(is_number(place) and place > 0 for place in places) and places[-1] >= 8 * places[0]:
         axes.set_xscale("log", base=2)
@@ -112,9 +118,9 @@ def _lines(axes: Any, rows: list[Row], over: str, panel: str | None, names: list
     _legend(axes, rows, lines=True)
 
 
-def _series(row: Row, over: str, panel: str | None) -> str:
-    """Which line a row belongs to: all its labels but x and panel."""
-    rest = {column: value for column, value in row.label.items() if column not in (over, panel)}
+def _series(row: Row, told: set[str]) -> str:
+    """Which line a row belongs to: its labels ``told``."""
+    rest = {column: value for column, value in row.label.items() if column in told}
     return ", ".join(f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in rest.items())
 
 

@@ -174,12 +174,18 @@ def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:
         cells += ["" if row.doublings is None else f"{row.doublings:+.2f}"] * lengths + [row.note] * notes
         table.add_row(*cells)
     console.print(table)
-    errors = [abs(row.error) for row in rows if row.error is not None]
-    mean = sum(errors) / len(errors) if errors else None
+    errors = [(row.unit, abs(row.error)) for row in rows if row.error is not None]
+    mean = _mean([error for _, error in errors])
     if mean is not None:
-        console.print(f"mean absolute error {mean:.1f} % over {len(errors)} of {len(rows)} rows", highlight=False)
+        by_unit = {unit: _mean([error for name, error in errors if name == unit]) for unit, _ in errors}
+        each = ": " + ", ".join(f"{unit} {value:.1f} %" for unit, value in by_unit.items()) if len(by_unit) > 1 else ""
+        console.print(f"mean absolute error {mean:.1f} % over {len(errors)} of {len(rows)} rows{each}", highlight=False)
     words = [row for row in rows if row.agrees is not None]
     if words:
         console.print(f"words: {sum(row.agrees for row in words)} of {len(words)} the same", highlight=False)
     console.print(f"written: {prefix}.csv, {prefix}.png", highlight=False, soft_wrap=True)
     return mean
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

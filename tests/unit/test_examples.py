@@ -19,9 +19,9 @@ from megatron.training.validate_chunks import attention_chunks
 arguments = pytest.importorskip("megatron.training.arguments")
 
 ROOT = Path(__file__).resolve().parents[2]
-# several steps, from data to a table, or many commands
-PROGRAMS = ("quickstart", "extrapolation", "run_all", "run_folder")
-SCRIPTS = sorted(path for path in ROOT.glob("examples/*/*.sh") if path.stem not in PROGRAMS)
+PROGRAMS = ("quickstart", "extrapolation")  # several steps, from data to a table
+EXAMPLES = (path for path in ROOT.glob("examples/*/*.sh") if path.parent.name != "reproduce")
+SCRIPTS = sorted(path for path in EXAMPLES if path.stem not in PROGRAMS)
 FPDT_SCRIPTS = [path for path in SCRIPTS if path.parent.name == "fpdt"]
 GENSLM = ROOT / "examples" / "genslm"
 PAPER_MODELS = {"gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b"}

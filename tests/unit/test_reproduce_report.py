@@ -13,6 +13,8 @@ import pytest
 
 from examples.reproduce import report
 from examples.reproduce.report import Row
+from megatron.training.arguments import parse
+from pretrain_llama import LLAMA
 
 REPRODUCE = Path(report.__file__).parent
 
@@ -80,7 +82,8 @@ def test_write(options, tmp_path, capsys):
     told = capsys.readouterr().out
     for words in ("Paper, table 9", "ours: simulated and measured", "+10.0 %", "same", "+1.00", "a note", "16,384"):
         assert words in told
-    assert "mean absolute error 45.0 % over 3 of 5 rows" in told and "words: 1 of 1 the same" in told
+    assert "mean absolute error 45.0 % over 3 of 5 rows: ms 17.5 %, tokens 100.0 %" in told
+    assert "words: 1 of 1 the same" in told
     found = list(csv.DictReader((tmp_path / "new" / "table_9.csv").open()))
     assert [r["ours"] for r in found] == ["110.0", "150.0", "OOM", "3", "16384"]
     assert float(found[1]["error_percent"]) == pytest.approx(-25) and found[3]["published"] == ""
@@ -127,3 +130,34 @@ def test_run_all_runs_every_command(tmp_path):
     assert sorted(reports) == ["fpdt/figure_14", "genslm/section_2", "usp/figure_6", "usp/table_5"]
     assert reports["usp/table_5"] == f"examples/reproduce/usp/table_5.py {tmp_path}/out/usp/table_5\n"
     assert reports["usp/figure_6"] == f"shell {tmp_path}/out/usp/figure_6\n"
+
+
+@pytest.mark.parametrize("script, runs", [("usp/figure_6", 2), ("fpdt/figure_14", 3), ("ulysses/figure_8", 5)])
+def test_curves_are_of_one_training(script: str, runs: int, tmp_path: Path):
+    """Each run of a figure is accepted, and they differ in nothing but how the work is shared out."""
+    tree, captured = tmp_path / "tree", tmp_path / "captured"
+    for name in (f"{script}.sh", "convergence.sh"):
+        copy = tree / "examples" / "reproduce" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPRODUCE / name, copy)
+    stub = tmp_path / "python"
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >>{captured}\n')
+    stub.chmod(0o755)
+    (tree / "scripts").mkdir()
+    (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
+    command = ["bash", str(tree / "examples" / "reproduce" / f"{script}.sh"), "out/here"]
+    done = subprocess.run(command, env={**os.environ, "DEVICE": "cpu"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    commands = [text.splitlines() for text in captured.read_text().strip().split("\n\n")]
+    trainings = [words for words in commands if "torch.distributed.run" in words]
+    assert len(trainings) == runs and commands[-1][0] == "examples/reproduce/convergence.py"
+    seen, logs = set(), []
+    for words in trainings:
+        entry = next(n for n, word in enumerate(words) if word.startswith("pretrain_"))
+        assert words[words.index("--nproc-per-node") + 1] == "4"
+        config = parse(words[entry + 1 :], LLAMA if "llama" in words[entry] else None, 4)
+        logs.append(Path(config.logging.log_jsonl).stem)
+        data, optimizer = config.data, config.optimizer
+        assert data.global_batch_size == 4 and config.run.train_iters == 100
+        seen.add((words[entry], data.seq_length, str(data.data_path), str(config.model), optimizer.lr, config.run.seed))
+    assert len(seen) == 1 and logs == commands[-1][-runs:]

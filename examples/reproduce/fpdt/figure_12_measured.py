@@ -30,16 +30,8 @@ def sweep(prefix: Path, seq_length: int) -> list[dict]:
     """The rows of benchmarks/fpdt.py: the reference without chunks first, then one for each number of chunks."""
     sys.stdout.flush()
     shape = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --vocab-size 4000"
-    words = [
-        *shape.split(),
-        *"--modes fpdt --repeats 2 --threads 1".split(),
-        "--seq-length",
-        str(seq_length),
-        "--chunks",
-        *map(str, CHUNKS),
-        "--output",
-        str(prefix),
-    ]
+    how = f"--seq-length {seq_length} --modes fpdt --repeats 2 --threads 1 --chunks {' '.join(map(str, CHUNKS))}"
+    words = [*shape.split(), *how.split(), "--output", str(prefix)]
     program = [sys.executable, str(ROOT / "benchmarks" / "fpdt.py")]
     subprocess.run([*program, *words, "--", "--offload-checkpoints"], check=True, stdout=subprocess.DEVNULL)
     from benchmarks.fpdt_report import merged
@@ -60,8 +52,9 @@ def rows_of(found: list[dict]) -> list[Row]:
             if chunks in PUBLISHED:
                 note = "published: GPT-2.7B, 256K tokens, 4 A100"
             rows.append(Row(label, PUBLISHED.get(chunks), share, "measured", "activations, of the whole", note))
-            rows.append(Row(label, None, row["of_reference_by_cpu_time"] if "of_reference_by_cpu_time" in row
-                            else row["of_reference"], "measured", "speed, of the whole"))  # fmt: skip
+            # Their steps took turns; by CPU time where that is known, for other programs take none of it.
+            speed = row.get("of_reference_by_cpu_time", row["of_reference"])
+            rows.append(Row(label, None, speed, "measured", "speed, of the whole"))
     return rows
 
 

@@ -27,7 +27,7 @@ from examples.reproduce.report import Row, command, write  # noqa: E402
 
 CHUNKS = ((2, 4), (4, 8), (8, 16), (4, 16))  # of attention, of the FFN; the first three are the paper's
 MIB = 2**20
-NOTE = "SwiGLU is fused on GPUs only: here its parts are held one by one"
+NOTE = "on a CPU SwiGLU is not fused: its parts are held one by one"
 FFN, REST, HOST = "#e69f00", "#0072b2", "#8a8a8a"
 
 
@@ -120,7 +120,8 @@ def draw(figure: Any, recorded: dict[tuple[int, int], Backward]) -> None:
         axes.set(xlabel="tensors that came or went", xlim=(0, len(places)), ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("MiB beside weights, gradients, states")
-    panels[-1].legend(frameon=False, fontsize=9, loc="upper right")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
 
 
 def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:

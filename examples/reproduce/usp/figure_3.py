@@ -72,7 +72,9 @@ def draw(figure: Any, seconds: dict[str, list[float]]) -> None:
             if ring == TIMED:
                 axes.plot(places, shares(seconds[balance]), "k_", markersize=9, markeredgewidth=2,
                           label="CPU time (measured)" if balance == "zigzag" else None)  # fmt: skip
-                axes.legend(frameon=False, fontsize=8, loc="upper left")
+        if ring == TIMED:
+            handles, names = axes.get_legend_handles_labels()
+            figure.legend(handles, names, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
         axes.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
         axes.set(title=f"ring of {ring}", xlabel="rank", ylim=(0, 2.3), xticks=range(0, ring, 1 if ring < 16 else 3))
         axes.spines[["top", "right"]].set_visible(False)
