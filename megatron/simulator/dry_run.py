@@ -103,7 +103,7 @@ def dry_run(
     *,
     vocab_size: int,
     every_layer: bool = False,
-    processes: int = 1,
+    workers: int = 1,
 ) -> DryRun:
     """Rehearse the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
 
@@ -111,7 +111,7 @@ def dry_run(
         machine: simulate its GPUs; None: processes on a CPU, as this program runs there.
         vocab_size: real vocabulary size.
         every_layer: run all layers of a stage in place of a few.
-        processes: that share the work.
+        workers: processes that share the work.
 
     Raises:
         Refusal: what the run itself would refuse.
@@ -119,7 +119,7 @@ def dry_run(
     counts = [_layers(config)] if every_layer else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
     jobs = [(with_layers(config, n), world_size, rank, vocab_size, machine) for rank, _ in kinds for n in counts]
-    done = _do(jobs, processes)
+    done = _do(jobs, workers)
     reports = []
     for index, (rank, stage) in enumerate(kinds):
         mine = done[index * len(counts) : (index + 1) * len(counts)]
@@ -146,9 +146,7 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
     inside = 0
     if parallel.context_parallel_balance == "contiguous":
         inside = (
-            (parallel.ring_parallel_size - 1)
-            * parallel.ulysses_parallel_size
-            * parallel.tensor_model_parallel_size
+            (parallel.ring_parallel_size - 1) * parallel.ulysses_parallel_size * parallel.tensor_model_parallel_size
         )
     kinds = {0: "first"}
     if stages > 2:
@@ -169,11 +167,11 @@ Job = tuple[Config, int, int, int, Machine | None]
 Done = tuple["Figures", Profile, Replay | None]
 
 
-def _do(jobs: list[Job], processes: int) -> list[Done]:
-    processes = min(processes, len(jobs))
-    if processes == 1:
+def _do(jobs: list[Job], workers: int) -> list[Done]:
+    workers = min(workers, len(jobs))
+    if workers == 1:
         return [_run(job) for job in jobs]
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
         return list(pool.map(_run, jobs[::-1]))[::-1]  # the long ones first
 
 

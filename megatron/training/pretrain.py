@@ -13,8 +13,7 @@ from typing import Any
 from megatron.training.arguments import parse
 from megatron.training.config import Config
 from megatron.training.refusal import Refusal
-from megatron.training.simulation import settle
-from megatron.training.validate import complete
+from megatron.training.simulation import processes
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 
@@ -30,10 +29,8 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
         defaults: settings that differ from Megatron-LM's for this entry point, as {"section.field": value}.
     """
     try:
-        config = settle(parse(argv, defaults))
-        if config.simulation.dry_run:
-            return simulate(config)
-        return run(complete(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")))
+        return simulate(config) if config.simulation.dry_run else run(config)
     except Refusal as refusal:
         _tell(refusal)
         return EXIT_REFUSED
@@ -64,8 +61,6 @@ def simulate(config: Config) -> int:
     simulation = config.simulation
     machine = load(simulation.gpu) if simulation.gpu else None
     check_output(simulation.dry_run_json)
-    world_size = simulation.world_size or 1
-    config = complete(config, world_size)
     vocab_size = check_vocab(config.model.vocab_size, build_tokenizer(config.data, config.model.vocab_size))
     console, started = Console(), time.perf_counter()
     for note in config.notes:
@@ -73,11 +68,11 @@ def simulate(config: Config) -> int:
     with console.status("simulating"):
         result = dry_run(
             config,
-            world_size,
+            processes(config, 1),
             machine,
             vocab_size=vocab_size,
             every_layer=simulation.dry_run_every_layer,
-            processes=os.cpu_count() or 1,
+            workers=os.cpu_count() or 1,
         )
     show(result, console)
     if simulation.dry_run_json:

@@ -40,3 +40,9 @@ def settle(config: Config) -> Config:
         data.micro_batch_size = 1
     run.skip_train = False
     return config
+
+
+def processes(config: Config, started: int) -> int:
+    """Processes of the run: those of the simulated one, or those that were ``started``."""
+    simulation = config.simulation
+    return simulation.world_size or 1 if simulation.dry_run else started
