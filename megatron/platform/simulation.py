@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-
 CPU = torch.device("cpu")
 IN_PLACE = frozenset(
-    overload
-    for name in "add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ copy_ zero_ fill_ exp_ neg_ clamp_ normal_ uniform_".split()
-    for overload in (getattr(getattr(torch.ops.aten, name), kind) for kind in getattr(torch.ops.aten, name).overloads())
+    getattr(packet, kind)
+    for packet in (
+        getattr(torch.ops.aten, f"{name}_")
+        for name in "add sub mul div addcmul addcdiv lerp copy zero fill exp neg clamp normal uniform".split()
+    )
+    for kind in packet.overloads()
 )
 
 
@@ -89,9 +91,9 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
         gloo: simulate what gloo does beside: it reduces a copy of the whole in place of a scatter.
     """
     from megatron.core.utils import local_multi_tensor_l2_norm
-    from torch.distributed import DeviceMesh
     from torch._C._distributed_c10d import FakeWork
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed import DeviceMesh
 
     answers = Collectives()
 

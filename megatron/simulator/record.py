@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -198,12 +198,22 @@ def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
     return found
 
 
-@lru_cache(maxsize=None)
+MOVES_NOTHING = (
+    aten._local_scalar_dense.default,
+    aten.new_empty.default,
+    aten.empty_like.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.lift_fresh.default,
+)
+
+
+@cache
 def moves_nothing(func: Any) -> bool:
     """Whether an operation only makes views or memory."""
     if func.namespace == "prim" or func._schema.name.startswith(("aten::empty", "aten::detach", "aten::set_")):
         return True
-    if func in (aten._local_scalar_dense.default, aten.new_empty.default, aten.empty_like.default):
+    if func in MOVES_NOTHING:
         return True
     returned = func._schema.returns
     return bool(returned) and all(x.alias_info is not None and not x.alias_info.is_write for x in returned)
@@ -235,7 +245,7 @@ ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
     """Work of the compute stream."""
     name = func._schema.name.removeprefix("aten::")
-    tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+    tensors = [getattr(x, "_local_tensor", x) for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
     size = sum(x.numel() * x.element_size() for x in tensors)
     if not size:
         return None
