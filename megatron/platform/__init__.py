@@ -12,11 +12,21 @@ from megatron.platform import cpu
 
 @dataclass(frozen=True)
 class Platform:
-    """Where tensors live and how processes talk. Made by :func:`select`."""
+    """Where tensors live and how processes talk. Made by :func:`select`, or for a simulation.
+
+    Attributes:
+        simulated: what runs is a simulation of this platform, on fake tensors.
+    """
 
     name: str
     device: torch.device
     backend: str
+    simulated: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether GPU kernels run, or are simulated."""
+        return self.name == "cuda"
 
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device) if self.name == "cuda" else cpu.processor_name()

@@ -2,16 +2,33 @@
 """A simulated cluster: any rank of a world of any size, in this one process.
 
 Collectives of the fake process group return at once and move nothing, so shapes, plans and sizes are real and contents
-are not.
+are not. With :func:`fake_tensors`, tensors have shapes and no memory either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+CPU = torch.device("cpu")
+IN_PLACE = frozenset(
+    getattr(packet, kind)
+    for packet in (
+        getattr(torch.ops.aten, f"{name}_")
+        for name in "add sub mul div addcmul addcdiv lerp copy zero fill exp neg clamp normal uniform".split()
+    )
+    for kind in packet.overloads()
+)
 
 
 @contextmanager
@@ -21,13 +38,14 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
         with simulated_world(16384, rank=77):
             grid = cp.initialize_grid(tensor=8, ulysses=8, ring=4, pipeline=4)
 
-    On leaving, torch.distributed and megatron-core are as before: not initialized.
+    Objects that ranks exchange are this rank's own. On leaving, torch.distributed and megatron-core are as before: not
+    initialized; so are the random states.
 
     Raises:
         ValueError: there is no such rank.
         RuntimeError: this process already is part of a world, real or simulated.
     """
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state, rerun_state_machine
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not 0 <= rank < world_size:
@@ -36,6 +54,7 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
         raise RuntimeError(
             "this process is part of a torch.distributed world already: simulate in a process of its own"
         )
+    random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = dict(vars(parallel_state))  # core keeps its groups in this module; destroy_model_parallel forgets some
     create_group = parallel_state.create_group
 
@@ -46,11 +65,119 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
         options["backend"] = None  # core would have real gloo groups beside the others
         return create_group(ranks, **options)
 
+    def all_gather_object(objects: list, mine: Any, group: Any = None) -> None:
+        objects[:] = [mine] * len(objects)
+
     parallel_state.create_group = create_own_group
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        yield
+        with patch.object(dist, "all_gather_object", all_gather_object):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+            yield
     finally:
         vars(parallel_state).update(before)
         if dist.is_initialized():
             dist.destroy_process_group()
+        rerun_state_machine.destroy_rerun_state_machine()
+        for restore, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), random_states):
+            restore(state)
+
+
+@contextmanager
+def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = False) -> Iterator[None]:
+    """Within, every tensor that is made has a shape and no memory; programs run, numbers read from tensors are made up.
+
+    Args:
+        waited: called with the number of a collective (1, 2, ... in the order of their starts) when it is waited for.
+        gloo: simulate what gloo does beside: it reduces a copy of the whole in place of a scatter.
+    """
+    from megatron.core.utils import local_multi_tensor_l2_norm
+    from torch._C._distributed_c10d import FakeWork
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed import DeviceMesh
+
+    answers = Collectives()
+
+    def wait(work: Any, timeout: Any = None) -> bool:
+        number, whole = answers.started.pop(id(work), (None, 0))[:2]
+        if gloo and whole:
+            torch.empty(whole, dtype=torch.uint8).split(whole)
+        if number is not None and waited is not None:
+            waited(number)
+        return True
+
+    make_mesh = DeviceMesh.from_group
+
+    def from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with _disable_current_modes():  # it looks its own rank up in a tensor of ranks
+            return make_mesh(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(DeviceMesh, "from_group", from_group))
+        stack.enter_context(patch.object(nn.Module, "_apply", _apply))
+        stack.enter_context(patch.object(FakeWork, "wait", wait))
+        stack.callback(setattr, local_multi_tensor_l2_norm, "__code__", local_multi_tensor_l2_norm.__code__)
+        local_multi_tensor_l2_norm.__code__ = _l2_norm.__code__  # its callers have imported it by name
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(answers)
+        yield
+
+
+class Collectives(TorchDispatchMode):
+    """Answers what fake tensors cannot: collectives, and numbers read from tensors (1, or 0 of fp16's overflow)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By address of the work, which stays until it is waited for: number, bytes of a reduce-scatter, the work.
+        self.started: dict[int, tuple[int, int, Any]] = {}
+        self.count = 0
+        self._overflow: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return CPU  # all of them
+        if func in IN_PLACE:
+            return args[0]  # nothing changes, and fake tensors would take their time to find out
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if "non_finite_check" in func._schema.name:
+            self._overflow.add(args[1].untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+    def _collective(self, func: Any, args: tuple) -> Any:
+        from torch._C._distributed_c10d import FakeWork
+
+        name = func._schema.name
+        self.count += 1
+        work = FakeWork()
+        whole = sum(x.nbytes for x in tree_leaves(args[1]) if isinstance(x, Tensor)) if "reduce_scatter" in name else 0
+        self.started[id(work)] = (self.count, whole, work)
+        tensors = [args[0]] if len(func._schema.returns) > 1 else []
+        return (*tensors, work.boxed()) if tensors else work.boxed()
+
+    def _number(self, x: Tensor) -> float | int | bool:
+        if x.dtype == torch.bool:
+            return False
+        if not x.dtype.is_floating_point:
+            return 1
+        return 0.0 if x.untyped_storage()._cdata in self._overflow else 1.0
+
+
+def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):  # noqa: ANN001, ANN202
+    """Core's, without a tensor made from a list of numbers."""
+    return torch.stack([torch.norm(tensor) for tensor in tensor_lists[0]]).norm().view(1), None
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply`` in place: PyTorch's would swap fake parameters, which have weak references."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                parameter.data = function(parameter.data)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module

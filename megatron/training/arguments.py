@@ -13,6 +13,7 @@ from megatron.training import megatron_flags
 from megatron.training.config import Config
 from megatron.training.models import shape
 from megatron.training.refusal import Refusal
+from megatron.training.simulation import processes, settle
 from megatron.training.validate import complete
 
 USAGE = "%(prog)s --model NAME | --num-layers N --hidden-size N ... [flags]"
@@ -31,6 +32,7 @@ def parse(
     from an entry point), which win over the dataclasses' defaults. ``--help`` prints and exits.
 
     Args:
+        world_size: processes of this run; a dry run has its own --world-size.
         argv: the words after the program's name; None reads them from ``sys.argv``.
 
     Raises:
@@ -54,7 +56,10 @@ def parse(
         setattr(getattr(config, section), field, list(value) if isinstance(value, list) else value)
     if "--no-position-embedding" in dict(others) and config.model.position_embedding_type == "learned_absolute":
         raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
-    return config if world_size is None else complete(config, world_size)
+    if world_size is None:
+        return config
+    config = settle(config)
+    return complete(config, processes(config, world_size))
 
 
 def settings() -> Iterator[tuple[str, str, Field]]:

@@ -382,6 +382,19 @@ class RunConfig:
 
 
 @dataclass
+class SimulationConfig:
+    """A simulated cluster in place of a run."""
+
+    dry_run: bool = flag(False, "simulate one step: memory, communication, FLOPs and, with --gpu, time")
+    world_size: int | None = flag(None, "--dry-run: number of simulated processes; default 1", type=int)
+    gpu: str | None = flag(
+        None, "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU", type=str
+    )
+    dry_run_json: str | None = flag(None, "--dry-run: file for the result, with pictures beside it", type=str)
+    dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, in place of a few that stand for all")
+
+
+@dataclass
 class Config:
     """One training run."""
 
@@ -394,4 +407,5 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    simulation: SimulationConfig = field(default_factory=SimulationConfig)
     notes: list[str] = field(default_factory=list)  # not a flag: what rank 0 says once before training

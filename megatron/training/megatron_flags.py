@@ -201,12 +201,6 @@ HINTS: tuple[tuple[str, str], ...] = (
 )
 
 REFUSED: tuple[tuple[str, str], ...] = (
-    (
-        "not available yet: leave it out",
-        """
-        --dry-run --dry-run-json 1 --world-size 1 --gpu 1
-        """,
-    ),
     ("all layers have the same mask: leave it out", "--window-attn-skip-freq 1"),
     (
         "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
@@ -216,7 +210,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     ("megatron-core 0.16 has no such layer: leave it out", "--apply-residual-connection-post-layernorm"),
-    ("runs on a simulated cluster are not available yet: leave it out", "--fake-process-group"),
+    ("use --dry-run --world-size N", "--fake-process-group"),
     ("use --tensor-model-parallel-size", "--model-parallel-size 1"),
     ("use --micro-batch-size", "--batch-size 1"),
     (

@@ -161,8 +161,9 @@ class TensorMeter(TorchDispatchMode):
             self._new.clear()
             device = self._levels["device"]
             if self.resized and device.high > device.peak:
+                seen = device.now
                 self._look_again()
-                device.high = device.now
+                device.high -= max(seen - device.now, 0)  # what has been freed without an operation
             for level in self._levels.values():
                 level.settle()
 

@@ -192,6 +192,7 @@ def build_model(
     vocab_size: int,
     device: torch.device,
     offload: Offload | None = None,
+    on_gpu: bool | None = None,
 ) -> list[GPTModel]:
     """This rank's model chunks (one, or one a virtual pipeline stage), with their initial weights, on ``device``.
 
@@ -199,8 +200,9 @@ def build_model(
         config: the run's settings, completed.
         vocab_size: real vocabulary size; it is padded here.
         offload: host memory, needed by --fpdt with offload and by --offload-checkpoints.
+        on_gpu: whether core may use the kernels that it compiles for GPUs; default by ``device``.
     """
-    core = transformer_config(config, grid, on_gpu=device.type == "cuda")
+    core = transformer_config(config, grid, on_gpu=device.type == "cuda" if on_gpu is None else on_gpu)
     stages = core.virtual_pipeline_model_parallel_size
     kind, restarts = rope(config.model), config.data.reset_position_ids
     rotary = LayoutRotaryEmbedding(kind, layout, device, restarts=restarts) if kind else None

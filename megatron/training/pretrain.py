@@ -13,6 +13,7 @@ from typing import Any
 from megatron.training.arguments import parse
 from megatron.training.config import Config
 from megatron.training.refusal import Refusal
+from megatron.training.simulation import processes
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
     """
     try:
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")))
-        return run(config)
+        return simulate(config) if config.simulation.dry_run else run(config)
     except Refusal as refusal:
         _tell(refusal)
         return EXIT_REFUSED
@@ -37,9 +38,7 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
 
 def run(config: Config) -> int:
     """Set up, train, and leave the process groups; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    _quiet()
     from megatron.training.setup import start, stop
 
     runtime = start(config)
@@ -47,6 +46,39 @@ def run(config: Config) -> int:
         return train(config, runtime)
     finally:
         stop()
+
+
+def simulate(config: Config) -> int:
+    """--dry-run: one step of this program on a simulated cluster; returns the exit code, 1 where it does not fit."""
+    _quiet()
+    from rich.console import Console
+
+    from megatron.simulator.dry_run import dry_run
+    from megatron.simulator.dry_run_report import check_output, show, write
+    from megatron.simulator.hardware import load
+    from megatron.training.tokenizer import build_tokenizer, check_vocab
+
+    simulation = config.simulation
+    machine = load(simulation.gpu) if simulation.gpu else None
+    check_output(simulation.dry_run_json)
+    vocab_size = check_vocab(config.model.vocab_size, build_tokenizer(config.data, config.model.vocab_size))
+    console, started = Console(), time.perf_counter()
+    for note in config.notes:
+        console.print(f" > {note}", highlight=False, soft_wrap=True)
+    with console.status("simulating"):
+        result = dry_run(
+            config,
+            processes(config, 1),
+            machine,
+            vocab_size=vocab_size,
+            every_layer=simulation.dry_run_every_layer,
+            workers=os.cpu_count() or 1,
+        )
+    show(result, console)
+    if simulation.dry_run_json:
+        console.print(f" > wrote {', '.join(write(result, simulation.dry_run_json))}", soft_wrap=True)
+    console.print(f" > simulated in {time.perf_counter() - started:.1f} s")
+    return EXIT_FAILED if result.fits is False else 0
 
 
 def train(config: Config, runtime: Any) -> int:
@@ -93,6 +125,12 @@ def train(config: Config, runtime: Any) -> int:
     finally:
         reporter.close()
         stopper.restore()
+
+
+def _quiet() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
 
 
 def _tell(refusal: Refusal) -> None:

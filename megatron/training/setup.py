@@ -52,8 +52,12 @@ class Runtime:
         return self.by_documents or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
-def start(config: Config) -> Runtime:
+def start(config: Config, where: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
     """Choose the device, make the process groups and seed the random states.
+
+    Args:
+        where: the platform, where it is a simulated one.
+        offload: what moves tensors to host memory there.
 
     Raises:
         Refusal: device, kernel or grid cannot be had.
@@ -62,7 +66,9 @@ def start(config: Config) -> Runtime:
 
     parallel = config.parallel
     try:
-        where = platform.select(config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend)
+        where = where or platform.select(
+            config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend
+        )
         kernel = kernels.select(
             config.attention.attention_kernel,
             device=where.device,
@@ -74,8 +80,8 @@ def start(config: Config) -> Runtime:
         raise Refusal(str(error)) from None
     config.attention.attention_kernel = kernel.name
     if config.model.transformer_impl == "auto":
-        on_gpu = where.name == "cuda" and transformer_engine_installed()
-        config.model.transformer_impl = "transformer_engine" if on_gpu else "local"
+        engine = where.on_gpu and not where.simulated and transformer_engine_installed()
+        config.model.transformer_impl = "transformer_engine" if engine else "local"
     grid = initialize_grid(
         ulysses=parallel.ulysses_parallel_size,
         ring=parallel.ring_parallel_size,
@@ -104,7 +110,7 @@ def start(config: Config) -> Runtime:
         where,
         grid,
         layout,
-        Offload(where.device) if offloads else None,
+        (offload or Offload(where.device)) if offloads else None,
         by_documents=varies_by_batch(config),
         reset_positions=config.data.reset_position_ids,
     )

@@ -12,7 +12,7 @@ from megatron.context_parallel.kernels.flash import FlashKernel
 from megatron.context_parallel.kernels.flash_attn_kernel import FlashAttnKernel
 from megatron.context_parallel.kernels.math_kernel import MathKernel
 
-__all__ = ["KERNELS", "Kernel", "KernelUnavailable", "available", "select"]
+__all__ = ["KERNELS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
 
 # The order in which `auto` prefers them.
 KERNELS: dict[str, Kernel] = {
@@ -45,6 +45,21 @@ def select(
         reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
     here = ", ".join(usable) if usable else "none"
     raise KernelUnavailable(f"--attention-kernel {name}: {reason}; kernels that can run here: {here}")
+
+
+def select_simulated(
+    name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, needs_mask: bool = False
+) -> Kernel:
+    """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel.
+
+    Raises KernelUnavailable for what no GPU runs.
+    """
+    if name not in ("auto", *KERNELS):
+        select(name, device=device, dtype=dtype, head_dim=head_dim, needs_mask=needs_mask)
+    narrow = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    if name == "cpu" or (name not in ("auto", "math") and (needs_mask or not narrow)):
+        raise KernelUnavailable(f"--attention-kernel {name} cannot run this on a GPU: use auto, or math")
+    return KERNELS["math" if name == "math" or needs_mask or not narrow else "flash"]
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs_mask: bool) -> str | None:

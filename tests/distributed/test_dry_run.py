@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run tells what the run does: memory, communication and host memory of the same step on real processes."""
+
+import pytest
+import torch
+
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
+
+BIGGER = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GROUPED = "--group-query-attention --num-query-groups 2"
+
+# name: (processes, llama or gpt, flags)
+CASES = {
+    "one process": (1, True, ""),
+    "gpt, tied, learned positions": (1, False, "--hidden-dropout 0 --attention-dropout 0"),
+    "bf16 with ZeRO 0": (2, True, "--bf16 --zero-stage 0"),
+    "recompute": (2, True, f"{RECOMPUTE} --zero-stage 1"),
+    "selective recompute": (2, True, "--recompute-granularity selective --bf16 --zero-stage 1"),
+    "Ulysses, more ranks than KV heads": (4, True, f"--ulysses-parallel-size 4 {GROUPED}"),
+    "Ring": (4, True, "--ring-parallel-size 4"),
+    "USP beside DP": (8, True, "--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1 --bf16"),
+    "TP with sequence parallel": (4, True, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+    "TP x Ulysses x Ring": (
+        8,
+        False,
+        "--hidden-dropout 0 --attention-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--ulysses-parallel-size 2 --ring-parallel-size 2",
+    ),
+    "pipeline": (4, True, "--pipeline-model-parallel-size 2 --ring-parallel-size 2 --global-batch-size 8"),
+    "virtual pipeline": (
+        2,
+        True,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
+    ),
+    "ZeRO 2": (2, True, "--zero-stage 2 --bf16 --ulysses-parallel-size 2"),
+    "ZeRO 3": (4, True, f"--zero-stage 3 --ring-parallel-size 2 {RECOMPUTE}"),
+    "FPDT in host memory": (2, True, f"--fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 {GROUPED}"),
+    "FPDT on a ring with offloaded checkpoints": (
+        4,
+        True,
+        f"--fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
+        "--offload-checkpoints --bf16 --zero-stage 1",
+    ),
+    "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
+    "FPDT beside TP, streamed": (
+        4,
+        True,
+        f"--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt --fpdt-chunk-size 128 "
+        f"--fpdt-stream-hidden {RECOMPUTE}",
+    ),
+}
+
+
+def watch(flags, llama):
+    """Peaks of two steps of the real program, and what the third sends, on this rank."""
+    from megatron.simulator.record import Recorder, axes_of
+    from megatron.training.job import batches_for
+    from megatron.training.memory import PeakBytes
+    from megatron.training.step import train_step
+
+    job = make_job(flags, llama)
+    offload = job.runtime.offload
+    resized = job.config.parallel.zero_stage >= 2
+    peaks = PeakBytes(torch.device("cpu"), (lambda: offload.pool.peak) if offload else None, resized)
+    batches = batches_for(job, job.datasets[0], 0, 0)
+    for chunk in job.chunks:
+        chunk.train()
+
+    def step():
+        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+
+    for _ in range(2):
+        with peaks.step():
+            step()
+    recorder = Recorder(axes_of(job.runtime.grid), resized=resized, history=False)
+    with recorder:
+        step()
+    return peaks.bytes, peaks.host_bytes, recorder.trace.communication_bytes(), recorder.trace.flops()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dry_run_equals_the_run(pool, name):
+    from megatron.simulator.rehearsal import rehearse
+    from megatron.training.arguments import parse
+
+    ranks, llama, flags = CASES[name]
+    flags = f"{BIGGER} {flags}"
+    real = pool.run(watch, ranks, flags, llama)
+    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, ranks)
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        device, host, communication, flops = real[rank]
+        dry = rehearse(config, ranks, rank, config.model.vocab_size + 1)
+        assert dry.trace.communication_bytes() == communication, rank
+        assert dry.host_peak == host, rank
+        assert dry.trace.flops() == flops, rank
+        assert dry.device_peak == pytest.approx(device, rel=0.02), (rank, dry.device_peak / device)

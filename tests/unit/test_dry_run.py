@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--dry-run: what it says, how few layers stand for all, and what it refuses. That it equals a real run is tested with
+real processes, in tests/distributed/test_dry_run.py."""
+
+import json
+
+import pytest
+
+from megatron.simulator.dry_run import dry_run, ranks_of
+from megatron.simulator.hardware import load
+from megatron.simulator.trace import HostCopy, Wait
+from megatron.training.arguments import parse
+from megatron.training.pretrain import main
+from tests.distributed.training_runs import LLAMA
+
+TINY = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 300"
+)
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def config_of(flags, ranks):
+    return parse(f"{TINY} {flags}".split(), LLAMA, ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, "--ulysses-parallel-size 2 --zero-stage 1 --bf16"),
+        (2, f"--fpdt --fpdt-chunk-size 64 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}"),
+        (2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel"),
+        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --bf16 --num-layers 24"),
+    ],
+)
+def test_a_few_layers_stand_for_all(ranks, flags):
+    machine = load("A100-80G")
+    few, every = (
+        dry_run(config_of(f"--num-layers 16 {flags}", ranks), ranks, machine, vocab_size=301, every_layer=every)
+        for every in (False, True)
+    )
+    for a, b in zip(few.ranks, every.ranks):
+        assert a.layers[1] < a.layers[0] == b.layers[1]
+        assert a.figures.device_peak == pytest.approx(b.figures.device_peak, rel=2e-3)
+        assert a.figures.host_peak == b.figures.host_peak
+        assert a.figures.flops == pytest.approx(b.figures.flops, rel=1e-12)
+        assert a.figures.communication == pytest.approx(b.figures.communication, rel=2e-3)
+        assert a.figures.copies == b.figures.copies
+        # ZeRO 1's optimizer updates a rank's part of every parameter, and how many parts it has depends on the layers.
+        passes, all_passes = a.figures.seconds["passes"], b.figures.seconds["passes"]
+        assert passes == pytest.approx(all_passes, rel=2e-3)
+    assert few.predicted_seconds == pytest.approx(every.predicted_seconds, rel=2e-2)
+
+
+def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
+    pipeline = config_of("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 16)
+    assert list(ranks_of(pipeline, 16)) == [(0, "first"), (8, "middle"), (12, "last")]
+    ring = config_of("--ring-parallel-size 4 --tensor-model-parallel-size 2 --context-parallel-balance contiguous", 8)
+    assert list(ranks_of(ring, 8)) == [(6, "first")]
+
+
+def test_a_gpu_copies_on_streams_of_its_own():
+    config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1", 1)
+    from megatron.simulator.rehearsal import rehearse
+
+    gpu, cpu = (rehearse(config, 1, 0, 301, on_gpu=on_gpu) for on_gpu in (True, False))
+    copies, on_cpu = ([e for e in x.trace.events if isinstance(e, HostCopy)] for x in (gpu, cpu))
+    waited = {ticket for e in gpu.trace.events if isinstance(e, Wait) for ticket in e.tickets}
+    assert sum(e.bytes for e in copies) == sum(e.bytes for e in on_cpu) > 0
+    assert all(e.ticket is None for e in on_cpu)
+    assert {e.ticket for e in copies if e.direction == "to_device"} <= waited
+
+
+def test_a_world_of_16384_ranks():
+    flags = "--tensor-model-parallel-size 8 --sequence-parallel --ulysses-parallel-size 8 --ring-parallel-size 4"
+    flags += " --pipeline-model-parallel-size 4 --bf16 --zero-stage 1 --num-attention-heads 64 --hidden-size 512"
+    config = parse(
+        f"{TINY} {flags} --seq-length 4096 --global-batch-size 64 --max-position-embeddings 4096".split(), LLAMA, 16384
+    )
+    found = dry_run(config, 16384, load("H100-80G"), vocab_size=301)
+    assert [report.rank for report in found.ranks] == [0, 8192, 12288]
+    assert found.fits and found.predicted_seconds > 0
+    assert all(report.figures.communication[axis] > 0 for report in found.ranks for axis in ("tp", "ulysses", "ring"))
+
+
+def test_the_program_writes_what_it_found(tmp_path, capsys):
+    path = tmp_path / "out" / "plan.json"
+    flags = "--model llama3-8b --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --seq-length 1024 --dry-run "
+    flags += f"--world-size 4 --ulysses-parallel-size 4 --gpu A100-80G --bf16 --dry-run-json {path}"
+    assert main(flags.split(), LLAMA) == 0
+    said = capsys.readouterr().out
+    assert "memory of a rank" in said and "sent over ulysses" in said and "it fits" in said
+    found = json.loads(path.read_text())
+    (rank,) = found["ranks"]
+    assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "pp", "other"}
+    assert rank["device_peak_bytes"] == sum(rank["device_peak_by_kind"].values())
+    assert found["fits"] is True and 0 < found["mfu"] < 1 and found["predicted_ms"] > 0
+    assert {"plan.json", "plan_memory.png", "plan_time_rank0.png"} == {file.name for file in path.parent.iterdir()}
+
+
+def test_what_does_not_fit_is_told(capsys):
+    flags = "--model llama3-70b --num-layers 16 --seq-length 2048 --dry-run --world-size 1 --gpu A100-40G --bf16"
+    assert main(flags.split(), LLAMA) == 1
+    assert "does not fit: rank 0 needs" in capsys.readouterr().out
+
+
+def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
+    path = tmp_path / "cpu.json"
+    assert main(f"{TINY} --dry-run --dry-run-json {path}".split(), LLAMA) == 0
+    found = json.loads(path.read_text())
+    assert (found["predicted_ms"], found["mfu"], found["fits"]) == (None, None, None)
+    assert not list(tmp_path.glob("*_time_*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--world-size 4", "--world-size does nothing without --dry-run"),
+        ("--gpu A100-80G", "--gpu does nothing without --dry-run"),
+        ("--dry-run --gpu A1000", "A100-80G"),
+        ("--dry-run --world-size 3 --ulysses-parallel-size 2", "2 ranks does not divide the 3 processes"),
+        ("--dry-run --world-size 0", "--world-size 0"),
+        ("--dry-run --gpu A100-80G --bf16 --attention-kernel cpu", "--attention-kernel cpu cannot run this on a GPU"),
+        ("--dry-run --dry-run-json /proc/nothing/x.json", "--dry-run-json /proc/nothing/x.json cannot be written"),
+    ],
+)
+def test_refusals(flags, said, capsys):
+    assert main(f"{TINY} {flags}".split(), LLAMA) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
