@@ -5,94 +5,51 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
-from megatron.context_parallel.fpdt import goes_by_keys
-from megatron.context_parallel.ulysses import head_plan
+from megatron.simulator.formulas.host import HostBytes, host_memory
+from megatron.simulator.strategy import Shape, Strategy, Workload
 from megatron.training.config import Config
 from megatron.training.refusal import Refusal
-from megatron.training.validate_chunks import attention_chunks
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class HostBytes:
-    """Bytes of one rank at the peak of a step.
-
-    Attributes:
-        chunks: q, k, v, out and lse of FPDT's chunks, of all layers that keep them at once.
-        sums: gradients of one layer on their way.
-        hidden: layer inputs, streamed hidden states and their gradients.
-    """
-
-    chunks: int
-    sums: int
-    hidden: int
-
-    @property
-    def total(self) -> int:
-        return self.chunks + self.sums + self.hidden
-
-
 def host_bytes(config: Config) -> HostBytes:
-    """What the first pipeline stage offloads (it has the most micro-batches in flight); ``config`` is completed."""
-    model, parallel, chunks = config.model, config.parallel, config.chunks
-    item = 2 if config.optimizer.bf16 or config.optimizer.fp16 else 4
-    batch, tensor = config.data.micro_batch_size, parallel.tensor_model_parallel_size
-    ring_tokens = config.data.seq_length // parallel.ring_parallel_size * batch
-    tokens = ring_tokens // parallel.ulysses_parallel_size // (tensor if parallel.sequence_parallel else 1)
-    keeping, saved, passing = _layers(config)
-    flying = parallel.pipeline_model_parallel_size + (
-        parallel.pipeline_model_parallel_size - 1 if parallel.num_virtual_stages_per_pipeline_rank else 0
+    """What the first pipeline stage offloads, by the simulator's formula; ``config`` is completed.
+
+    Data parallelism is not known here: as if all micro-batches of a step were this rank's.
+    """
+    parallel, attention, chunks = config.parallel, config.attention, config.chunks
+    workload = Workload(
+        Shape.of(config.model, vocab_size=1),  # the vocabulary is never offloaded
+        config.data.seq_length,
+        config.data.global_batch_size,
+        causal=attention.attention_mask in ("causal", None) and parallel.context_parallel_balance != "documents",
     )
-    flying = min(flying, max(1, config.data.global_batch_size // batch))
-
-    chunk_bytes = sums = 0
-    if chunks.fpdt and chunks.fpdt_offload:
-        heads, kv_heads = _heads(config)
-        query, key = ring_tokens * heads * model.kv_channels, 2 * ring_tokens * kv_heads * model.kv_channels
-        one = (2 * query + key) * item + ring_tokens * heads * 4
-        recomputed = config.attention.recompute_granularity == "full"
-        chunk_bytes = one * keeping * (1 if recomputed else flying)
-        if chunk_bytes and recomputed and config.attention.recompute_method == "block":
-            chunk_bytes = one * ((keeping - 1) * flying + 1)
-        on_ring = parallel.ring_parallel_size > 1
-        if on_ring or goes_by_keys(heads, kv_heads, item):  # dout, dq, and dk and dv until a chunk's dq is done
-            sums = query * (item + 4) + 4 * key // (1 if on_ring else attention_chunks(config))
-        else:
-            sums = 4 * key
-    hidden = tokens * model.hidden_size * item
-    states = 0
-    if chunks.fpdt_stream_hidden:
-        states = (saved + passing) * hidden
-    elif chunks.offload_checkpoints:
-        states = saved * hidden * flying
-    return HostBytes(chunk_bytes, sums, states)
-
-
-def _layers(config: Config) -> tuple[int, int, int]:
-    """Layers that keep chunks at once; hidden states saved for backward; streamed ones that come and go besides."""
-    attention = config.attention
-    layers = config.model.num_layers // config.parallel.pipeline_model_parallel_size
-    passing = 3  # gradients, and the next state
-    if attention.recompute_granularity != "full":
-        return layers, layers, passing
-    unit = attention.recompute_num_layers
-    if attention.recompute_method == "uniform":
-        return unit, ceil(layers / unit), passing + (unit if unit > 1 else 0)
-    return max(layers - unit, 1), layers, passing
-
-
-def _heads(config: Config) -> tuple[int, int]:
-    """Query and key heads of a rank after the all-to-all."""
-    model, parallel = config.model, config.parallel
-    tensor, ulysses = parallel.tensor_model_parallel_size, parallel.ulysses_parallel_size
-    heads, kv_heads = model.num_attention_heads // tensor, max(model.num_query_groups // tensor, 1)
-    plan = head_plan(heads, kv_heads, ulysses)
-    return plan.q_heads, max(len(index) for index in plan.kv_index)
+    strategy = Strategy(
+        tensor=parallel.tensor_model_parallel_size,
+        ulysses=parallel.ulysses_parallel_size,
+        ring=parallel.ring_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        micro_batch=config.data.micro_batch_size,
+        recompute="full" if attention.recompute_granularity == "full" else "none",
+        recompute_layers=attention.recompute_num_layers or 1,
+        offload_checkpoints=chunks.offload_checkpoints,
+        fpdt_chunk=chunks.fpdt_chunk_size if chunks.fpdt else 0,
+        fpdt_offload=chunks.fpdt_offload,
+        ffn_chunks=chunks.ffn_chunks or 0,
+        balance="contiguous" if parallel.context_parallel_balance == "contiguous" else "zigzag",
+        virtual=parallel.num_virtual_stages_per_pipeline_rank or 1,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    return host_memory(
+        workload,
+        strategy,
+        2 if config.optimizer.bf16 or config.optimizer.fp16 else 4,
+        streamed=chunks.fpdt_stream_hidden,
+        block=attention.recompute_method == "block",
+    )
 
 
 def check_host_memory(config: Config, available: Callable[[], int] | None = None) -> None:

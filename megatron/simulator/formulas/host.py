@@ -49,7 +49,7 @@ def host_memory(
     layers = shape.layers // strategy.pipeline
     keeping, saved, passing = _layers(layers, strategy, block)
     flying = strategy.pipeline + (strategy.pipeline - 1 if strategy.virtual > 1 else 0)
-    flying = min(flying, max(1, workload.global_batch // batch))
+    flying = min(flying, max(1, strategy.micro_batches(workload)))
 
     chunk_bytes = sums = 0
     if strategy.fpdt_chunk and strategy.fpdt_offload:
@@ -60,12 +60,13 @@ def host_memory(
         chunk_bytes = one * keeping * (1 if recomputed else flying)
         if chunk_bytes and recomputed and block:
             chunk_bytes = one * ((keeping - 1) * flying + 1)
-        on_ring = strategy.ring > 1
+        on_ring, count = strategy.ring > 1, chunks_of(workload, strategy).attention
+        # dk and dv of chunks that wait: of all but the last, of a quarter on a zigzag ring; a mask may make all wait.
+        share = count - 1 if not on_ring or strategy.balance == "contiguous" else ceil(count / 4)
         if on_ring or goes_by_keys(heads.local_q, heads.local_kv, itemsize):
-            # dout, dq, and dk and dv until a chunk's dq is done
-            sums = query * (itemsize + WIDE) + WIDE * key // (1 if on_ring else chunks_of(workload, strategy).attention)
-        else:
-            sums = WIDE * key
+            sums = query * (itemsize + WIDE)  # dout and dq
+            share = share if on_ring else 0
+        sums += WIDE * key * (share if workload.causal else count) // count
     hidden = tokens * shape.hidden * itemsize
     states = 0
     if streamed:

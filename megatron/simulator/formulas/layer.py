@@ -80,12 +80,12 @@ def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> in
 def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
     """What a norm adds to its input: its output, and statistics.
 
-    RMSNorm on a CPU is made of single operations, which keep an intermediate, in bf16 two in fp32.
+    RMSNorm on a CPU is made of single operations, which keep an intermediate; in bf16 two in fp32, and not the input.
     """
     sizes = sizes_of(workload, strategy, itemsize)
     if workload.shape.layer_norm:
         return sizes.hidden + 2 * sizes.statistics
-    copies = 1 if fused else 2 if itemsize == WIDE else 5
+    copies = 1 if fused else 2 if itemsize == WIDE else 4
     return copies * sizes.hidden + sizes.statistics
 
 
