@@ -46,17 +46,62 @@ class StepFlops:
     old_papers: float
 
 
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of a forward pass over one sequence, all layers together: matrix products, and attention's full square."""
+
+    qkv: float
+    out: float
+    mlp: float
+    logits: float
+    attention: float
+
+    @property
+    def gemm(self) -> float:
+        return self.qkv + self.out + self.mlp + self.logits
+
+
+def forward_flops(
+    *,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocab: int,
+    gated: bool,
+    seq_length: int,
+) -> ForwardFlops:
+    """2 a multiply-add; only matrix products count."""
+    token = 2 * seq_length
+    return ForwardFlops(
+        qkv=token * layers * hidden * (heads + 2 * kv_heads) * head_dim,
+        out=token * layers * heads * head_dim * hidden,
+        mlp=token * layers * (3 if gated else 2) * hidden * ffn,
+        logits=token * hidden * vocab,
+        attention=layers * 2 * token * seq_length * heads * head_dim,
+    )
+
+
 def step_flops(config: Config, vocab_size: int) -> StepFlops:
-    """FLOPs a sample: 2 a multiply-add, backward twice the forward; only matrix products count."""
-    model, s = config.model, config.data.seq_length
-    heads, d = model.num_attention_heads, model.kv_channels
-    qkv = model.hidden_size * (heads + 2 * model.num_query_groups) * d
-    out = heads * d * model.hidden_size
-    mlp = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
-    linear = 2 * s * (model.num_layers * (qkv + out + mlp) + model.hidden_size * vocab_size)
-    full_attention = model.num_layers * 2 * 2 * s * s * heads * d
+    """FLOPs a sample: backward is twice forward."""
+    model = config.model
+    forward = forward_flops(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_hidden_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        vocab=vocab_size,
+        gated=model.swiglu,
+        seq_length=config.data.seq_length,
+    )
     recompute = 4 if config.attention.recompute_granularity == "full" else 3
-    return StepFlops(3 * (linear + attended_share(config) * full_attention), recompute * (linear + full_attention))
+    return StepFlops(
+        3 * (forward.gemm + attended_share(config) * forward.attention), recompute * (forward.gemm + forward.attention)
+    )
 
 
 def attended_share(config: Config) -> float:
