@@ -76,7 +76,7 @@ QWEN2 = (
 )
 
 # --- FPDT (paper 000), table 2: what a block holds at each step, in hidden states of N tokens (Nd). The copy at hand
-# has the first four entries of the backward row; that of attention is also in the text (q, k, v, out, dout, dq, dk, dv).
+# has four entries of the backward row; attention's is also in the text (q, k, v, out, dout, dq, dk, dv).
 FPDT_STEPS = ("hidden", "qkv projection", "all-to-all", "attention", "ffn", "other")
 FPDT_FORWARD: tuple[int | None, ...] = (1, 3, 4, 4, 4, 3)
 FPDT_BACKWARD: tuple[int | None, ...] = (2, 6, 8, 8, None, None)
