@@ -50,11 +50,11 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if min(options.gpus, options.tensor, options.pipeline) < 1:
         raise Refusal("--gpus, --tensor and --pipeline are at least 1")
-    length = tables.size(options.seq_length)
+    length = tables.size("--seq-length", options.seq_length)
     if options.model:
         shape, name = tables.shape_of(options.model, length), options.model
     else:
-        shape = tables.shape_of_size(tables.size(options.params, binary=False))
+        shape = tables.shape_of_size(tables.size("--params", options.params, binary=False))
         name = f"a Llama of {shape.layers} layers of {shape.hidden}"
     machine = load(options.gpu) if options.gpu else None
     found = tables.rows(

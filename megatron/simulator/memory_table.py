@@ -43,7 +43,8 @@ class Row:
         if strategy.context == 1:
             split = "whole sequence"
         else:
-            split = f"Ulysses {strategy.ulysses} x Ring {strategy.ring}"
+            parts = (("Ulysses", strategy.ulysses), ("Ring", strategy.ring))
+            split = " x ".join(f"{name} {ranks}" for name, ranks in parts if ranks > 1)
         if strategy.fpdt_chunk:
             return f"{split}, FPDT"
         return f"{split}, inputs offloaded" if strategy.offload_checkpoints else split
@@ -52,7 +53,7 @@ class Row:
         return {"strategy": asdict(self.strategy), **asdict(self.memory), "total": self.memory.total, "fits": self.fits}
 
 
-def size(text: str, *, binary: bool = True) -> int:
+def size(flag: str, text: str, *, binary: bool = True) -> int:
     """``128K`` as tokens (K = 1024) or, with ``binary=False``, ``7B`` as parameters (K = 1000).
 
     Raises:
@@ -66,7 +67,7 @@ def size(text: str, *, binary: bool = True) -> int:
     except ValueError:
         value = 0.0
     if not 1 <= value < 1e18:
-        raise Refusal(f"{text}: not a size; write a positive number such as 131072, 128K, 1M or 7B")
+        raise Refusal(f"{flag} {text}: not a size; write a positive number such as 131072, 128K, 1M or 7B")
     return round(value)
 
 
@@ -163,7 +164,10 @@ def gib(size: float) -> str:
 
 def table(found: Sequence[Row], title: str) -> Table:
     """GiB of one rank."""
-    result = Table(title=title, caption="GiB a GPU at the fullest moment; host: memory of the node, a GPU")
+    result = Table(
+        title=title,
+        caption="GiB a GPU at the fullest moment (ZeRO 2, 3: few gradients are there then). Host: of the node's memory",
+    )
     for name in ("ZeRO", "recompute", "sequence"):
         result.add_column(name)
     for name in (*KINDS, "total", "host"):

@@ -138,7 +138,8 @@ def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> 
         shape = workload.shape
         heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
         sent = sizes.local_q + sizes.local_kv * heads.sent_kv // heads.local_kv
-        working = max(working, 2 * sent + sizes.q + sizes.kv)
+        # While gradients travel back, queries, keys, values, outputs and lse are gone.
+        working = max(working, 2 * sent + sizes.kv - sizes.q - sizes.lse)
     return working
 
 

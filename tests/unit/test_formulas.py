@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closed forms against steps of the real program, and the papers' forms against the papers and against ours."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.simulator.formulas import papers
+from megatron.simulator.formulas.communication import sent_bytes
+from megatron.simulator.formulas.flops import step_flops
+from megatron.simulator.formulas.layer import attention_working
+from megatron.simulator.formulas.memory import device_memory
+from megatron.simulator.formulas.parameters import model_states, stage_parameters
+from megatron.simulator.formulas.sizes import sizes_of
+from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.training import flops as program
+from megatron.training.arguments import parse
+from megatron.training.models import count_parameters
+from tests.distributed.pool import fork_server
+from tests.unit.formula_runs import LLAMA, Case, Measured, flags, measure_all
+
+S = Strategy
+GQA = Shape(layers=4, hidden=128, ffn=384, heads=8, kv_heads=4, head_dim=16, vocab=512)
+TWO = replace(GQA, layers=2)
+MHA = replace(GQA, layers=2, kv_heads=8, vocab=2048)
+OPT = Shape(4, 128, 512, 8, 8, 16, 512, gated=False, bias=True, layer_norm=True, tied=True, positions=512)
+
+
+def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: int) -> Case:
+    return Case(name, Workload(shape, 512, batch), strategy, **more)
+
+
+CASES = [
+    case("plain", TWO, S(zero=0)),
+    case("bf16", TWO, S(zero=0), itemsize=2),
+    case("gpt", OPT, S(zero=0)),
+    case("large vocabulary, bf16", MHA, S(), itemsize=2),
+    case("zero 1", TWO, S(data=2), 2),
+    case("zero 2", GQA, S(zero=2, data=2), 2),
+    case("zero 3", GQA, S(zero=3, data=2), 2),
+    case("zero 3, recomputed", GQA, S(zero=3, data=2, recompute="full"), 4),
+    case("selective", TWO, S(recompute="selective")),
+    case("recomputed", GQA, S(recompute="full")),
+    case("offloaded", GQA, S(recompute="full", offload_checkpoints=True)),
+    case("two samples", TWO, S(micro_batch=2), 2),
+    case("tensor", TWO, S(tensor=2, data=2), 2),
+    case("tensor without TP-sp", TWO, S(tensor=2, sequence_parallel=False, data=2), 2),
+    case("tensor, more ranks than keys", TWO, S(tensor=8)),
+    case("ulysses", TWO, S(ulysses=2, data=2), 2),
+    case("ulysses, more ranks than keys", TWO, S(ulysses=8, data=2, recompute="full"), 2, itemsize=2),
+    case("ring", TWO, S(ring=2, data=2), 2, rank=1),
+    case("ring of four, recomputed", TWO, S(ring=4, data=2, recompute="full"), 2, rank=1),
+    case("everything", TWO, S(tensor=2, ulysses=2, ring=2, data=2), 2, rank=4),
+    case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
+    case("fpdt", GQA, S(fpdt_chunk=128)),
+    case("fpdt, recomputed", GQA, S(fpdt_chunk=128, recompute="full"), itemsize=2),
+    case("fpdt on the device", GQA, S(fpdt_chunk=128, fpdt_offload=False)),
+    case("fpdt, as many keys", OPT, S(fpdt_chunk=128, recompute="full")),
+    case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=128, tensor=2, ulysses=2, data=2, recompute="full"), 2),
+    case("fpdt, ring", GQA, S(fpdt_chunk=128, ring=2, data=2, recompute="full"), 2, rank=1),
+    case("pipeline, first", GQA, S(pipeline=2), 4),
+    case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
+    case("pipeline, recomputed", GQA, S(pipeline=4, recompute="full"), 8),
+    case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
+]
+# Layers of 128 over 512 tokens are small beside what formulas leave out (tokens, labels): 5 %. At 2,048
+# tokens and 256 the errors are those of docs/memory-formulas.md.
+TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
+    file: Path = tmp_path_factory.mktemp("formulas") / "measured"
+    process = fork_server().Process(target=measure_all, args=(CASES, file))
+    process.start()
+    process.join(240)
+    assert process.exitcode == 0
+    return dict(zip((case.name for case in CASES), pickle.loads(file.read_bytes())))
+
+
+names = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@names
+def test_device_peak(case: Case, measured: dict[str, Measured]) -> None:
+    memory = device_memory(case.workload, case.strategy, itemsize=case.itemsize, stage=case.stage, fused=False)
+    assert memory.total == pytest.approx(measured[case.name].peak, rel=TOLERANCE)
+
+
+@names
+def test_model_states_are_exact(case: Case, measured: dict[str, Measured]) -> None:
+    strategy = case.strategy
+    held = stage_parameters(case.workload.shape, strategy.tensor, strategy.pipeline, case.stage)
+    states = model_states(held, strategy.zero, strategy.group("dp").size, case.itemsize)
+    assert vars(states) == measured[case.name].states
+
+
+@names
+def test_host_bytes_are_exact(case: Case, measured: dict[str, Measured]) -> None:
+    assert device_memory(case.workload, case.strategy, itemsize=case.itemsize).host == measured[case.name].host
+
+
+@names
+def test_sent_bytes_are_exact(case: Case, measured: dict[str, Measured]) -> None:
+    sent = sent_bytes(case.workload, case.strategy, case.itemsize, stage=case.stage)
+    assert {axis: size for axis, size in sent.items() if size} == measured[case.name].sent
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt-2.7b"])
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    config = parse(f"--model {name} --seq-length 2048 --max-position-embeddings 2048".split())
+    shape = Shape.of(config.model, 128000)
+    whole = sum(stage_parameters(shape, 1, 4, stage).numel for stage in range(4))
+    twice = shape.hidden * 128000 if shape.tied else 0  # on the first stage and on the last
+    assert whole - twice == count_parameters(config.model, 128000)
+
+
+def test_a_gpus_kernels_hold_less() -> None:
+    for one in CASES:
+        eager, fused = (device_memory(one.workload, one.strategy, fused=fused).total for fused in (False, True))
+        assert fused <= eager
+
+
+def test_flops_are_the_programs_own() -> None:
+    one = case("", TWO, S())
+    config = parse(flags(one), dict(LLAMA), 1)
+    ours = step_flops(one.workload, one.strategy)
+    assert ours.model == pytest.approx(program.step_flops(config, TWO.vocab).model)
+    full = step_flops(one.workload, S(recompute="full"))
+    assert full.model == ours.model
+    logits = 3 * 2 * 512 * TWO.hidden * TWO.vocab
+    assert full.gemm - logits == pytest.approx((ours.gemm - logits) * 4 / 3)
+    assert full.attention == pytest.approx(ours.attention * 4.5 / 3.5)
+
+
+def test_fast_enough_for_a_planner() -> None:
+    workload = Workload(Shape(32, 4096, 14336, 32, 8, 128, 128256), 2**17, 8)
+    grids = [
+        S(tensor, ulysses, 1, 2, zero=zero, micro_batch=batch, recompute=recompute, fpdt_chunk=chunk)
+        for tensor in (1, 2, 4)
+        for ulysses in (1, 2, 4)
+        for zero in range(4)
+        for batch in (1, 2)
+        for recompute in ("none", "selective", "full")
+        for chunk in (0, 65536)
+    ]
+    times = []
+    for length in (2**16, 2**17, 2**18):
+        begin = time.process_time()
+        for strategy in grids:
+            device_memory(replace(workload, seq_length=length), strategy)
+        times.append((time.process_time() - begin) / len(grids))
+    assert min(times[1:]) < 150e-6  # 40 us on a quiet machine
+
+
+# --- the papers ---
+
+
+def test_the_memory_pages_model_states() -> None:
+    for billions, gigabytes in papers.MODEL_STATES:
+        assert papers.model_states(billions * 1e9) / papers.GB == gigabytes
+    assert papers.model_states(7.5e9) / papers.GB == 120
+    assert round(papers.model_states(7.5e9, 64, zero=1) / papers.GB, 1) == 31.4
+    held = stage_parameters(TWO, 1, 1, 0)
+    ours = model_states(held, 0, 1, 2)
+    assert sum(vars(ours).values()) == papers.model_states(held.numel) + 2 * held.numel  # gradients in fp32
+
+
+def test_the_memory_pages_activations() -> None:
+    b, s, d, heads, p = 2, 64, 32, 4, 2
+    assert papers.ffn_activations(b, s, d, p) == 9 * b * s * d * p + b * s * d
+    whole = papers.activations(3, b, s, d, heads, p)
+    assert whole == 3 * (16 * b * s * d * p + 2 * b * s * d + 2 * b * s * s * heads * p + b * s * s * heads)
+    for row in papers.QWEN2:
+        linear, square = row.formula
+        assert linear + square == pytest.approx(
+            (papers.activations(row.layers, 1, row.length, row.hidden, row.heads) / papers.GB)
+            - 2 * row.layers * row.length * row.hidden / papers.GB
+        )
+        assert square > 10 * row.square  # the printed square is that of one layer
+        assert row.as_printed[1] <= row.square <= row.as_printed[1] + 0.6
+        if "7B" not in row.name:
+            assert row.as_printed[0] == pytest.approx(row.linear, rel=0.01)
+
+
+def test_fpdts_table_2_is_what_our_attention_holds() -> None:
+    forward, backward = (dict(zip(papers.FPDT_STEPS, row)) for row in (papers.FPDT_FORWARD, papers.FPDT_BACKWARD))
+    assert papers.fpdt_attention() == (forward["attention"], backward["attention"])
+    assert papers.fpdt_attention(4) == (1, 2)
+    workload, strategy = Workload(MHA, 512), S()
+    sizes = sizes_of(workload, strategy, 2)
+    kept = sizes.local_q + sizes.local_kv + sizes.local_q
+    assert (kept, kept + attention_working(workload, strategy, 2) - sizes.lse) == (4 * sizes.hidden, 8 * sizes.hidden)
+    assert papers.fpdt_attention(heads=8, kv_heads=4) == (3, 6)
+
+
+def test_usps_table_2_is_what_we_send() -> None:
+    table = {row.method: row for row in papers.usp_table_2(4)}
+    layers, one = MHA.layers, 512 * MHA.hidden * 2
+
+    def activations(strategy: Strategy, axis: str) -> float:
+        return sent_bytes(Workload(MHA, 512, strategy.data), strategy, 2)[axis] / layers / one
+
+    # The paper takes (n-1)/n for 1; of Ulysses a rank's own quarter stays. TP: also embedding, loss and norms.
+    assert activations(S(ulysses=4), "ulysses") == pytest.approx(table["SP-Ulysses"].activations * 3 / 4)
+    deep = replace(MHA, layers=200, vocab=128)
+    for method, strategy in (("TP-sp", S(tensor=4)), ("TP", S(tensor=4, sequence_parallel=False))):
+        sent = sent_bytes(Workload(deep, 512), strategy, 2)["tp"] / 200 / one
+        assert sent == pytest.approx(table[method].activations * 3 / 4, rel=0.02)
+    # The paper has k and v on their way forward, and as much back. Ours sends k and v again on the way back, and their
+    # gradients in fp32: 2 + 2 + 4.
+    full = sent_bytes(Workload(MHA, 512, causal=False), S(ring=4), 2)["ring"] / layers / one
+    assert full == pytest.approx(2 * table["SP-Ring"].activations * 3 / 4)
+    zero = {row.method: row.parameters for row in papers.usp_table_2(4)}
+    for stage in (0, 1):  # fp32 gradients: 2 x 4 bytes an element; with ZeRO 1 4, and 2 for new weights
+        sent = sent_bytes(Workload(deep, 512, 4), S(data=4, zero=stage), 2)["dp"]
+        numel = stage_parameters(deep, 1, 1, 0).numel
+        assert sent == pytest.approx((8 if stage == 0 else 6) * numel * 3 / 4, rel=0.01)
+        assert zero["DP"] == zero["ZeRO-1"] == 2
+    group = {row.method: row.activations for row in papers.usp_table_2(4, group=4)}
+    assert group["SP-Ulysses"] == 1 + 1 / 4 and group["SP-Ring"] == 1 and group["TP-sp"] == 10
+
+
+def test_ulysses_section_3_2() -> None:
+    for ranks in (2, 4, 8):
+        sent = sent_bytes(Workload(MHA, 512), S(ulysses=ranks), 2)["ulysses"]
+        forward = sent / 2 / MHA.layers / 2  # half of it, elements
+        assert forward == papers.ulysses_per_link(512, MHA.hidden, ranks) * (ranks - 1) / ranks
+    assert papers.megatron_sp_per_link(512, 128) == 4 * 512 * 128
