@@ -84,7 +84,7 @@ def device_memory(
         moments.append((kept - one, sent, weights.layers, early + weights.output_share + share))
         if early < gradients:  # ... or the first
             below = (held.layers - 1) * one if not strategy.offload_checkpoints else 0
-            moments.append((kept - below, sent, weights.layers, gradients - share))
+            moments.append((kept - below, sent, weights.first, gradients - share))
     if strategy.recompute == "full":
         moments.append((kept, layer.forward, weights.layers, early))
     if last:
@@ -147,11 +147,12 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
 
 @dataclass(frozen=True)
 class _Sharded:
-    """Of FSDP: weights it has gathered while the loss is computed and while layers go back; whole gradients that it is
-    summing up, and this rank's share of them."""
+    """Of FSDP: weights it has gathered while the loss is computed, while layers go back, and when the first does; whole
+    gradients that it is summing up, and this rank's share of them."""
 
     loss: int = 0
     layers: int = 0
+    first: int = 0
     output_sent: int = 0
     output_share: int = 0
     layer_sent: int = 0
@@ -181,6 +182,7 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     return _Sharded(
         loss=loss,
         layers=layers,
+        first=itemsize * (root + layer + (embedding if strategy.zero == 2 else 0)),
         output_sent=waiting + WIDE * output,
         output_share=WIDE * output // ranks,
         layer_sent=waiting + WIDE * layer,
