@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megatron.context_parallel import kernels, rope
 from megatron.simulator.record import Recorder
+from megatron.simulator.sharded_streams import sharded_streams
 
 # torch.compile makes one kernel of each (core's @jit_fuser).
 FUSED = (
@@ -33,6 +34,7 @@ def gpu_kernels(recorder: Recorder) -> Iterator[None]:
             for name in names:
                 stack.enter_context(patch.object(module, name, _as_one(recorder, getattr(module, name))))
         stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
+        stack.enter_context(sharded_streams(recorder))
         stack.enter_context(patch.dict(rope.PIECE, clear=True))  # runs that suit a CPU's caches
         stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
         yield

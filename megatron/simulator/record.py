@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -39,6 +40,7 @@ class Recorder(TensorMeter):
         self.tickets = 0
         self._of_collective: dict[int, int] = {}  # tickets, by the number of the collective
         self._collectives = 0
+        self._deferred: list[int] | None = None
         self.quiet = 0  # depth of regions whose operations are recorded as one, or by somebody else
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -72,8 +74,21 @@ class Recorder(TensorMeter):
     def waited(self, collective: int) -> None:
         """The collective of this number (1, 2, ... in the order of their starts) is waited for."""
         ticket = self._of_collective.pop(collective, None)
-        if ticket is not None:
+        if ticket is None:
+            return
+        if self._deferred is not None:
+            self._deferred.append(ticket)
+        else:
             self.wait(ticket)
+
+    @contextmanager
+    def deferring(self) -> Iterator[list[int]]:
+        """Tickets that are waited for within are collected; whoever asks for them waits later."""
+        before, self._deferred = self._deferred, []
+        try:
+            yield self._deferred
+        finally:
+            self._deferred = before
 
     def copy(self, direction: str, size: int) -> int:
         """A host copy begins on a stream of its own; returns its ticket."""
@@ -94,16 +109,26 @@ class Recorder(TensorMeter):
         """Run ``function`` as the one kernel that it is on a GPU: what it makes on its way takes no memory."""
         self._settle()
         device = self._levels["device"]
-        high, peak = device.high, device.peak
+        high, peak, begin = device.high, device.peak, len(self.history.events) if self.history else 0
         with self.hushed():
             out = function(*args, **kwargs)
         if not self.quiet:
             self._settle()
             device.peak, device.high = peak, max(high, device.now)
+            self._forget_passing(begin)
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
             size = sum(x.numel() * x.element_size() for x in tensors)
             self.trace.events.append(Kernel(function.__name__, "memory", 0.0, size))
         return out
+
+    def _forget_passing(self, begin: int) -> None:
+        """Take out of the history what came and went since its event ``begin``."""
+        if self.history is None:
+            return
+        since, change = self.history.events[begin:], Counter()
+        for _, number, size in since:
+            change[number] += size
+        self.history.events[begin:] = [event for event in since if change[event[1]]]
 
     def _note_transfer(self, func: Any, args: tuple, out: Any) -> None:
         functional = func.namespace == "_c10d_functional"

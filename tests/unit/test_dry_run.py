@@ -3,12 +3,13 @@
 real processes, in tests/distributed/test_dry_run.py."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megatron.simulator.dry_run import dry_run, ranks_of
-from megatron.simulator.hardware import load
-from megatron.simulator.trace import HostCopy, Wait
+from megatron.simulator.hardware import Calibration, load
+from megatron.simulator.trace import HostCopy, Transfer, Wait
 from megatron.training.arguments import parse
 from megatron.training.pretrain import main
 from tests.distributed.training_runs import LLAMA
@@ -69,6 +70,21 @@ def test_a_gpu_copies_on_streams_of_its_own():
     assert sum(e.bytes for e in copies) == sum(e.bytes for e in on_cpu) > 0
     assert all(e.ticket is None for e in on_cpu)
     assert {e.ticket for e in copies if e.direction == "to_device"} <= waited
+
+
+def test_weights_come_while_the_layer_before_computes():
+    """FSDP's transfers hide behind compute that is long enough, but for the first gather and the last reduction."""
+    wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
+    config = config_of(f"{wide} --zero-stage 3 --bf16 --ulysses-parallel-size 4 --global-batch-size 1", 4)
+    from megatron.simulator.rehearsal import rehearse
+    from megatron.simulator.replay import replay
+
+    trace = rehearse(config, 4, 0, 301, on_gpu=True).trace
+    replayed = replay(trace, replace(load("A100-80G"), calibration=Calibration()))
+    assert 0 < replayed.exposed["dp"] < 0.5 * replayed.busy["dp"]
+    tickets = [e.ticket for e in trace.events if isinstance(e, Transfer) and e.axis == "dp" and e.ticket]
+    waited = [ticket for e in trace.events if isinstance(e, Wait) for ticket in e.tickets]
+    assert len(tickets) == len(set(tickets)) and set(tickets) <= set(waited)
 
 
 def test_a_world_of_16384_ranks():
