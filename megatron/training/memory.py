@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +70,7 @@ class TensorMeter(TorchDispatchMode):
         device: type of the compute device.
         record: keep every change in ``history``.
         resized: FSDP is at work. It frees and fills the storages of gathered weights by resizing them, which is no
-            operation: they are looked at again when an operation uses them, and before a new peak is believed.
+            operation: resizing itself is watched then.
     """
 
     def __init__(self, device: str = "cpu", record: bool = False, resized: bool = False) -> None:
@@ -103,13 +104,33 @@ class TensorMeter(TorchDispatchMode):
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):  # isinstance would ask lazy modules for their class
                 self.see(thing)
+        if self.resized:
+            self._watch = patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+            self._watch.start()
         super().__enter__()
         return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if self.resized:
+            self._watch.stop()
+
+    def _resizing(self, resize: Callable) -> Callable:
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            out = resize(storage, size)
+            block = self.live.get(storage._cdata)
+            if block is not None:
+                self._settle()
+                self._resize(block, storage.nbytes())
+                self._settle_peaks()
+            return out
+
+        return resize_and_tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._settle()
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((out, args, kwargs) if self.resized else out):
+        for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
         return out
@@ -159,23 +180,15 @@ class TensorMeter(TorchDispatchMode):
             for block, high in self._new:
                 self._look(block, high)
             self._new.clear()
-            device = self._levels["device"]
-            if self.resized and device.high > device.peak:
-                seen = device.now
-                self._look_again()
-                device.high -= max(seen - device.now, 0)  # what has been freed without an operation
-            for level in self._levels.values():
-                level.settle()
+            self._settle_peaks()
+
+    def _settle_peaks(self) -> None:
+        for level in self._levels.values():
+            level.settle()
 
     def _settled(self, place: Place) -> Level:
         self._settle()
         return self._levels[place]
-
-    def _look_again(self) -> None:
-        for block in list(self.live.values()):
-            storage = block.storage()
-            if storage is not None and storage.nbytes() != block.size:
-                self._resize(block, storage.nbytes())
 
     def _gone(self, key: int) -> None:
         block = self.live.pop(key, None)
