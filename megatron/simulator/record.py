@@ -22,6 +22,7 @@ from megatron.simulator.trace import Collective, HostCopy, Kernel, Phase, Trace,
 from megatron.training.memory import TensorMeter
 
 aten = torch.ops.aten
+STAGES = "pp"  # stands for the pipeline's group among the names of groups
 WHERE = torch.ops.prim.device.default
 
 
@@ -137,7 +138,9 @@ class Recorder(TensorMeter):
         if found is None:
             return
         kind, group, size = found
-        axis, placement = self.axes.get(group.group_name) or ("other", Group(group.size()))
+        # Between two stages core sends some messages over the group of the whole world.
+        known = self.axes.get(group.group_name) or (self.axes.get(STAGES) if kind == "p2p" else None)
+        axis, placement = known or ("other", Group(group.size()))
         if placement.size == 1:
             return
         ticket = None if functional else self.ticket()
@@ -217,6 +220,7 @@ def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
         ("ring", grid.ring.group, Group(ring, tensor * ulysses)),
     ]
     found = {group.group_name: (axis, placement) for axis, group, placement in named if group is not None}
+    found[STAGES] = ("pp", pp)
     for group in (ps.get_embedding_group(check_initialized=False),):
         if group is not None and group.group_name not in found:
             found[group.group_name] = ("pp", Group(group.size(), pp.stride * max(1, pp.size - 1)))

@@ -25,14 +25,14 @@ from tests.distributed.pool import fork_server
 from tests.unit.formula_runs import LLAMA, Case, Measured, flags, measure_all
 
 S = Strategy
-GQA = Shape(layers=4, hidden=128, ffn=384, heads=8, kv_heads=4, head_dim=16, vocab=512)
+GQA = Shape(layers=4, hidden=256, ffn=768, heads=8, kv_heads=4, head_dim=32, vocab=512)
 TWO = replace(GQA, layers=2)
 MHA = replace(GQA, layers=2, kv_heads=8, vocab=2048)
-OPT = Shape(4, 128, 512, 8, 8, 16, 512, gated=False, bias=True, layer_norm=True, tied=True, positions=512)
+OPT = Shape(4, 256, 1024, 8, 8, 32, 512, gated=False, bias=True, layer_norm=True, tied=True, positions=2048)
 
 
 def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: int) -> Case:
-    return Case(name, Workload(shape, 512, batch), strategy, **more)
+    return Case(name, Workload(shape, 2048, batch), strategy, **more)
 
 
 CASES = [
@@ -57,12 +57,12 @@ CASES = [
     case("ring of four, recomputed", TWO, S(ring=4, data=2, recompute="full"), 2, rank=1),
     case("everything", TWO, S(tensor=2, ulysses=2, ring=2, data=2), 2, rank=4),
     case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
-    case("fpdt", GQA, S(fpdt_chunk=128)),
-    case("fpdt, recomputed", GQA, S(fpdt_chunk=128, recompute="full"), itemsize=2),
-    case("fpdt on the device", GQA, S(fpdt_chunk=128, fpdt_offload=False)),
-    case("fpdt, as many keys", OPT, S(fpdt_chunk=128, recompute="full")),
-    case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=128, tensor=2, ulysses=2, data=2, recompute="full"), 2),
-    case("fpdt, ring", GQA, S(fpdt_chunk=128, ring=2, data=2, recompute="full"), 2, rank=1),
+    case("fpdt", GQA, S(fpdt_chunk=512)),
+    case("fpdt, recomputed", GQA, S(fpdt_chunk=512, recompute="full"), itemsize=2),
+    case("fpdt on the device", GQA, S(fpdt_chunk=512, fpdt_offload=False)),
+    case("fpdt, as many keys", OPT, S(fpdt_chunk=512, recompute="full")),
+    case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2, recompute="full"), 2),
+    case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1),
     case("pipeline, first", GQA, S(pipeline=2), 4),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("pipeline, recomputed", GQA, S(pipeline=4, recompute="full"), 8),
