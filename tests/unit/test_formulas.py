@@ -48,29 +48,28 @@ CASES = [
     case("recomputed", GQA, S(recompute="full")),
     case("offloaded", GQA, S(recompute="full", offload_checkpoints=True)),
     case("two samples", TWO, S(micro_batch=2), 2),
-    case("tensor", TWO, S(tensor=2, data=2), 2),
-    case("tensor without TP-sp", TWO, S(tensor=2, sequence_parallel=False, data=2), 2),
-    case("tensor, more ranks than keys", TWO, S(tensor=8)),
+    # TP is compared on a simulated GPU: gloo reduces copies, which formulas leave out.
+    case("tensor", TWO, S(tensor=2, data=2), 2, itemsize=2),
+    case("tensor without TP-sp", TWO, S(tensor=2, sequence_parallel=False, data=2), 2, itemsize=2),
+    case("tensor, more ranks than keys", TWO, S(tensor=8), itemsize=2),
     case("ulysses", TWO, S(ulysses=2, data=2), 2),
     case("ulysses, more ranks than keys", TWO, S(ulysses=8, data=2, recompute="full"), 2, itemsize=2),
     case("ring", TWO, S(ring=2, data=2), 2, rank=1),
     case("ring of four, recomputed", TWO, S(ring=4, data=2, recompute="full"), 2, rank=1),
-    case("everything", TWO, S(tensor=2, ulysses=2, ring=2, data=2), 2, rank=4),
+    case("everything", TWO, S(tensor=2, ulysses=2, ring=2, data=2), 2, rank=4, itemsize=2),
     case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
     case("fpdt", GQA, S(fpdt_chunk=512)),
     case("fpdt, recomputed", GQA, S(fpdt_chunk=512, recompute="full"), itemsize=2),
     case("fpdt on the device", GQA, S(fpdt_chunk=512, fpdt_offload=False)),
     case("fpdt, as many keys", OPT, S(fpdt_chunk=512, recompute="full")),
-    case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2, recompute="full"), 2),
+    case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2, recompute="full"), 2, itemsize=2),
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1),
     case("pipeline, first", GQA, S(pipeline=2), 4),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("pipeline, recomputed", GQA, S(pipeline=4, recompute="full"), 8),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
 ]
-# Layers of 128 over 512 tokens are small beside what formulas leave out (tokens, labels): 5 %. At 2,048
-# tokens and 256 the errors are those of docs/memory-formulas.md.
-TOLERANCE = 0.05
+TOLERANCE = 0.025  # of most, a tenth of that: docs/memory-formulas.md
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def test_flops_are_the_programs_own() -> None:
     assert ours.model == pytest.approx(program.step_flops(config, TWO.vocab).model)
     full = step_flops(one.workload, S(recompute="full"))
     assert full.model == ours.model
-    logits = 3 * 2 * 512 * TWO.hidden * TWO.vocab
+    logits = 3 * 2 * one.workload.seq_length * TWO.hidden * TWO.vocab
     assert full.gemm - logits == pytest.approx((ours.gemm - logits) * 4 / 3)
     assert full.attention == pytest.approx(ours.attention * 4.5 / 3.5)
 
