@@ -81,11 +81,8 @@ def _again(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> li
         return _forward(a, shape, strategy, seq_length, saving=True)
     chunks = attention_chunks(strategy, seq_length)
     rows = a.rows // chunks
-    return [
-        *project(shape, strategy, rows, chunks),
-        *to_heads(a, strategy, rows, chunks),
-        *chunked_forward(a, strategy, chunks, saving=True),
-    ]
+    tiles = ring_forward(a, strategy) if chunks == 1 else chunked_forward(a, strategy, chunks, saving=True)
+    return [*project(shape, strategy, rows, chunks), *to_heads(a, strategy, rows, chunks), *tiles]
 
 
 def _attention(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Stretch]:
