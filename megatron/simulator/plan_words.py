@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.simulator.planner import Plan, Problem, search
+from megatron.simulator.planner import Fit, Plan, Problem, search
 from megatron.simulator.replay import duration
 from megatron.simulator.search_space import Limits, divisors
 from megatron.simulator.strategy import Strategy
@@ -69,15 +69,24 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.1f} GiB"
 
 
+def a(name: str) -> str:
+    """With its article, as it is spoken: an A100, an H100, a B200."""
+    return f"{'an' if name[:1].upper() in 'AEFHILMNORSX' else 'a'} {name}"
+
+
+def _for(name: str) -> str:
+    return PARTS[name] if PARTS[name].startswith("waiting") else f"for {PARTS[name]}"
+
+
 def winning(plan: Plan, problem: Problem) -> str:
     """Where the winner's time and memory go."""
     shares = sorted(plan.estimate.parts.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{PARTS[name]} {100 * took / plan.seconds:.0f} %" for name, took in shares[:4] if took > 0)
+    told = ", ".join(f"{PARTS[name]} {100 * took / plan.seconds:.0f} %" for name, took in shares[:4] if took > 0.005 * plan.seconds)
     memory = plan.memory
-    held = ", ".join(f"{kind} {gib(getattr(memory, kind))}" for kind in KINDS)
+    held = ", ".join(f"{kind} {gib(getattr(memory, kind))}" for kind in KINDS if getattr(memory, kind) > 0.05 * GIB)
     text = (
         f"{words(plan.strategy)}: {duration(plan.seconds)} a step. It goes into {told}. The fullest rank holds "
-        f"{gib(memory.total)} ({held}), {gib(plan.margin)} less than a {problem.machine.name} has for it."
+        f"{gib(memory.total)} ({held}), {gib(plan.margin)} less than {a(problem.machine.name)} has for it."
     )
     if memory.host:
         node = problem.gpus_per_node
@@ -96,20 +105,20 @@ def losing(plan: Plan, winner: Plan) -> str:
     changes = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in {*ours, *theirs}}
     rising = sorted((name for name in changes if changes[name] > 0), key=lambda name: -changes[name])
     main = [name for name in rising if changes[name] > 0.15 * changes[rising[0]]][:3]
-    more = [f"{duration(changes[name])} more for {PARTS[name]}" for name in main]
+    more = [f"{duration(changes[name])} more {_for(name)}" for name in main]
     falling = min(changes, key=lambda name: changes[name])
     if changes[falling] < -0.15 * changes[rising[0]]:
-        more.append(f"{duration(-changes[falling])} less for {PARTS[falling]}")
+        more.append(f"{duration(-changes[falling])} less {_for(falling)}")
     return f"{duration(lost)} ({100 * lost / winner.seconds:.1f} %) slower: {', '.join(more)}"
 
 
-def failing(plan: Plan, winner: Plan | None, problem: Problem) -> str:
+def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
     """Which memory is short, and what takes more of it than with the winner."""
     machine = problem.machine
     if plan.margin >= 0:
-        node, lack = problem.gpus_per_node, plan.memory.host - plan.host_room
+        node, lack = problem.gpus_per_node, -plan.host_margin
         return f"needs {gib(node * plan.memory.host)} of host memory a node, {gib(node * lack)} more than there is"
-    text = f"needs {gib(plan.memory.total)}, {gib(-plan.margin)} more than a {machine.name} has for it"
+    text = f"needs {gib(plan.memory.total)}, {gib(-plan.margin)} more than {a(machine.name)} has for it"
     extra = {
         kind: getattr(plan.memory, kind) - (getattr(winner.memory, kind) if winner else 0) for kind in KINDS
     }
@@ -140,7 +149,7 @@ def alternatives(winner: Plan, problem: Problem) -> list[str]:
         found = search(changed, top=1)
         near = [plan for plan in found.failing if plan.seconds < winner.seconds]
         if near:
-            plan = max(near, key=lambda plan: min(plan.margin, plan.host_room - plan.memory.host))
+            plan = max(near, key=lambda plan: min(plan.margin, plan.host_margin))
             if plan.strategy not in told:
                 text = f"{label}: {words(plan.strategy)} would take {duration(winner.seconds - plan.seconds)} less, but "
                 told[plan.strategy] = (-plan.margin / plan.room, text + failing(plan, winner, problem) + ".")

@@ -45,8 +45,8 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A strategy, with what it takes.
+class Fit:
+    """A strategy, and whether it fits.
 
     Attributes:
         memory: of the fullest pipeline stage.
@@ -54,14 +54,9 @@ class Plan:
     """
 
     strategy: Strategy
-    estimate: Estimate
     memory: Memory
     room: float
     host_room: float
-
-    @property
-    def seconds(self) -> float:
-        return self.estimate.seconds
 
     @property
     def margin(self) -> float:
@@ -69,13 +64,29 @@ class Plan:
         return self.room - self.memory.total
 
     @property
+    def host_margin(self) -> float:
+        """The same of the host."""
+        return self.host_room - self.memory.host
+
+    @property
     def fits(self) -> bool:
-        return self.margin >= 0 and self.memory.host <= self.host_room
+        return self.margin >= 0 and self.host_margin >= 0
 
     @property
     def grid(self) -> Grid:
         s = self.strategy
         return s.tensor, s.ulysses, s.ring, s.data, s.pipeline
+
+
+@dataclass(frozen=True)
+class Plan(Fit):
+    """A strategy, with memory and time."""
+
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.seconds
 
 
 @dataclass
@@ -118,25 +129,15 @@ def search(problem: Problem, top: int = 10) -> Found:
     return found
 
 
-def fastest(problem: Problem, *, fitting: bool = True) -> Plan | None:
-    """The fastest plan that fits, or of all, whether they fit or not; None: there is none."""
-    if fitting:
-        found = search(problem, top=1)
-        return found.plans[0] if found.plans else None
-    plans = (
-        priced(problem, strategy)
-        for grid in _grids(problem)
-        for zero in zero_stages(grid, problem.limits)
-        for strategy in list(savings(replace(grid, zero=zero), problem.workload, problem.limits))[:1]
-    )
-    return min(plans, key=lambda plan: plan.seconds, default=None)
+def weighed(problem: Problem, strategy: Strategy) -> Fit:
+    """Memory of one strategy."""
+    return Fit(strategy, fullest(problem.workload, strategy), problem.machine.usable_memory, problem.host_room)
 
 
 def priced(problem: Problem, strategy: Strategy) -> Plan:
-    """Time and memory of one strategy."""
-    time = estimate(problem.workload, strategy, problem.machine)
-    memory = fullest(problem.workload, strategy)
-    return Plan(strategy, time, memory, problem.machine.usable_memory, problem.host_room)
+    """Memory and time of one strategy."""
+    fit, time = weighed(problem, strategy), estimate(problem.workload, strategy, problem.machine)
+    return Plan(strategy, fit.memory, fit.room, fit.host_room, time)
 
 
 def fullest(workload: Workload, strategy: Strategy) -> Memory:
@@ -144,6 +145,11 @@ def fullest(workload: Workload, strategy: Strategy) -> Memory:
     or the last, which has the loss."""
     stages = {0, min(1, strategy.pipeline - 1), strategy.pipeline - 1}
     return max((device_memory(workload, strategy, stage=stage) for stage in stages), key=lambda memory: memory.total)
+
+
+def too_much_model(fit: Fit) -> bool:
+    """Whether model states alone are too much for a device, whatever is saved of the rest."""
+    return fit.memory.total - fit.memory.activations - fit.memory.temporary > fit.room
 
 
 def least_seconds(problem: Problem, base: Strategy) -> float:
@@ -180,13 +186,13 @@ def _first_that_fits(
         time = estimate(problem.workload, strategy, problem.machine)
         if time.seconds > cut:
             return None
-        memory = fullest(problem.workload, strategy)
-        plan = Plan(strategy, time, memory, problem.machine.usable_memory, problem.host_room)
+        fit = weighed(problem, strategy)
+        plan = Plan(strategy, fit.memory, fit.room, fit.host_room, time)
         if plan.fits:
             return plan
         found.failing.append(plan)
-        if memory.total - memory.activations - memory.temporary > plan.room:
-            return None  # model states alone are too much, whatever is saved
+        if too_much_model(plan):
+            return None
     return None
 
 
