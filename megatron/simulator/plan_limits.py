@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron.simulator.planner import Fit, Problem, too_much_model, weighed
 from megatron.simulator.search_space import grids, savings, zero_stages
-from megatron.simulator.strategy import Workload
+from megatron.simulator.strategy import Strategy, Workload
 
 MOST_TOKENS = 2**30
 MOST_GPUS = 2**17
@@ -42,9 +42,10 @@ def _leanest_first(problem: Problem) -> Iterator[Fit]:
                     break
 
 
-def _leanness(way):  # type: ignore[no-untyped-def]
+def _leanness(way: Strategy) -> tuple[bool | int, ...]:
     """Offloaded and recomputed first, short chunks before long ones and none."""
-    return not way.fpdt_chunk, way.recompute != "full", not way.offload_checkpoints, not way.fpdt_offload, way.fpdt_chunk
+    kept = (way.recompute != "full", not way.offload_checkpoints, not way.fpdt_offload)
+    return (not way.fpdt_chunk, *kept, way.fpdt_chunk)
 
 
 def longest(problem: Problem, workload: Callable[[int], Workload]) -> tuple[int, int]:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All plans that a search has priced: time against memory, the Pareto front, the line where memory ends."""
+"""Plans, time against memory: the Pareto front, the line where memory ends, the winner."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron.simulator.plan_words import GIB, count, grid_words, saving_words
-from megatron.simulator.planner import Found, Plan, Problem
+from megatron.simulator.planner import Found, Plan, Problem, everything
 from megatron.training.refusal import Refusal
 
-INK, GREY, BLUE, RED, GREEN = "#222222", "#9a9a9a", "#0072b2", "#cc6677", "#009e73"
+MOST = 12000  # strategies that are priced for a picture; of more, those that the search has met
+SLOWEST = 1.6  # times the winner's, that are drawn
+INK, BLUE, RED, GREEN = "#222222", "#0072b2", "#cc6677", "#009e73"
 
 
 def front(plans: list[Plan]) -> list[Plan]:
@@ -34,17 +36,19 @@ def draw(found: Found, problem: Problem, output: str, model: str) -> None:
 
     winner, room = found.plans[0], problem.machine.usable_memory / GIB
     figure, axes = pyplot.subplots(figsize=(9.5, 5.6), dpi=120, layout="constrained")
-    host = [plan for plan in found.failing if plan.margin >= 0]
-    device = [plan for plan in found.failing if plan.margin < 0 and plan.memory.total < 2 * room * GIB]
+    every = list(everything(problem, MOST)) or [*found.fitting, *found.failing]
+    shown = [plan for plan in every if plan.seconds < SLOWEST * winner.seconds and plan.memory.total < 2 * room * GIB]
+    fitting = [plan for plan in shown if plan.fits]
+    device, host = ([plan for plan in shown if not plan.fits and (plan.margin < 0) == full] for full in (True, False))
     for plans, colour, name in (
-        (found.fitting, BLUE, "fits"),
+        (fitting, BLUE, "fits"),
         (device, RED, "does not fit on the device"),
         (host, GREEN, "does not fit in the node's host memory"),
     ):
         if plans:
             label = f"{name}: {len(plans)}"
             axes.scatter(*points(plans), s=16, color=colour, alpha=0.55, linewidths=0, label=label, zorder=2)
-    axes.plot(*points(front(found.fitting)), color=BLUE, linewidth=1.2, label="none is faster with less memory", zorder=3)
+    axes.plot(*points(front(fitting)), color=BLUE, linewidth=1.2, label="none is faster with less memory", zorder=3)
     axes.axvline(room, color=INK, linewidth=1, linestyle="--")
     axes.text(room, 0.99, f" {room:.1f} GiB", transform=axes.get_xaxis_transform(), va="top", fontsize=9, color=INK)
     x, y = winner.memory.total / GIB, winner.seconds
@@ -54,9 +58,9 @@ def draw(found: Found, problem: Problem, output: str, model: str) -> None:
     axes.annotate(
         text, (x, y), (0, -10), textcoords="offset points", ha="center", va="top", fontsize=9, color=INK, zorder=5
     )
-    slowest = max(plan.seconds for plan in found.fitting)
-    fastest = min(plan.seconds for plan in [*found.fitting, *device, *host])
-    axes.set_ylim(fastest - 0.16 * (slowest - fastest or slowest), slowest + 0.06 * (slowest - fastest or slowest))
+    slowest, fastest = (extreme(plan.seconds for plan in shown) for extreme in (max, min))
+    span = slowest - fastest or slowest
+    axes.set_ylim(fastest - 0.16 * span, slowest + 0.16 * span)
     axes.set_xlim(left=0)
     axes.set_xlabel("memory of the fullest rank (GiB)", color=INK)
     axes.set_ylabel("predicted time of a step (s)", color=INK)
@@ -65,7 +69,7 @@ def draw(found: Found, problem: Problem, output: str, model: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, color=INK)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="upper left")
     try:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output)

@@ -61,7 +61,7 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
         for setting in fields(given):
             if getattr(given, setting.name) != getattr(usual, setting.name):
                 flag = "--" + setting.name.replace("_", "-")
-                raise Refusal(f"{flag} is not about the model, and the planner chooses it: see --help for its own words")
+                raise Refusal(f"{flag} is not about the model, and the planner chooses it: --help has its own options")
     words = [*flags, "--seq-length", str(seq_length), *JOB]
     if read.model.model is None and read.model.max_position_embeddings is None:
         words += ["--max-position-embeddings", str(seq_length)]

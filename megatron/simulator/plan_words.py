@@ -80,8 +80,9 @@ def _for(name: str) -> str:
 
 def winning(plan: Plan, problem: Problem) -> str:
     """Where the winner's time and memory go."""
-    shares = sorted(plan.estimate.parts.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{PARTS[name]} {100 * took / plan.seconds:.0f} %" for name, took in shares[:4] if took > 0.005 * plan.seconds)
+    shares = {name: took / plan.seconds for name, took in plan.estimate.parts.items()}
+    largest = sorted(shares, key=lambda name: -shares[name])[:4]
+    told = ", ".join(f"{PARTS[name]} {100 * shares[name]:.0f} %" for name in largest if shares[name] > 0.005)
     memory = plan.memory
     held = ", ".join(f"{kind} {gib(getattr(memory, kind))}" for kind in KINDS if getattr(memory, kind) > 0.05 * GIB)
     text = (
@@ -119,9 +120,7 @@ def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
         node, lack = problem.gpus_per_node, -plan.host_margin
         return f"needs {gib(node * plan.memory.host)} of host memory a node, {gib(node * lack)} more than there is"
     text = f"needs {gib(plan.memory.total)}, {gib(-plan.margin)} more than {a(machine.name)} has for it"
-    extra = {
-        kind: getattr(plan.memory, kind) - (getattr(winner.memory, kind) if winner else 0) for kind in KINDS
-    }
+    extra = {kind: getattr(plan.memory, kind) - (getattr(winner.memory, kind) if winner else 0) for kind in KINDS}
     kinds = [kind for kind in sorted(extra, key=lambda kind: -extra[kind]) if extra[kind] > 0.1 * -plan.margin][:3]
     if not kinds:
         return text
@@ -150,13 +149,13 @@ def alternatives(winner: Plan, problem: Problem) -> list[str]:
         near = [plan for plan in found.failing if plan.seconds < winner.seconds]
         if near:
             plan = max(near, key=lambda plan: min(plan.margin, plan.host_margin))
-            if plan.strategy not in told:
-                text = f"{label}: {words(plan.strategy)} would take {duration(winner.seconds - plan.seconds)} less, but "
-                told[plan.strategy] = (-plan.margin / plan.room, text + failing(plan, winner, problem) + ".")
-        if found.plans and found.plans[0].strategy not in told and found.plans[0].strategy != winner.strategy:
+            sooner = f"{label}: {words(plan.strategy)} would take {duration(winner.seconds - plan.seconds)} less"
+            far = max(-plan.margin / plan.room, -plan.host_margin / plan.host_room)
+            told.setdefault(plan.strategy, (far, f"{sooner}, but {failing(plan, winner, problem)}."))
+        if found.plans and found.plans[0].strategy != winner.strategy:
             plan = found.plans[0]
             text = f"{label}: {words(plan.strategy)} is {losing(plan, winner)}."
-            told[plan.strategy] = (plan.seconds / winner.seconds - 1, text)
+            told.setdefault(plan.strategy, (plan.seconds / winner.seconds - 1, text))
     return [text for _, text in sorted(told.values())[:TOLD]]
 
 

@@ -8,7 +8,7 @@ next grid cannot be faster than what has been found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from megatron.simulator.estimate import Estimate, estimate
@@ -129,6 +129,17 @@ def search(problem: Problem, top: int = 10) -> Found:
     return found
 
 
+def everything(problem: Problem, most: int) -> Iterator[Plan]:
+    """All strategies that the program accepts, priced; none, if they are more than ``most``."""
+    ways = [
+        way
+        for base in _grids(problem)
+        for zero in zero_stages(base, problem.limits)
+        for way in savings(replace(base, zero=zero), problem.workload, problem.limits)
+    ]
+    return (priced(problem, way) for way in ways) if len(ways) <= most else iter(())
+
+
 def weighed(problem: Problem, strategy: Strategy) -> Fit:
     """Memory of one strategy."""
     return Fit(strategy, fullest(problem.workload, strategy), problem.machine.usable_memory, problem.host_room)
@@ -196,9 +207,7 @@ def _first_that_fits(
     return None
 
 
-def _from_the_fastest(
-    problem: Problem, base: Strategy, orders: dict[Strategy, list[Strategy]]
-) -> Iterable[Strategy]:
+def _from_the_fastest(problem: Problem, base: Strategy, orders: dict[Strategy, list[Strategy]]) -> Iterable[Strategy]:
     """All savings on a grid. Their order does not hang on ZeRO, DP, PP: it is found once for many grids."""
     key = replace(base, data=1, pipeline=1, virtual=1, zero=1)
     if key not in orders:
