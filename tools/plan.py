@@ -26,8 +26,8 @@ from megatron.simulator.hardware import load
 from megatron.simulator.plan_report import Report
 from megatron.simulator.plan_request import Request, tokens
 from megatron.simulator.plan_words import alternatives, count, failing, winning, words
-from megatron.simulator.planner import Problem, search
-from megatron.simulator.search_space import Limits, grids
+from megatron.simulator.planner import Problem, everything, search
+from megatron.simulator.search_space import Limits
 from megatron.training.models import shape
 from megatron.training.refusal import Refusal
 
@@ -64,15 +64,21 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--output", metavar="FILE.png", help="draw time and memory of all plans")
     found.add_argument("--confirm", action="store_true", help="one simulated step of the winner, by the real program")
     narrow = found.add_argument_group("narrow the search")
-    for name in SIZES:
-        flag = "--" + name.replace("_", "-")
-        narrow.add_argument(flag, nargs="+", metavar="N", help=f"{name.replace('_', '-')} sizes to try")
+    sizes = {"nargs": "+", "metavar": "N"}
+    narrow.add_argument("--tensor", **sizes, help="sizes of TP to try")
+    narrow.add_argument("--ulysses", **sizes, help="of Ulysses")
+    narrow.add_argument("--ring", **sizes, help="of Ring")
+    narrow.add_argument("--data", **sizes, help="of DP")
+    narrow.add_argument("--pipeline", **sizes, help="of PP")
+    narrow.add_argument("--virtual", **sizes, help="virtual pipeline stages a rank")
+    narrow.add_argument("--micro-batch", **sizes, help="sequences a forward pass (1, 2, 4, 8, 16)")
     narrow.add_argument("--zero", nargs="+", type=int, choices=range(4), help="stages of ZeRO to try")
     narrow.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"), help="what to recompute")
     narrow.add_argument("--fpdt-chunk", nargs="+", metavar="N", help="FPDT with one of these chunks, in tokens")
     narrow.add_argument("--no-fpdt", action="store_true", help="no FPDT")
     narrow.add_argument("--no-offload", action="store_true", help="nothing goes to host memory")
     narrow.add_argument("--no-loss-chunks", action="store_true", help="the loss in one piece, but for FPDT")
+    narrow.add_argument("--no-overlap", action="store_true", help="gradients and weights do not travel beside compute")
     return found
 
 
@@ -110,6 +116,7 @@ def limits(args: argparse.Namespace) -> Limits:
         fpdt_chunk=chunks,
         offload=not args.no_offload,
         loss_chunks=not args.no_loss_chunks,
+        overlap=not args.no_overlap,
     )
 
 
@@ -121,11 +128,7 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
     """The problem at the longest sequence that fits."""
     power, length = plan_limits.longest(problem, request.workload)
     if not power:
-        raise Refusal(
-            f"not even 1K tokens fit on {problem.gpus} x {problem.machine.name}, or the global batch "
-            f"{problem.workload.global_batch} cannot be split over them: use more --gpus, or a multiple of them as "
-            "--global-batch"
-        )
+        raise nothing_fits(problem)  # not even the shortest
     console.print(
         f"The longest power of two that fits is [bold]{count(power)}[/bold] tokens; in sixteenths of it, "
         f"[bold]{count(length)}[/bold]. The plan for {count(length)}:\n"
@@ -167,7 +170,7 @@ def write(name: str, text: str) -> None:
 def nothing_fits(problem: Problem) -> Refusal:
     """Why there is no plan, and what would help."""
     workload, machine = problem.workload, problem.machine
-    if next(iter(grids(workload, problem.gpus, problem.limits)), None) is None:
+    if next(everything(problem), None) is None:
         return Refusal(no_grid(problem))
     near = plan_limits.nearest(problem)
     text = f"--gpus {problem.gpus}: nothing fits"
@@ -182,9 +185,8 @@ def nothing_fits(problem: Problem) -> Refusal:
 
 def no_grid(problem: Problem) -> str:
     workload = problem.workload
-    free = next(iter(grids(workload, problem.gpus)), None)
-    if free is not None:
-        return f"no grid of --gpus {problem.gpus} is left by the options that narrow the search: leave one out"
+    if next(everything(replace(problem, limits=Limits())), None) is not None:
+        return f"nothing for --gpus {problem.gpus} is left by the options that narrow the search: leave one out"
     return (
         f"no grid splits --seq-length {workload.seq_length} and --global-batch {workload.global_batch} of this model "
         f"({workload.shape.heads} heads, {workload.shape.layers} layers) evenly over --gpus {problem.gpus}: use "

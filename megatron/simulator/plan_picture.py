@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 from megatron.simulator.plan_words import GIB, count, grid_words, saving_words
-from megatron.simulator.planner import Found, Plan, Problem, everything
+from megatron.simulator.planner import Found, Plan, Problem, everything, priced
 from megatron.training.refusal import Refusal
 
 MOST = 12000  # strategies that are priced for a picture; of more, those that the search has met
@@ -36,7 +37,9 @@ def draw(found: Found, problem: Problem, output: str, model: str) -> None:
 
     winner, room = found.plans[0], problem.machine.usable_memory / GIB
     figure, axes = pyplot.subplots(figsize=(9.5, 5.6), dpi=120, layout="constrained")
-    every = list(everything(problem, MOST)) or [*found.fitting, *found.failing]
+    every = [*found.fitting, *found.failing]
+    if len(ways := list(islice(everything(problem), MOST))) < MOST:
+        every = [priced(problem, way) for way in ways]
     shown = [plan for plan in every if plan.seconds < SLOWEST * winner.seconds and plan.memory.total < 2 * room * GIB]
     fitting = [plan for plan in shown if plan.fits]
     device, host = ([plan for plan in shown if not plan.fits and (plan.margin < 0) == full] for full in (True, False))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from megatron.simulator.planner import Fit, Plan, Problem, search
@@ -25,7 +26,14 @@ PARTS = {
     "bubble": "the pipeline's bubble",
 }
 AXES = {"tensor": "TP", "ulysses": "Ulysses", "ring": "Ring", "data": "DP", "pipeline": "PP"}
-KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "temporary": "tensors that come and go",
+}
+STATES = ("parameters", "gradients", "optimizer")
 TOLD = 6  # alternatives that are told of
 
 
@@ -71,7 +79,8 @@ def gib(size: float) -> str:
 
 def a(name: str) -> str:
     """With its article, as it is spoken: an A100, an H100, a B200."""
-    return f"{'an' if name[:1].upper() in 'AEFHILMNORSX' else 'a'} {name}"
+    spelled = re.match(r"[AEFHILMNORSX]\d|[aeio]", name)
+    return f"{'an' if spelled else 'a'} {name}"
 
 
 def _for(name: str) -> str:
@@ -84,7 +93,9 @@ def winning(plan: Plan, problem: Problem) -> str:
     largest = sorted(shares, key=lambda name: -shares[name])[:4]
     told = ", ".join(f"{PARTS[name]} {100 * shares[name]:.0f} %" for name in largest if shares[name] > 0.005)
     memory = plan.memory
-    held = ", ".join(f"{kind} {gib(getattr(memory, kind))}" for kind in KINDS if getattr(memory, kind) > 0.05 * GIB)
+    held = ", ".join(
+        f"{gib(getattr(memory, kind))} {text}" for kind, text in KINDS.items() if getattr(memory, kind) > 0.05 * GIB
+    )
     text = (
         f"{words(plan.strategy)}: {duration(plan.seconds)} a step. It goes into {told}. The fullest rank holds "
         f"{gib(memory.total)} ({held}), {gib(plan.margin)} less than {a(problem.machine.name)} has for it."
@@ -124,8 +135,8 @@ def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
     kinds = [kind for kind in sorted(extra, key=lambda kind: -extra[kind]) if extra[kind] > 0.1 * -plan.margin][:3]
     if not kinds:
         return text
-    told = ", ".join(f"{gib(extra[kind])} {'more ' if winner else ''}{kind}" for kind in kinds)
-    states = kinds[0] in KINDS[:3]
+    told = ", ".join(f"{gib(extra[kind])} {'more ' if winner else ''}{KINDS[kind]}" for kind in kinds)
+    states = kinds[0] in STATES
     return f"{text}: {told}" + (f"; {holding(plan.strategy)}" if states and winner else "")
 
 

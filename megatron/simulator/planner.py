@@ -129,15 +129,11 @@ def search(problem: Problem, top: int = 10) -> Found:
     return found
 
 
-def everything(problem: Problem, most: int) -> Iterator[Plan]:
-    """All strategies that the program accepts, priced; none, if they are more than ``most``."""
-    ways = [
-        way
-        for base in _grids(problem)
-        for zero in zero_stages(base, problem.limits)
-        for way in savings(replace(base, zero=zero), problem.workload, problem.limits)
-    ]
-    return (priced(problem, way) for way in ways) if len(ways) <= most else iter(())
+def everything(problem: Problem) -> Iterator[Strategy]:
+    """All strategies that the program accepts."""
+    for base in _grids(problem):
+        for zero in zero_stages(base, problem.limits):
+            yield from savings(replace(base, zero=zero), problem.workload, problem.limits)
 
 
 def weighed(problem: Problem, strategy: Strategy) -> Fit:

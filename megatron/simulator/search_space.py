@@ -26,6 +26,7 @@ class Limits:
             of ``fpdt_chunk``, 0 is no FPDT.
         offload: whether host memory may be used.
         loss_chunks: whether the loss may be computed in chunks without FPDT.
+        overlap: whether gradients and weights travel beside compute.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -40,6 +41,7 @@ class Limits:
     fpdt_chunk: tuple[int, ...] | None = None
     offload: bool = True
     loss_chunks: bool = True
+    overlap: bool = True
 
 
 def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[Strategy]:
@@ -61,7 +63,9 @@ def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[
                         continue
                     if workload.seq_length % length_unit(tensor, ulysses, ring):
                         continue
-                    base = Strategy(tensor=tensor, ulysses=ulysses, ring=ring, data=data, pipeline=pipeline)
+                    sizes = (tensor, ulysses, ring, data, pipeline)
+                    overlap = {name: limits.overlap for name in ("overlap_grad_reduce", "overlap_param_gather")}
+                    base = Strategy(*sizes, **overlap)
                     yield from _schedules(base, workload, limits)
 
 
