@@ -25,7 +25,7 @@ from megatron.simulator import plan_confirm, plan_limits, plan_picture
 from megatron.simulator.hardware import load
 from megatron.simulator.plan_report import Report
 from megatron.simulator.plan_request import Request, tokens
-from megatron.simulator.plan_words import alternatives, count, failing, winning, words
+from megatron.simulator.plan_words import alternatives, count, failing, losing, winning, words
 from megatron.simulator.planner import Problem, everything, search
 from megatron.simulator.search_space import Limits
 from megatron.training.models import shape
@@ -33,6 +33,7 @@ from megatron.training.refusal import Refusal
 
 SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")
 EXIT_REFUSED = 2
+TRIES = 3  # dry runs of --confirm
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,7 +157,31 @@ def report(request: Request, problem: Problem, args: argparse.Namespace, console
     if args.output:
         plan_picture.draw(found, problem, args.output, told.name())
     if args.confirm:
-        console.print(plan_confirm.confirmed(told, winner, args.gpu))
+        confirm(told, args.gpu, console)
+
+
+def confirm(told: Report, gpu: str, console: Console) -> None:
+    """Dry runs of the winner and, where it does not fit after all, of plans that take less memory."""
+    problem, plan = told.problem, told.plans[0]
+    for _ in range(TRIES):
+        done = plan_confirm.confirm(told, plan, gpu)
+        console.print()
+        console.print(done.table())
+        if done.fits:
+            return
+        problem = done.narrowed(problem)
+        found = search(problem, top=1)
+        if not found.plans or found.plans[0].strategy == plan.strategy:
+            break
+        plan = replace(found.plans[0], room=told.problem.machine.usable_memory)
+        console.print(
+            "\nBy the dry run it does not fit. With what that took more set aside, the best is "
+            f"{words(plan.strategy)}, {losing(plan, told.plans[0])}:\n{told.command(plan.strategy)}",
+            soft_wrap=True,
+        )
+    raise Refusal(
+        "--confirm: no plan was found that fits by its dry run as well: use more --gpus, or a smaller problem"
+    )
 
 
 def write(name: str, text: str) -> None:
@@ -169,7 +194,7 @@ def write(name: str, text: str) -> None:
 
 def nothing_fits(problem: Problem) -> Refusal:
     """Why there is no plan, and what would help."""
-    workload, machine = problem.workload, problem.machine
+    machine = problem.machine
     if next(everything(problem), None) is None:
         return Refusal(no_grid(problem))
     near = plan_limits.nearest(problem)

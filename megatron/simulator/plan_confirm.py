@@ -8,21 +8,57 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
 
 from megatron.simulator.plan_report import Report
 from megatron.simulator.plan_words import GIB
-from megatron.simulator.planner import Plan
+from megatron.simulator.planner import Plan, Problem
 from megatron.simulator.replay import duration
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def confirmed(report: Report, plan: Plan, gpu: str) -> Table:
-    """Predicted against dry-run time and memory; takes as long as the dry run does.
+@dataclass(frozen=True)
+class Confirmation:
+    """A plan, and what its dry run came to: the largest of all ranks in bytes, and seconds a step."""
+
+    plan: Plan
+    device: int
+    host: int
+    seconds: float
+    mfu: float
+    fits: bool
+
+    def table(self) -> Table:
+        table = Table("", "planned", "dry run", "difference", title="Plan and dry run", title_justify="left")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        plan = self.plan
+        sizes = (("device memory", plan.memory.total, self.device), ("host memory", plan.memory.host, self.host))
+        for name, ours, theirs in sizes:
+            if ours or theirs:
+                table.add_row(name, f"{ours / GIB:.2f} GiB", f"{theirs / GIB:.2f} GiB", _difference(ours, theirs))
+        times = duration(plan.seconds), duration(self.seconds), _difference(plan.seconds, self.seconds)
+        table.add_row("a step", *times)
+        table.add_row("MFU", f"{100 * plan.estimate.mfu:.1f} %", f"{100 * self.mfu:.1f} %", "")
+        table.add_row("fits", "yes", "yes" if self.fits else "no", "")
+        return table
+
+    def narrowed(self, problem: Problem) -> Problem:
+        """The problem with less memory: what the dry run took beyond the plan is set aside."""
+        machine, node = problem.machine, problem.gpus_per_node
+        more = max(self.device - self.plan.memory.total, 0)
+        host = max(self.host - self.plan.memory.host, 0) * node
+        lent = replace(machine, reserved=machine.reserved + more, host_memory=machine.host_memory - host)
+        return replace(problem, machine=lent)
+
+
+def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
+    """Takes as long as the dry run does.
 
     Raises:
         Refusal: the program refuses the plan, or the dry run fails.
@@ -34,33 +70,13 @@ def confirmed(report: Report, plan: Plan, gpu: str) -> Table:
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, str(ROOT / entry), *flags, *dry]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode or not file.exists():
+        if not file.exists():  # with a file, code 1 says that it does not fit
             last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
             raise Refusal(f"--confirm: the dry run ended with code {done.returncode}: {last.removeprefix('error: ')}")
         found = json.loads(file.read_text())
-    return _table(plan, found)
-
-
-def _table(plan: Plan, found: dict) -> Table:
-    table = Table("", "planned", "dry run", "difference", title="Plan and dry run", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
     device = max(rank["device_peak_bytes"] for rank in found["ranks"])
     host = max(rank["host_peak_bytes"] for rank in found["ranks"])
-    rows = [("device memory", plan.memory.total, device), ("host memory of a rank", plan.memory.host, host)]
-    for name, ours, theirs in rows:
-        if ours or theirs:
-            table.add_row(name, f"{ours / GIB:.2f} GiB", f"{theirs / GIB:.2f} GiB", _difference(ours, theirs))
-    if found.get("predicted_ms"):
-        seconds = found["predicted_ms"] / 1e3
-        table.add_row("a step", duration(plan.seconds), duration(seconds), _difference(plan.seconds, seconds))
-    if found.get("mfu"):
-        mfu = found["mfu"]
-        table.add_row("MFU", f"{100 * plan.estimate.mfu:.1f} %", f"{100 * mfu:.1f} %", "")
-    fits = {True: "yes", False: "no"}
-    if found.get("fits") is not None:
-        table.add_row("fits", fits[plan.fits], fits[bool(found["fits"])], "")
-    return table
+    return Confirmation(plan, device, host, found["predicted_ms"] / 1e3, found["mfu"], found["fits"])
 
 
 def _difference(ours: float, theirs: float) -> str:

@@ -63,7 +63,7 @@ def draw(found: Found, problem: Problem, output: str, model: str) -> None:
     )
     slowest, fastest = (extreme(plan.seconds for plan in shown) for extreme in (max, min))
     span = slowest - fastest or slowest
-    axes.set_ylim(fastest - 0.16 * span, slowest + 0.16 * span)
+    axes.set_ylim(fastest - 0.16 * span, slowest + 0.25 * span)
     axes.set_xlim(left=0)
     axes.set_xlabel("memory of the fullest rank (GiB)", color=INK)
     axes.set_ylabel("predicted time of a step (s)", color=INK)
