@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron.simulator import plan_confirm
 from megatron.simulator.hardware import load
 from megatron.simulator.plan_limits import nearest
 from megatron.simulator.plan_picture import front
@@ -184,3 +186,43 @@ def test_the_front_is_what_nothing_beats(problem: Problem) -> None:
         beaten = [p for p in best if p.seconds <= plan_.seconds and p.memory.total <= plan_.memory.total]
         assert beaten
     assert [p.seconds for p in best] == sorted((p.seconds for p in best), reverse=True)
+
+
+# --- confirmed ---
+
+
+def small(*options: str) -> list[str]:
+    sizes = "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --vocab-size 999 --gpus 2 --gpu A100-80G"
+    return [*sizes.split(), "--seq-length", "4K", "--top", "1", "--confirm", *options]
+
+
+def test_where_the_dry_run_does_not_fit_another_plan_is_sought(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The first dry run takes 100 GiB; what that is more than planned, the second plan leaves free."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        commands.append(command)
+        rank = {"device_peak_bytes": 100 * 2**30 if len(commands) == 1 else 2**30, "host_peak_bytes": 0}
+        found = {"ranks": [rank], "predicted_ms": 1000.0, "mfu": 0.5, "fits": len(commands) > 1}
+        Path(command[command.index("--dry-run-json") + 1]).write_text(json.dumps(found))
+        return subprocess.CompletedProcess(command, int(len(commands) == 1), "", "")
+
+    monkeypatch.setattr(plan_confirm.subprocess, "run", run)
+    text = told(capsys, *PAPER, "--confirm", "--top", "1")
+    assert len(commands) == 2 and commands[0] != commands[1]
+    for command in commands:
+        simulation = parse(command[2:]).simulation
+        assert (simulation.dry_run, simulation.world_size, simulation.gpu) == (True, 16, "A800-80G")
+    assert "does not fit" in text and " slower: " in text.split("does not fit")[1]
+    peaks = [float(size) for size in re.findall(r"device memory │ ([\d.]+) GiB", text)]
+    assert peaks[1] < load("A800-80G").usable_memory / 2**30 - (100 - peaks[0])
+
+
+def test_a_dry_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        return subprocess.CompletedProcess(command, 2, "", "note\nerror: --this is wrong")
+
+    monkeypatch.setattr(plan_confirm.subprocess, "run", run)
+    assert "--confirm: the dry run ended with code 2: --this is wrong" in told(capsys, *small(), code=2)
