@@ -8,5 +8,6 @@ formulas/     the same in closed form: memory, communication, FLOPs
 hardware.py   machines as data files (machines/, read by machine_file.py); cost.py prices a kernel or a transfer on one
 measure.py    such a file for the machine at hand: one device; measure_links.py: between processes
 estimate.py   step time in closed form; replay.py of a trace, timeline.py its picture
-planner.py    the search for the best strategy
+planner.py    the search for the best strategy in search_space.py; plan_limits.py: the longest sequence, the fewest GPUs
+plan_*.py     what is asked; plans in words, as a table and JSON, as a picture, as a command; against a dry run
 """

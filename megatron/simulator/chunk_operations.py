@@ -2,13 +2,16 @@
 """FPDT's attention: tiles between chunks, and what comes from and goes to host memory meanwhile.
 
 The loops are those of context_parallel/chunk_pass.py. By queries keys move, by keys queries do; on a ring both passes
-go by keys. A tile and the copies for the next one are side by side, which is what the double buffer is for.
+go by keys. A tile and the copies for the next one are side by side, which is what the double buffer is for. What the
+first chunk of a backward pass needs comes while nothing else is there to do; one chunk alone hides nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.context_parallel.chunk_pass import goes_by_keys
-from megatron.simulator.attention_operations import Attended
+from megatron.simulator.attention_operations import Attended, ring_backward, ring_forward
 from megatron.simulator.operations import BF16, FP32, memory, tile
 from megatron.simulator.strategy import Strategy
 from megatron.simulator.stretch import Stretch
@@ -25,6 +28,9 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     if a.ring > 1:  # sums come and go with their queries
         out, back = 2 * q + lse, 3 * q + lse
     offload = saving and strategy.fpdt_offload
+    if chunks == 1:
+        head, *rest = ring_forward(a, strategy)
+        return [replace(head, copies=_copies(own, 0) if offload else ()), *rest]
     return [
         Stretch((_tile(a, size, own=True),), copies=_copies(own, 0) if offload else (), count=chunks),
         Stretch((_tile(a, size), merge), _hops(a, strategy, size, chunks), _copies(out, back) if offload else (), met),
@@ -35,16 +41,24 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Stret
     size, met = a.queries // chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
+    if a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16):
+        first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
+    else:
+        first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
+    before = [Stretch(copies=first)] if strategy.fpdt_offload else []
+    if chunks == 1:
+        return [*before, *ring_backward(a, strategy)]
     own, other = _tile(a, size, own=True, backward=True), _tile(a, size, backward=True)
     sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
     travel = _hops(a, strategy, size, chunks, backward=True)
     if not strategy.fpdt_offload:
         return [Stretch((own, sums), count=chunks), Stretch((other, sums), travel, count=met)]
-    if a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16):
-        first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
-    else:
-        first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
-    return [Stretch((own, sums), (), first, chunks), Stretch((other, sums), travel, pair, met)]
+    return [
+        *before,
+        Stretch((own, sums), (), first, chunks - 1),
+        Stretch((own, sums)),
+        Stretch((other, sums), travel, pair, met),
+    ]
 
 
 def _met(a: Attended, chunks: int) -> int:

@@ -89,7 +89,8 @@ def _again(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> li
 
 
 def _attention(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Stretch]:
-    tiles = ring_forward(a, strategy) if chunks == 1 else chunked_forward(a, strategy, chunks, saving=saving)
+    chunked = strategy.fpdt_chunk > 0
+    tiles = chunked_forward(a, strategy, chunks, saving=saving) if chunked else ring_forward(a, strategy)
     rows = a.rows // chunks
     return [*to_heads(a, strategy, rows, chunks), *tiles, *to_sequence(a, strategy, rows, chunks)]
 
@@ -97,7 +98,7 @@ def _attention(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) ->
 def _backward(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> list[Stretch]:
     chunks, pieces = attention_chunks(strategy, seq_length), ffn_chunks(strategy, seq_length)
     rows = a.rows // chunks
-    tiles = ring_backward(a, strategy) if chunks == 1 else chunked_backward(a, strategy, chunks)
+    tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
     stretches = [
         *mlp_grad(shape, strategy, a.rows // pieces, pieces),
         *output_grad(shape, strategy, rows, chunks),
