@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 import pytest
 
 from examples.reproduce import capacity
