@@ -36,7 +36,13 @@ def is_number(value: object) -> bool:
 
 
 def draw_rows(
-    file: Path, title: str, rows: Sequence[Row], over: str | None, panel: str | None, log: bool, draw: Callable | None
+    file: Path,
+    title: str,
+    rows: Sequence[Row],
+    over: str | None,
+    panel: str | None,
+    log: bool | str,
+    draw: Callable | None,
 ) -> None:
     import matplotlib
 
@@ -65,8 +71,9 @@ def draw_rows(
             _lines(axes, found, over, told, names) if over else _bars(axes, found, panel)
             title = f"{panel.replace('_', ' ')} {text(name)}" if panel and is_number(name) else name
             axes.set_title(title if panel else "", fontsize=11, color=INK)
-            (axes.set_yscale if over else axes.set_xscale)("log" if log else "linear")
-            if not log:
+            logarithmic = log is True or log == found[0].unit
+            (axes.set_yscale if over else axes.set_xscale)("log" if logarithmic else "linear")
+            if not logarithmic:
                 low, high = (axes.get_ylim if over else axes.get_xlim)()
                 low = min(0, low)
                 (axes.set_ylim if over else axes.set_xlim)(low, low + 1.04 * (high - low))

@@ -106,7 +106,7 @@ def write(
     *,
     over: str | None = None,
     panel: str | None = None,
-    log: bool = False,
+    log: bool | str = False,
     draw: Callable[[Any], None] | None = None,
 ) -> float | None:
     """Print the table, write NAME.csv and draw NAME.png in ``out_dir``.
@@ -115,7 +115,7 @@ def write(
         title: of the table and the picture, with paper and number: "USP, table 5".
         over: the label on the x axis of a line chart, such as "seq_length"; without it, bars.
         panel: the label that makes a panel of its own for each of its values; default: a panel for each unit.
-        log: y is logarithmic.
+        log: y is logarithmic; a unit: in panels of that unit.
         draw: draws on a given figure in place of all this. Its legend must say what is measured, simulated, published.
 
     Returns:

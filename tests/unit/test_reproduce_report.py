@@ -91,6 +91,15 @@ def test_write(options, tmp_path, capsys):
     assert (tmp_path / "new" / "table_9.png").stat().st_size > 5000
 
 
+def test_one_unit_may_be_logarithmic(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    report.write(tmp_path, "t", "T", [row(1.0, 2.0), row(4096, 8192, "tokens")], log="tokens")
+    assert {axes.get_xlabel(): axes.get_xscale() for axes in drawn[0].axes} == {"ms": "linear", "tokens": "log"}
+
+
 def test_the_caller_may_draw(tmp_path):
     drawn = []
     mean = report.write(tmp_path, "figure_9", "Paper, figure 9", [row(None, 1.0)], draw=drawn.append)

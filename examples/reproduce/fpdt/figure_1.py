@@ -4,7 +4,7 @@
 
     python examples/reproduce/fpdt/figure_1.py [OUT_DIR]
 
-The points are those of figure 11: 2.7B, 13B and 70B. Longest contexts by memory: table_1.py.
+The points are those of figure 11: 2.7B, 13B and 70B. How long each fits: figure_1_context.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a sequence can be: the longest that fits, and how many rows of a table agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from examples.reproduce.report import Row
+
+Fits = Callable[[int], bool]
+AT_LEAST = "tested no further"  # how the note of a row begins where the published length is not the longest
+LONGEST = 2**40
+
+
+def longest_power(fits: Fits, start: int = 4096) -> int:
+    """The longest of ``start`` times a power of two that fits; 0 if ``start`` does not."""
+    length = 0
+    while fits(max(2 * length, start)) and length < LONGEST:
+        length = max(2 * length, start)
+    return length
+
+
+def longest_multiple(fits: Fits, step: int) -> int:
+    """The longest multiple of ``step`` that fits, where all shorter ones do; 0 if none."""
+    above = step
+    while fits(above) and above < LONGEST:
+        above *= 2
+    low, high = 0, above // step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def within_a_doubling(rows: Sequence[Row]) -> tuple[int, int]:
+    """(rows where ours is half to twice the published length, rows with a published length).
+
+    A row that was tested no further agrees where ours is as long or longer.
+    """
+    compared = [row for row in rows if row.unit == "tokens" and row.published is not None]
+    return sum(_agrees(row) for row in compared), len(compared)
+
+
+def _agrees(row: Row) -> bool:
+    if row.doublings is None:  # ours is 0: it does not fit at all
+        return False
+    return row.doublings >= 0 if row.note.startswith(AT_LEAST) else abs(row.doublings) <= 1
+
+
+def tell(rows: Sequence[Row]) -> None:
+    """Print how many rows agree."""
+    within, compared = within_a_doubling(rows)
+    print(f"within one doubling: {within} of {compared} rows ({100 * within / compared:.0f} %)")
