@@ -145,7 +145,7 @@ def report(request: Request, problem: Problem, args: argparse.Namespace, console
     told, winner = Report(request, problem, found.plans), found.plans[0]
     console.print(told.table(top))
     console.print(f"\n[bold]Why the first.[/bold] {winning(winner, problem)}\n")
-    others = alternatives(winner, problem)
+    others = alternatives(winner, problem, found.known)
     if others:
         console.print("[bold]Why no other.[/bold]")
     for line in others:

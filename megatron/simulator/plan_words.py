@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megatron.simulator.planner import Fit, Plan, Problem, search
+from megatron.simulator.planner import Fit, Known, Plan, Problem, search
 from megatron.simulator.replay import duration
 from megatron.simulator.search_space import Limits, divisors
 from megatron.simulator.strategy import Strategy
@@ -151,12 +151,15 @@ def holding(s: Strategy) -> str:
     return f"every rank holds {part}" + (f", of which {split[s.zero]} split over {over}" if s.zero else "")
 
 
-def alternatives(winner: Plan, problem: Problem) -> list[str]:
-    """One thing changed at a time, each at its best: what that costs, or which memory it lacks."""
+def alternatives(winner: Plan, problem: Problem, known: Known | None = None) -> list[str]:
+    """One thing changed at a time, each at its best: what that costs, or which memory it lacks.
+
+    ``known``: of the search for the winner.
+    """
     told: dict[Strategy, tuple[float, str]] = {}
     for label, limits in _changes(winner.strategy, problem):
         changed = replace(problem, limits=limits)
-        found = search(changed, top=1)
+        found = search(changed, 1, known)
         near = [plan for plan in found.failing if plan.seconds < winner.seconds]
         if near:
             plan = max(near, key=lambda plan: min(plan.margin, plan.host_margin))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from megatron.simulator.estimate import Estimate, estimate
 from megatron.simulator.formulas.memory import Memory, device_memory
 from megatron.simulator.hardware import Machine
-from megatron.simulator.search_space import Limits, grids, savings, zero_stages
+from megatron.simulator.search_space import Limits, grids, savings, within, zero_stages
 from megatron.simulator.strategy import Strategy, Workload
 
 HOST_SHARE = 0.9  # of a node's memory that offloading may fill; the rest is for the processes themselves
@@ -90,6 +90,19 @@ class Plan(Fit):
 
 
 @dataclass
+class Known:
+    """What a search has worked out, for another one within narrower limits.
+
+    Attributes:
+        bases: (seconds at least, number, grid), the fastest first.
+        orders: ways to save memory on a grid, the fastest first.
+    """
+
+    bases: list[tuple[float, int, Strategy]]
+    orders: dict[tuple, list[Strategy]] = field(default_factory=dict)
+
+
+@dataclass
 class Found:
     """What a search has seen.
 
@@ -99,22 +112,28 @@ class Found:
     """
 
     plans: list[Plan]
+    known: Known
     fitting: list[Plan] = field(default_factory=list)
     failing: list[Plan] = field(default_factory=list)
 
 
-def search(problem: Problem, top: int = 10) -> Found:
-    """The fastest plans: at least ``top`` grids, if so many fit, and all that come near the winner."""
-    bases = sorted((least_seconds(problem, base), index, base) for index, base in enumerate(_bases(problem)))
-    orders: dict[Strategy, list[Strategy]] = {}
+def search(problem: Problem, top: int = 10, known: Known | None = None) -> Found:
+    """The fastest plans: at least ``top`` grids, if so many fit, and all that come near the winner.
+
+    Args:
+        known: of a search for the same within wider limits.
+    """
+    if known is None:
+        known = Known(sorted((least_seconds(problem, base), index, base) for index, base in enumerate(_bases(problem))))
+    bases = [entry for entry in known.bases if within(entry[2], problem.limits)]
     best: dict[Grid, Plan] = {}
-    found = Found([])
+    found = Found([], known)
     cut = float("inf")
     for bound, _, base in bases:
         if bound > cut:
             break
         for zero in zero_stages(base, problem.limits):
-            plan = _first_that_fits(problem, replace(base, zero=zero), orders, cut, found)
+            plan = _first_that_fits(problem, replace(base, zero=zero), cut, found)
             if plan is None:
                 continue
             found.fitting.append(plan)
@@ -185,11 +204,9 @@ def _bases(problem: Problem) -> list[Strategy]:
     return kept
 
 
-def _first_that_fits(
-    problem: Problem, base: Strategy, orders: dict[Strategy, list[Strategy]], cut: float, found: Found
-) -> Plan | None:
+def _first_that_fits(problem: Problem, base: Strategy, cut: float, found: Found) -> Plan | None:
     """The fastest way to make ``base`` fit, unless it takes longer than ``cut``; what does not fit is noted."""
-    for strategy in _from_the_fastest(problem, base, orders):
+    for strategy in _from_the_fastest(problem, base, found.known.orders):
         time = estimate(problem.workload, strategy, problem.machine)
         if time.seconds > cut:
             return None
@@ -203,11 +220,12 @@ def _first_that_fits(
     return None
 
 
-def _from_the_fastest(problem: Problem, base: Strategy, orders: dict[Strategy, list[Strategy]]) -> Iterable[Strategy]:
+def _from_the_fastest(problem: Problem, base: Strategy, orders: dict[tuple, list[Strategy]]) -> Iterable[Strategy]:
     """All savings on a grid. Their order does not hang on ZeRO, DP, PP: it is found once for many grids."""
-    key = replace(base, data=1, pipeline=1, virtual=1, zero=1)
+    limits, alike = problem.limits, replace(base, data=1, pipeline=1, virtual=1, zero=1)
+    key = (alike, limits.recompute, limits.fpdt_chunk, limits.offload, limits.loss_chunks)
     if key not in orders:
-        ways = savings(key, problem.workload, problem.limits)
+        ways = savings(alike, problem.workload, limits)
         orders[key] = sorted(ways, key=lambda way: least_seconds(problem, way))
     for way in orders[key]:
         yield replace(way, data=base.data, pipeline=base.pipeline, virtual=base.virtual, zero=base.zero)

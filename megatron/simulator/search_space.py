@@ -126,6 +126,12 @@ def _chunked(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Str
                 yield replace(grid, fpdt_chunk=chunk, fpdt_offload=offload, offload_checkpoints=checkpoints)
 
 
+def within(grid: Strategy, limits: Limits) -> bool:
+    """Whether the limits allow a grid, its micro-batch and virtual stages."""
+    names = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")
+    return all(allowed(getattr(grid, name), getattr(limits, name)) for name in names)
+
+
 def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
