@@ -131,6 +131,11 @@ class Offload:
         if len(self._leaving) > IN_FLIGHT:
             compute.wait_event(self._leaving.popleft()[1])
 
+    def let_go(self) -> None:
+        """Have compute wait for all copies to the host, so that it may reuse the memory of what has left."""
+        while self._leaving:
+            torch.cuda.current_stream().wait_event(self._leaving.popleft()[1])
+
     def load(self, host: Tensor) -> Loading:
         """Start copying a host buffer (or rows of one) to the device; call it before the compute it may overlap."""
         self.copies.to_device += host.numel() * host.element_size()
@@ -306,6 +311,7 @@ class _Saved:
         self.coming = self.coming or self.offload.load(self.host)
 
     def take(self) -> Tensor:
+        self.offload.let_go()  # nothing may leave for the rest of the backward pass, and these copies are long done
         self.fetch()
         x, self.coming = self.coming.wait(), None
         if self.before is not None:

@@ -60,6 +60,10 @@ class SimulatedGpuOffload(Offload):
         if len(self._waiting) > IN_FLIGHT:
             self.recorder.wait(self._waiting.popleft()[1])
 
+    def let_go(self) -> None:
+        while self._waiting:
+            self.recorder.wait(self._waiting.popleft()[1])
+
     def load(self, host: Tensor) -> Loading:
         self.copies.to_device += host.numel() * host.element_size()
         x = torch.empty(host.shape, dtype=host.dtype)

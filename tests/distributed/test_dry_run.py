@@ -88,7 +88,7 @@ def test_dry_run_equals_the_run(pool, name):
     flags = f"{BIGGER} {flags}"
     real = pool.run(watch, ranks, flags, llama)
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, ranks)
-    for rank in sorted({0, ranks // 2, ranks - 1}):
+    for rank in sorted({0, ranks - 1}):
         device, host, communication, flops = real[rank]
         dry = rehearse(config, ranks, rank, config.model.vocab_size + 1)
         assert dry.trace.communication_bytes() == communication, rank

@@ -72,6 +72,20 @@ def test_a_gpu_copies_on_streams_of_its_own():
     assert {e.ticket for e in copies if e.direction == "to_device"} <= waited
 
 
+def test_layer_inputs_leave_the_device_before_the_backward_pass():
+    flags = f"--fpdt --fpdt-chunk-size 64 --no-fpdt-offload --bf16 {RECOMPUTE} --seq-length 1024 --num-layers 4"
+    flags += " --max-position-embeddings 1024 --global-batch-size 1"
+    from megatron.simulator.rehearsal import rehearse
+
+    kept, left = (
+        rehearse(config_of(f"{flags} {more}", 1), 1, 0, 301, on_gpu=True) for more in ("", "--offload-checkpoints")
+    )
+    hidden = 1024 * 64 * 2
+    # Of four inputs, the one in use and the one that comes are there; the other two are not.
+    assert kept.device_peak - left.device_peak >= 2 * hidden
+    assert left.host_peak - kept.host_peak == 4 * hidden
+
+
 def test_weights_come_while_the_layer_before_computes():
     """FSDP's transfers hide behind compute that is long enough, but for the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
