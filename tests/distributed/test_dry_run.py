@@ -35,19 +35,19 @@ CASES = {
     ),
     "ZeRO 2": (2, True, "--zero-stage 2 --bf16 --ulysses-parallel-size 2"),
     "ZeRO 3": (4, True, f"--zero-stage 3 --ring-parallel-size 2 {RECOMPUTE}"),
-    "FPDT in host memory": (2, True, f"--fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 {GROUPED}"),
+    "FPDT in host memory": (2, True, f"--num-layers 2 --fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 {GROUPED}"),
     "FPDT on a ring with offloaded checkpoints": (
         4,
         True,
-        f"--fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
+        f"--num-layers 2 --fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
         "--offload-checkpoints --bf16 --zero-stage 1",
     ),
     "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
     "FPDT beside TP, streamed": (
         4,
         True,
-        f"--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt --fpdt-chunk-size 128 "
-        f"--fpdt-stream-hidden {RECOMPUTE}",
+        "--num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
+        f"--fpdt-chunk-size 128 --fpdt-stream-hidden {RECOMPUTE}",
     ),
 }
 

@@ -31,13 +31,13 @@ def config_of(flags, ranks):
         (4, "--ulysses-parallel-size 2 --zero-stage 1 --bf16"),
         (2, f"--fpdt --fpdt-chunk-size 64 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}"),
         (2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel"),
-        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --bf16 --num-layers 24"),
+        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --bf16 --num-layers 20"),
     ],
 )
 def test_a_few_layers_stand_for_all(ranks, flags):
     machine = load("A100-80G")
     few, every = (
-        dry_run(config_of(f"--num-layers 16 {flags}", ranks), ranks, machine, vocab_size=301, every_layer=every)
+        dry_run(config_of(f"--num-layers 10 {flags}", ranks), ranks, machine, vocab_size=301, every_layer=every)
         for every in (False, True)
     )
     for a, b in zip(few.ranks, every.ranks):
@@ -73,7 +73,7 @@ def test_a_gpu_copies_on_streams_of_its_own():
 
 
 def test_layer_inputs_leave_the_device_before_the_backward_pass():
-    flags = f"--fpdt --fpdt-chunk-size 64 --no-fpdt-offload --bf16 {RECOMPUTE} --seq-length 1024 --num-layers 4"
+    flags = f"--fpdt --fpdt-chunk-size 512 --no-fpdt-offload --bf16 {RECOMPUTE} --seq-length 1024 --num-layers 4"
     flags += " --max-position-embeddings 1024 --global-batch-size 1"
     from megatron.simulator.rehearsal import rehearse
 
@@ -105,7 +105,7 @@ def test_a_world_of_16384_ranks():
     flags = "--tensor-model-parallel-size 8 --sequence-parallel --ulysses-parallel-size 8 --ring-parallel-size 4"
     flags += " --pipeline-model-parallel-size 4 --bf16 --zero-stage 1 --num-attention-heads 64 --hidden-size 512"
     config = parse(
-        f"{TINY} {flags} --seq-length 4096 --global-batch-size 64 --max-position-embeddings 4096".split(), LLAMA, 16384
+        f"{TINY} {flags} --seq-length 1024 --global-batch-size 32 --max-position-embeddings 1024".split(), LLAMA, 16384
     )
     found = dry_run(config, 16384, load("H100-80G"), vocab_size=301)
     assert [report.rank for report in found.ranks] == [0, 8192, 12288]
