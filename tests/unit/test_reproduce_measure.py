@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
+import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +19,14 @@ from examples.reproduce import measured
 from examples.reproduce.fpdt import training as fpdt
 from examples.reproduce.genslm import training as genslm
 from examples.reproduce.measured import Measured, Unmeasured, launch, reason, run_flags, step_seconds
-from examples.reproduce.report import Row, published, write
+from examples.reproduce.report import Row, command, published, write
 from examples.reproduce.simulate import Clock, shape_of, usp_tflops
 from examples.reproduce.ulysses import training as ulysses
 from examples.reproduce.usp import training as usp
 from megatron.simulator.strategy import Strategy, Workload
 from megatron.training.arguments import parse
 from megatron.training.models import LLAMA
+from tests.program import run_forked
 
 REPRODUCE = Path(measured.__file__).parent
 COMMANDS = [
@@ -47,10 +51,24 @@ def of_gpus(count: int) -> Measured:
 
 
 def test_a_step_of_a_real_run(monkeypatch):
-    """Two processes on a CPU; the flags are those of a row, and the time is that of its log."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    took = step_seconds("gpt-2.7b", TINY, Strategy(ulysses=2), device="cpu", limit=200)
-    assert 1e-3 < took < 60
+    """Two processes on a CPU, forked as the launcher would start them."""
+
+    def forked(command: list[str], environment: dict[str, str], limit: float) -> tuple[int, str]:
+        place = next(n for n, word in enumerate(command) if word.endswith(".py"))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+
+        def rank(number: int) -> subprocess.CompletedProcess:
+            mine = environment | job | {"RANK": str(number), "LOCAL_RANK": str(number), "OMP_NUM_THREADS": "1"}
+            return run_forked(Path(command[place]), command[place + 1 :], mine, timeout=200)
+
+        with ThreadPoolExecutor(2) as both:
+            done = list(both.map(rank, range(2)))
+        return max(run.returncode for run in done), "".join(run.stdout + run.stderr for run in done)
+
+    monkeypatch.setattr(measured, "launch", forked)
+    assert 1e-3 < step_seconds("gpt-2.7b", TINY, Strategy(ulysses=2), device="cpu") < 60
 
 
 def test_the_time_is_the_median_after_the_first_two_steps(monkeypatch):
@@ -91,22 +109,22 @@ def test_why_a_run_gave_no_time(monkeypatch, output: str, told: str):
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
     file = tmp_path / "pid"
     code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
-    with pytest.raises(Unmeasured, match="not done in 2 s"):
-        launch([sys.executable, "-S", "-c", code], dict(os.environ), 2)
+    with pytest.raises(Unmeasured, match="not done in 1 s"):
+        launch([sys.executable, "-S", "-c", code], dict(os.environ), 1)
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: getattr(table, "__name__", "figure_rows"))
 def test_every_row_is_a_run_that_the_program_takes(monkeypatch, table):
-    def accepted(model: str, workload: Workload, strategy: Strategy) -> float:
-        program, *flags = run_flags(model, workload, strategy)
+    def accepted(name: str, workload: Workload, strategy: Strategy) -> float:
+        program, *flags = run_flags(name, workload, strategy)
         llama = {f"model.{name}": value for name, value in LLAMA.items()}
         config = parse(flags, llama if program.endswith("pretrain_llama.py") else None, strategy.ranks)
-        model_settings = config.model
-        assert model_settings.num_layers == workload.shape.layers and config.optimizer.bf16
-        assert model_settings.num_attention_heads == workload.shape.heads
-        assert model_settings.ffn_hidden_size in (None, workload.shape.ffn)
+        model = config.model
+        assert model.num_layers == workload.shape.layers and config.optimizer.bf16
+        assert model.num_attention_heads == workload.shape.heads
+        assert model.ffn_hidden_size in (None, workload.shape.ffn)
         assert config.data.global_batch_size == workload.global_batch
         assert (config.attention.attention_mask == "full") is not workload.causal
         return 2.0
@@ -164,8 +182,6 @@ def test_a_shape_that_flags_cannot_say_is_an_error():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_without_gpus_measure_is_refused(name: str, tmp_path, monkeypatch, capsys):
-    import runpy
-
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     out = tmp_path / "out"
     monkeypatch.setattr(sys, "argv", [name, str(out), "--measure"])
@@ -176,8 +192,7 @@ def test_without_gpus_measure_is_refused(name: str, tmp_path, monkeypatch, capsy
     assert told.err.startswith("error: --measure") and told.err.count("\n") == 1 and "leave" in told.err
 
 
-def test_other_commands_have_no_measure():
-    done = subprocess.run(
-        [sys.executable, str(REPRODUCE / "fpdt" / "table_1.py"), "--measure"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "unrecognized arguments: --measure" in done.stderr
+def test_other_commands_have_no_measure(capsys):
+    with pytest.raises(SystemExit):
+        command(str(REPRODUCE / "fpdt" / "table_1.py"), "").parse_args(["--measure"])
+    assert "unrecognized arguments: --measure" in capsys.readouterr().err
