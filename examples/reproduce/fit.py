@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.reproduce.fpdt import training as fpdt  # noqa: E402
 from examples.reproduce.genslm import training as genslm  # noqa: E402
 from examples.reproduce.report import Row  # noqa: E402
-from examples.reproduce.simulate import CLUSTERS, cluster  # noqa: E402
+from examples.reproduce.simulate import CLUSTERS, Simulated, cluster  # noqa: E402
 from examples.reproduce.ulysses import training as ulysses  # noqa: E402
 from examples.reproduce.usp import attention, training  # noqa: E402
 from megatron.simulator.hardware import Machine, load  # noqa: E402
@@ -45,10 +46,15 @@ class Fit:
     limits: dict[str, float] = field(default_factory=dict)
 
 
+def simulated(rows: Callable[..., list[Row]], **given: Any) -> Table:
+    """A table that takes a clock, as one that takes a machine."""
+    return lambda machine: rows(Simulated(machine), **given)
+
+
 FITS = {
     "usp-a800": Fit(
         ("gemm", "attention", "link", "all_to_all", "network", "interleaved", "overlap"),
-        {f"table {table}": partial(training.training_rows, tables=(table,)) for table in (5, 6, 7)},
+        {f"table {table}": simulated(training.training_rows, tables=(table,)) for table in (5, 6, 7)},
         {"interleaved": 1.0},  # the shipped A800 has it from table 6
     ),
     "usp-a100": Fit(
@@ -63,14 +69,14 @@ FITS = {
     ),
     "ulysses-a100": Fit(
         ("gemm", "attention", "network_all_to_all"),
-        {f"table {table}": partial(ulysses.scaling_rows, tables=(table,)) for table in (2, 3)},
+        {f"table {table}": simulated(ulysses.scaling_rows, tables=(table,)) for table in (2, 3)},
     ),
     "fpdt-a100": Fit(
         ("gemm", "attention", "network", "network_all_to_all", "overlap"),
-        {f"figure 11, {model}": partial(fpdt.figure_11_rows, models=(model,)) for model in fpdt.MODELS},
+        {f"figure 11, {model}": simulated(fpdt.figure_11_rows, models=(model,)) for model in fpdt.MODELS},
     ),
     "genslm-a100": Fit(
-        ("gemm", "attention", "network"), {"throughput, new": partial(genslm.throughput_rows, frameworks=("new",))}
+        ("gemm", "attention", "network"), {"throughput, new": simulated(genslm.throughput_rows, frameworks=("new",))}
     ),
 }
 

@@ -87,14 +87,23 @@ def published(name: str) -> list[dict[str, Value]]:
         return [{column: _read(text) for column, text in row.items()} for row in csv.DictReader(lines)]
 
 
-def command(file: str, about: str) -> argparse.ArgumentParser:
-    """The parser of a command, ``FILE [OUT_DIR]``; OUT_DIR is ``out/reproduce/PAPER/NAME`` by the file's own place."""
+def command(file: str, about: str, *, measure: bool = False) -> argparse.ArgumentParser:
+    """The parser of a command, ``FILE [OUT_DIR]``; OUT_DIR is ``out/reproduce/PAPER/NAME`` by the file's own place.
+
+    ``measure``: the command has ``--measure`` too.
+    """
     path = Path(file).resolve()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "out_dir", nargs="?", type=Path, default=Path("out/reproduce", path.parent.name, path.stem), metavar="OUT_DIR",
         help="where the table and the picture go (default: %(default)s)",
     )  # fmt: skip
+    if measure:
+        parser.add_argument(
+            "--measure", action="store_true",
+            help="run the training programs on this machine's GPUs in place of simulating; rows that need more GPUs "
+            "say so",
+        )  # fmt: skip
     return parser
 
 

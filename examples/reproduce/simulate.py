@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' clusters, models and ways to count FLOPs, for tables made by simulation."""
+"""The papers' clusters, models and ways to count FLOPs, and the clock that tables of throughput are made with."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal, Protocol
 
+from megatron.simulator.cost import copy_seconds
+from megatron.simulator.estimate import estimate
 from megatron.simulator.hardware import Machine, load
-from megatron.simulator.strategy import Shape, Workload
+from megatron.simulator.operations import BF16
+from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.simulator.trace import HostCopy
 from megatron.training.config import ModelConfig
 from megatron.training.models import shape, vocabulary
+from megatron.training.refusal import Refusal
 
 CLUSTERS = Path(__file__).parent / "clusters"
 
@@ -16,6 +25,78 @@ CLUSTERS = Path(__file__).parent / "clusters"
 def cluster(name: str) -> Machine:
     """A paper's machines: a shipped machine and the constants that fit.py found for them."""
     return load(CLUSTERS / f"{name}.json")
+
+
+class Clock(Protocol):
+    """Where the seconds of a step come from: :class:`Simulated`, or the programs run (``measured.py``)."""
+
+    @property
+    def mark(self) -> Literal["measured", "simulated"]:
+        """What its rows are marked."""
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of a GPU in bf16, that MFU is a share of."""
+
+    def seconds(
+        self, model: str, workload: Workload, strategy: Strategy, *, inputs_in_host: bool = False
+    ) -> float | str:
+        """Of a step; or a word that says why there are none, such as "OOM".
+
+        Args:
+            model: the name in training/models.py; ``workload.shape`` may have other layers, heads or width.
+            inputs_in_host: layer inputs wait in host memory, as the strategy does not say.
+        """
+
+    def slowed(self, what: str, **shares: float) -> Clock:
+        """Kernels that this repository does not have: ``what`` they are, and their share of ours' rates."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Step times by the cost model on a machine. It knows no memory: nothing is ever out of it."""
+
+    machine: Machine
+    mark: Literal["simulated"] = "simulated"
+
+    @property
+    def peak(self) -> float:
+        return self.machine.peak["bf16"]
+
+    def seconds(
+        self, model: str, workload: Workload, strategy: Strategy, *, inputs_in_host: bool = False
+    ) -> float | str:
+        """``inputs_in_host``: FPDT's program copies them while it computes nothing (ours overlaps them)."""
+        took = estimate(workload, strategy, self.machine).seconds
+        if inputs_in_host:
+            copied = float(BF16 * strategy.local_tokens(workload) * workload.shape.hidden)
+            waiting = sum(copy_seconds(HostCopy(way, copied), self.machine) for way in ("to_host", "to_device"))
+            took += workload.shape.layers * waiting
+        return took
+
+    def slowed(self, what: str, **shares: float) -> Simulated:
+        ours = asdict(self.machine.calibration)
+        rates = {name: share * ours[name] for name, share in shares.items()}
+        return Simulated(replace(self.machine, calibration=replace(self.machine.calibration, **rates)))
+
+
+def clock(name: str, measure: bool) -> Clock:
+    """The cluster ``name``, simulated; with ``measure`` this machine's GPUs. Without GPUs that ends the program, with
+    one line and code 2."""
+    if not measure:
+        return Simulated(cluster(name))
+    from examples.reproduce.measured import gpus_here
+
+    try:
+        return gpus_here()
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        sys.exit(2)
+
+
+def told(seconds: float | str, count: Callable[[float], float]) -> float | str:
+    """What ``count`` makes of the seconds; a word in their place stays one."""
+    return seconds if isinstance(seconds, str) else count(seconds)
 
 
 def shape_of(model: str, **sizes: int) -> Shape:

@@ -69,7 +69,7 @@ def test_flags_are_known(page: Path) -> None:
 @cache
 def tool_flags() -> set[str]:
     """Flags that our tools, benchmarks and examples add to their parsers."""
-    files = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]
+    files = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.py")]
     words = (re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", file.read_text()) for file in files)
     return {flag for found in words for flag in found}
 

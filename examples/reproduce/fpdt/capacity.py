@@ -18,7 +18,7 @@ from functools import partial
 from examples.reproduce.capacity import AT_LEAST, longest_power
 from examples.reproduce.fpdt import training
 from examples.reproduce.report import Row, published
-from examples.reproduce.simulate import cluster
+from examples.reproduce.simulate import Simulated, cluster
 from megatron.simulator.formulas.memory import Memory, device_memory
 from megatron.simulator.formulas.parameters import stage_parameters
 from megatron.simulator.hardware import Machine, load
@@ -185,7 +185,9 @@ def table_3_name(line: dict) -> str:
 def table_3_rows() -> list[Row]:
     """For each row of the paper: the longest sequence, device memory at the published length, and MFU there."""
     machine, shape, rows = machine_of("A100-80G"), shape_of("llama3-8b"), []
-    for line, speed in zip(published("fpdt_table_3_strategies"), training.table_3_rows(machine), strict=True):
+    for line, speed in zip(
+        published("fpdt_table_3_strategies"), training.table_3_rows(Simulated(machine)), strict=True
+    ):
         label, length = {"strategy": table_3_name(line)}, line["max_context_tokens"]
         as_named = Run(shape, machine, table_3_strategy(line))
         run, notes = as_named, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT's MFU over the length, the models and the systems (figures 1, 11 and 12), by simulation.
+"""FPDT's MFU over the length, the models and the systems (figures 1, 11 and 12, table 3), simulated or measured.
 
 Settings of the paper: batch 1, full recompute with layer inputs in host memory, ZeRO 3 over all ranks; Megatron-SP has
 TP over all ranks. Chunks of 64K tokens.
@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from examples.reproduce.report import Row, published
-from examples.reproduce.simulate import shape_of
-from megatron.simulator.cost import copy_seconds
-from megatron.simulator.estimate import estimate, model_flops
-from megatron.simulator.hardware import Machine
-from megatron.simulator.operations import BF16
+from examples.reproduce.simulate import Clock, shape_of
+from megatron.simulator.estimate import model_flops
 from megatron.simulator.strategy import Shape, Strategy, Workload
-from megatron.simulator.trace import HostCopy
 
 CHUNK = 65536
 MODELS = ("gpt-2.7b", "gpt-6.7b", "llama3-8b", "gpt-13b", "gpt-30b", "llama3-70b")
@@ -30,18 +26,10 @@ def shape(model: str) -> Shape:
 
 
 def strategy(system: str, gpus: int, chunk: int = CHUNK) -> Strategy:
-    """Without the layer inputs' copies, which :func:`seconds` adds."""
+    """Without the layer inputs in host memory, of which the clock is told."""
     if system == "megatron-sp":
         return Strategy(tensor=gpus, recompute="full")
     return Strategy(ulysses=gpus, zero=3, recompute="full", fpdt_chunk=chunk if system == "fpdt" else 0)
-
-
-def seconds(workload: Workload, chosen: Strategy, machine: Machine) -> float:
-    """Of a step. The paper's program copies layer inputs to the host and back while it computes nothing (ours
-    overlaps them)."""
-    copied = float(BF16 * chosen.local_tokens(workload) * workload.shape.hidden)
-    waiting = sum(copy_seconds(HostCopy(way, copied), machine) for way in ("to_host", "to_device"))
-    return estimate(workload, chosen, machine).seconds + workload.shape.layers * waiting
 
 
 def mfu(workload: Workload, seconds: float, gpus: int, peak: float) -> dict[str, float]:
@@ -51,34 +39,43 @@ def mfu(workload: Workload, seconds: float, gpus: int, peak: float) -> dict[str,
     return dict(zip(CONVENTIONS, (causal / capacity, causal * 4 / 3 / capacity, full * 4 / 3 / capacity)))
 
 
-def figure_11_rows(machine: Machine, convention: str = CONVENTIONS[1], models: Sequence[str] = MODELS) -> list[Row]:
-    rows = []
-    for line in published("fpdt_figure_11_mfu"):
-        if line["model"] not in models:
-            continue
-        workload = Workload(shape(line["model"]), line["seq_length"])
-        found = seconds(workload, strategy(line["system"], line["gpus"]), machine)
-        counted = mfu(workload, found, line["gpus"], machine.peak["bf16"])
-        label = {key: line[key] for key in ("model", "gpus", "system", "seq_length")}
-        others = "64 heads of 112 assumed; " if line["model"] == "gpt-30b" else ""
-        others += ", ".join(f"{counted[name]:.1f} {name}" for name in CONVENTIONS if name != convention)
-        rows.append(
-            Row(label, line["mfu_percent_read_off_chart"], round(counted[convention], 1), "simulated", "% MFU", others)
-        )
-    return rows
+def counted(workload: Workload, seconds: float | str, gpus: int, clock: Clock) -> dict[str, float | str]:
+    """:func:`mfu`, rounded; a word in place of the seconds stands everywhere."""
+    if isinstance(seconds, str):
+        return dict.fromkeys(CONVENTIONS, seconds)
+    return {name: round(share, 1) for name, share in mfu(workload, seconds, gpus, clock.peak).items()}
 
 
-def figure_1_rows(machine: Machine) -> list[Row]:
+def figure_11_rows(clock: Clock, convention: str = CONVENTIONS[1], models: Sequence[str] = MODELS) -> list[Row]:
+    return [_mfu_row(clock, line, convention) for line in _figure_11(models)]
+
+
+def _figure_11(models: Sequence[str]) -> list[dict]:
+    return [line for line in published("fpdt_figure_11_mfu") if line["model"] in models]
+
+
+def _mfu_row(clock: Clock, line: dict, convention: str = CONVENTIONS[1]) -> Row:
+    workload = Workload(shape(line["model"]), line["seq_length"])
+    took = clock.seconds(line["model"], workload, strategy(line["system"], line["gpus"]), inputs_in_host=True)
+    shares = counted(workload, took, line["gpus"], clock)
+    label = {key: line[key] for key in ("model", "gpus", "system", "seq_length")}
+    notes = ["64 heads of 112 assumed"] * (line["model"] == "gpt-30b")
+    if not isinstance(took, str):
+        notes.append(", ".join(f"{shares[name]:.1f} {name}" for name in CONVENTIONS if name != convention))
+    return Row(label, line["mfu_percent_read_off_chart"], shares[convention], clock.mark, "% MFU", "; ".join(notes))
+
+
+def figure_1_rows(clock: Clock) -> list[Row]:
     """The longest context that figure 11 shows of each system."""
-    longest: dict[tuple, Row] = {}
-    for row in figure_11_rows(machine, models=("gpt-2.7b", "gpt-13b", "llama3-70b")):
-        key = row.label["model"], row.label["system"]
-        if key not in longest or row.label["seq_length"] > longest[key].label["seq_length"]:
-            longest[key] = row
-    return list(longest.values())
+    longest: dict[tuple, dict] = {}
+    for line in _figure_11(("gpt-2.7b", "gpt-13b", "llama3-70b")):
+        key = line["model"], line["system"]
+        if key not in longest or line["seq_length"] > longest[key]["seq_length"]:
+            longest[key] = line
+    return [_mfu_row(clock, line) for line in longest.values()]
 
 
-def figure_12_rows(machine: Machine, length: int = 262144) -> list[Row]:
+def figure_12_rows(clock: Clock, length: int = 262144) -> list[Row]:
     """MFU by chunk; one chunk of all tokens is Ulysses without FPDT. 30B on 8 GPUs, the others on 4."""
     rows = []
     for model in ("gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b"):
@@ -86,13 +83,13 @@ def figure_12_rows(machine: Machine, length: int = 262144) -> list[Row]:
         for chunk in (8192 << n for n in range(6)):
             workload = Workload(shape(model), length)
             chosen = strategy("fpdt" if chunk < length else "ulysses", gpus, chunk)
-            counted = mfu(workload, seconds(workload, chosen, machine), gpus, machine.peak["bf16"])
-            ours = round(counted[CONVENTIONS[1]], 1)
-            rows.append(Row({"model": model, "chunk": chunk}, None, ours, "simulated", "% MFU"))
+            took = clock.seconds(model, workload, chosen, inputs_in_host=True)
+            ours = counted(workload, took, gpus, clock)[CONVENTIONS[1]]
+            rows.append(Row({"model": model, "chunk": chunk}, None, ours, clock.mark, "% MFU"))
     return rows
 
 
-def table_3_rows(machine: Machine) -> list[Row]:
+def table_3_rows(clock: Clock) -> list[Row]:
     """MFU of Llama-3-8B on 8 GPUs by strategy, each at its longest context; recompute counts as work.
 
     No constant was fitted to these rows.
@@ -108,15 +105,12 @@ def table_3_rows(machine: Machine) -> list[Row]:
             fpdt_chunk=CHUNK if line["fpdt"] == "yes" else 0,
         )
         workload = Workload(shape(line["model"]), line["max_context_tokens"])
-        if line["checkpoint_offload"] == "yes":
-            took = seconds(workload, chosen, machine)
-        else:
-            took = estimate(workload, chosen, machine).seconds
-        counted = mfu(workload, took, line["gpus"], machine.peak["bf16"])
+        offloads = line["checkpoint_offload"] == "yes"
+        took = clock.seconds(line["model"], workload, chosen, inputs_in_host=offloads)
         named = [f"TP {tensor}" if tensor > 1 else f"Ulysses {chosen.ulysses}, ZeRO {chosen.zero}"]
-        named += ["recompute"] * again + ["inputs in host memory"] * (line["checkpoint_offload"] == "yes")
+        named += ["recompute"] * again + ["inputs in host memory"] * offloads
         named += ["FPDT"] * (line["fpdt"] == "yes")
         label = {"strategy": ", ".join(named), "seq_length": workload.seq_length}
-        ours = round(counted[CONVENTIONS[1 if again else 0]], 1)
-        rows.append(Row(label, line["mfu_percent"], ours, "simulated", "% MFU"))
+        ours = counted(workload, took, line["gpus"], clock)[CONVENTIONS[1 if again else 0]]
+        rows.append(Row(label, line["mfu_percent"], ours, clock.mark, "% MFU"))
     return rows

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GenSLM 33B's throughput on 32 A100-40G with TP 32 (DeepSpeed4Science's table), by simulation.
+"""GenSLM 33B's throughput on 32 A100-40G with TP 32 (DeepSpeed4Science's table), simulated, or measured on
+the GPUs at hand.
 
 The page gives TP 32 and no ZeRO; not the batch, nor how FLOPs are counted: taken as Megatron-DeepSpeed counts them,
 full mask and recompute, and one sequence a step. 64 heads, for 80 do not divide over 32 ranks.
@@ -8,12 +9,10 @@ full mask and recompute, and one sequence a step. 64 heads, for 80 do not divide
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from functools import partial
 
 from examples.reproduce.report import Row, published
-from examples.reproduce.simulate import deepspeed_tflops, shape_of
-from megatron.simulator.estimate import estimate
-from megatron.simulator.hardware import Machine
+from examples.reproduce.simulate import Clock, deepspeed_tflops, shape_of, told
 from megatron.simulator.strategy import Strategy, Workload
 
 GPUS = 32
@@ -22,28 +21,26 @@ GPUS = 32
 OLD = 0.4
 
 
-def throughput_rows(machine: Machine, frameworks: Sequence[str] = ("new", "old")) -> list[Row]:
+def throughput_rows(clock: Clock, frameworks: Sequence[str] = ("new", "old")) -> list[Row]:
     rows = []
     for line in published("genslm_throughput_33b_32xA100_40G_tp32"):
         for framework in frameworks:
             seq_length, there = line["seq_length"], line[f"{framework}_megatron_deepspeed_tflops"]
             label = {"framework": framework, "seq_length": seq_length}
-            if there == "OOM":
-                rows.append(Row(label, there, None, "simulated", "TFLOPS/GPU", "speed alone is simulated here"))
+            if there == "OOM" and clock.mark == "simulated":
+                rows.append(Row(label, there, None, clock.mark, "TFLOPS/GPU", "speed alone is simulated here"))
                 continue
             note = "published dip, not explained: attention's share grows" if seq_length == 262144 else ""
-            tflops = round(throughput(machine, seq_length, framework), 1)
-            rows.append(Row(label, there, tflops, "simulated", "TFLOPS/GPU", note))
+            tflops = told(throughput(clock, seq_length, framework), lambda value: round(value, 1))
+            rows.append(Row(label, there, tflops, clock.mark, "TFLOPS/GPU", note))
     return rows
 
 
-def throughput(machine: Machine, seq_length: int, framework: str) -> float:
+def throughput(clock: Clock, seq_length: int, framework: str) -> float | str:
     """TFLOPS per GPU. The old framework has no sequence parallelism beside TP."""
     if framework == "old":
-        shares = asdict(machine.calibration)
-        slower = {name: OLD * shares[name] for name in ("gemm", "attention", "memory", "network")}
-        machine = replace(machine, calibration=replace(machine.calibration, **slower))
+        clock = clock.slowed("the old framework", gemm=OLD, attention=OLD, memory=OLD, network=OLD)
     shape = shape_of("genslm-33b", num_attention_heads=64, max_position_embeddings=seq_length)
     workload = Workload(shape, seq_length, causal=False)
     strategy = Strategy(tensor=GPUS, zero=0, recompute="full", sequence_parallel=framework == "new")
-    return deepspeed_tflops(workload, estimate(workload, strategy, machine).seconds, GPUS)
+    return told(clock.seconds("genslm-33b", workload, strategy), partial(deepspeed_tflops, workload, gpus=GPUS))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figure 6 of the DeepSpeed-Ulysses paper: throughput over the length, 7B, block-sparse attention, 32 A100; simulated.
 
-    python examples/reproduce/ulysses/figure_6.py [OUT_DIR]
+    python examples/reproduce/ulysses/figure_6.py [OUT_DIR] [--measure]
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import command, write  # noqa: E402
-from examples.reproduce.simulate import cluster  # noqa: E402
+from examples.reproduce.simulate import clock  # noqa: E402
 from examples.reproduce.ulysses.training import figure_rows  # noqa: E402
 
 if __name__ == "__main__":
-    out = command(__file__, __doc__).parse_args().out_dir
-    rows = figure_rows(cluster("ulysses-a100"), 6)
-    write(out, "figure_6", "DeepSpeed-Ulysses, figure 6", rows, over="seq_length")
+    args = command(__file__, __doc__, measure=True).parse_args()
+    rows = figure_rows(clock("ulysses-a100", args.measure), 6)
+    write(args.out_dir, "figure_6", "DeepSpeed-Ulysses, figure 6", rows, over="seq_length")

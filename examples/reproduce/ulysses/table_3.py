@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Table 3 of the DeepSpeed-Ulysses paper: 7B, length and GPUs growing together, 64 to 256 A100, simulated.
+"""Table 3 of the DeepSpeed-Ulysses paper: 7B, length and GPUs growing together, 64 to 256 A100, simulated or measured.
 
-    python examples/reproduce/ulysses/table_3.py [OUT_DIR]
+    python examples/reproduce/ulysses/table_3.py [OUT_DIR] [--measure]
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import command, write  # noqa: E402
-from examples.reproduce.simulate import cluster  # noqa: E402
+from examples.reproduce.simulate import clock  # noqa: E402
 from examples.reproduce.ulysses.training import scaling_rows  # noqa: E402
 
 if __name__ == "__main__":
-    out = command(__file__, __doc__).parse_args().out_dir
-    write(out, "table_3", "DeepSpeed-Ulysses, table 3", scaling_rows(cluster("ulysses-a100"), (3,)))
+    args = command(__file__, __doc__, measure=True).parse_args()
+    rows = scaling_rows(clock("ulysses-a100", args.measure), (3,))
+    write(args.out_dir, "table_3", "DeepSpeed-Ulysses, table 3", rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed-Ulysses' throughput (figures 3 to 7, tables 2 and 3), by simulation.
+"""DeepSpeed-Ulysses' throughput (figures 3 to 7, tables 2 and 3), simulated, or measured on the GPUs at hand.
 
 ZeRO 3 over all ranks and full recompute; TFLOPS count the full mask and recompute. Batch and sequence-parallel degree
 are given for tables 2 and 3 alone (a global batch of 8); there, 8 sequences in parallel leave P / 8 ranks to each. The
@@ -7,17 +7,17 @@ figures give the best of several settings without naming it; ours are in the not
 
 Attention counts as computed in full. The published times are twice of what causal FlashAttention-2 would need, which
 came out in the same summer; whether the mask was not used or the kernel was an older one, the paper does not say.
+Measured runs have no causal mask either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from examples.reproduce.report import Row, published
-from examples.reproduce.simulate import deepspeed_tflops, shape_of
-from megatron.simulator.estimate import estimate
-from megatron.simulator.hardware import Machine
+from examples.reproduce.simulate import Clock, deepspeed_tflops, shape_of, told
 from megatron.simulator.strategy import Shape, Strategy, Workload
 
 ULYSSES = Strategy(zero=3, recompute="full")
@@ -34,7 +34,7 @@ def shape(name: str) -> Shape:
     return shape_of(MODELS[name], **({"num_attention_heads": 64} if name == "gpt-30b" else {}))
 
 
-def scaling_rows(machine: Machine, tables: Iterable[int] = (2, 3)) -> list[Row]:
+def scaling_rows(clock: Clock, tables: Iterable[int] = (2, 3)) -> list[Row]:
     """Seconds a step, and TFLOPS per GPU, of tables 2 and 3."""
     rows = []
     for line in published("ulysses_scaling"):
@@ -43,39 +43,46 @@ def scaling_rows(machine: Machine, tables: Iterable[int] = (2, 3)) -> list[Row]:
         batch, gpus = line["global_batch"], line["gpus"]
         workload = Workload(shape(line["model"]), line["seq_length"], batch, causal=False)
         strategy = replace(ULYSSES, ulysses=gpus // batch, data=batch)
-        seconds = estimate(workload, strategy, machine).seconds
+        seconds = clock.seconds(MODELS[line["model"]], workload, strategy)
         label = {"seq_length": line["seq_length"], "gpus": gpus, "ulysses": gpus // batch, "dp": batch}
         agrees = deepspeed_tflops(workload, line["step_ms"] / 1e3, gpus)
         note = f"the printed time is {agrees:.1f} TFLOPS by the formula"
-        rows.append(Row(label, round(line["step_ms"] / 1e3, 2), round(seconds, 2), "simulated", "s", note))
-        ours = round(deepspeed_tflops(workload, seconds, gpus), 1)
-        rows.append(Row(label, round(line["tflops_per_gpu"], 1), ours, "simulated", "TFLOPS/GPU"))
+        rows.append(Row(label, round(line["step_ms"] / 1e3, 2), told(seconds, two_places), clock.mark, "s", note))
+        ours = told(seconds, partial(tflops, workload, gpus=gpus))
+        rows.append(Row(label, round(line["tflops_per_gpu"], 1), ours, clock.mark, "TFLOPS/GPU"))
     return rows
 
 
-def figure_rows(machine: Machine, figure: int) -> list[Row]:
+def two_places(seconds: float) -> float:
+    return round(seconds, 2)
+
+
+def tflops(workload: Workload, seconds: float, gpus: int) -> float:
+    return round(deepspeed_tflops(workload, seconds, gpus), 1)
+
+
+def figure_rows(clock: Clock, figure: int) -> list[Row]:
     """TFLOPS per GPU over the length, of Ulysses and Megatron's sequence parallelism (figures 4 to 6)."""
     rows = []
     for line in published("ulysses_figures_4_5_6_throughput"):
         if line["figure"] == figure:
             label = {"system": line["system"], "seq_length": line["seq_length"]}
-            ours, told = throughput(
-                machine, **{k: line[k] for k in ("model", "gpus", "seq_length", "system", "attention")}
+            ours, note = throughput(
+                clock, **{k: line[k] for k in ("model", "gpus", "seq_length", "system", "attention")}
             )
             column = line["tflops_per_gpu_read_off_chart"]
-            if column == "OOM":
-                ours, told = None, "speed alone is simulated here"
-            rows.append(Row(label, column, ours, "simulated", "TFLOPS/GPU", told))
+            if column == "OOM" and clock.mark == "simulated":
+                ours, note = None, "speed alone is simulated here"
+            rows.append(Row(label, column, ours, clock.mark, "TFLOPS/GPU", note))
     return rows
 
 
 def throughput(
-    machine: Machine, model: str, gpus: int, seq_length: int, system: str, attention: str
-) -> tuple[float, str]:
+    clock: Clock, model: str, gpus: int, seq_length: int, system: str, attention: str
+) -> tuple[float | str, str]:
     """TFLOPS per GPU, and the settings taken."""
     if attention == "block-sparse":
-        share = machine.calibration.attention * SPARSE
-        machine = replace(machine, calibration=replace(machine.calibration, attention=share))
+        clock = clock.slowed("the paper's block-sparse kernel", attention=SPARSE)
     degree = MEGATRON_TP[model]
     if system == "ulysses":
         degree = max(1, min(gpus, seq_length // TOKENS))
@@ -85,22 +92,23 @@ def throughput(
     if system != "ulysses":
         strategy = replace(MEGATRON_SP, tensor=degree, data=data, micro_batch=micro_batch)
     workload = Workload(shape(model), seq_length, data * micro_batch, causal=False)
-    tflops = deepspeed_tflops(workload, estimate(workload, strategy, machine).seconds, gpus)
+    seconds = clock.seconds(MODELS[model], workload, strategy)
     kind = "Ulysses" if system == "ulysses" else "TP"
-    return round(tflops, 1), f"{kind} {degree} x DP {data}, micro-batch {micro_batch}"
+    note = f"{kind} {degree} x DP {data}, micro-batch {micro_batch}"
+    return told(seconds, partial(tflops, workload, gpus=gpus)), note
 
 
-def figure_7_rows(machine: Machine) -> list[Row]:
+def figure_7_rows(clock: Clock) -> list[Row]:
     rows = []
     for system in ("ulysses", "megatron-sp"):
         for seq_length in (8192 << n for n in range(6)):
-            ours, told = throughput(machine, "gpt-30b", 64, seq_length, system, "block-sparse")
+            ours, note = throughput(clock, "gpt-30b", 64, seq_length, system, "block-sparse")
             label = {"system": system, "seq_length": seq_length}
-            rows.append(Row(label, None, ours, "simulated", "TFLOPS/GPU", told))
+            rows.append(Row(label, None, ours, clock.mark, "TFLOPS/GPU", note))
     return rows
 
 
-def figure_3_rows(machine: Machine) -> list[Row]:
+def figure_3_rows(clock: Clock) -> list[Row]:
     """1.2B: 24 layers of 2048, 32 heads of 64 (assumed). Where a GPU holds 4K to 32K tokens; one sequence a group."""
     small = shape_of("gpt-2.7b", num_layers=24, hidden_size=2048, num_attention_heads=32)
     rows = []
@@ -111,9 +119,7 @@ def figure_3_rows(machine: Machine) -> list[Row]:
                 continue
             workload = Workload(small, seq_length, gpus // degree, causal=False)
             chosen = replace(ULYSSES, ulysses=degree, data=gpus // degree)
-            tflops = deepspeed_tflops(workload, estimate(workload, chosen, machine).seconds, gpus)
+            ours = told(clock.seconds("gpt-2.7b", workload, chosen), partial(tflops, workload, gpus=gpus))
             label = {"seq_length": seq_length, "gpus": gpus}
-            rows.append(
-                Row(label, None, round(tflops, 1), "simulated", "TFLOPS/GPU", f"Ulysses {degree} x DP {gpus // degree}")
-            )
+            rows.append(Row(label, None, ours, clock.mark, "TFLOPS/GPU", f"Ulysses {degree} x DP {gpus // degree}"))
     return rows

@@ -6,6 +6,8 @@ The paper does not say how wide the attention is: taken as 32 heads of 128, one 
 
 from __future__ import annotations
 
+import sys
+
 from examples.reproduce.report import Row, published
 from megatron.simulator.attention_operations import attended, ring_forward, to_heads, to_sequence
 from megatron.simulator.hardware import Machine
@@ -37,6 +39,16 @@ def attention_rows(machine: Machine, table: str) -> list[Row]:
                     remark = "the rows printed as 128K"
                 rows.append(Row(label, there, round(rate, 2), "simulated", "iterations/s", remark))
     return rows
+
+
+def refuse_to_measure(table: int) -> int:
+    """The exit code, and a line that says why."""
+    print(
+        f"error: --measure: USP's table {table} is attention alone, forward, and no program here runs that on "
+        "Ulysses x Ring: leave --measure out, or see benchmarks/attention.py for attention with its backward pass",
+        file=sys.stderr,
+    )
+    return 2
 
 
 def attention_seconds(machine: Machine, seq_length: int, ulysses: int, ring: int, balance: str) -> float:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Figure 5 of the USP paper: data parallelism against sequence parallelism, Llama2-7B on 8 A800, simulated.
+"""Figure 5 of the USP paper: data parallelism against sequence parallelism, Llama2-7B on 8 A800, simulated or measured.
 
-    python examples/reproduce/usp/figure_5.py [OUT_DIR]
+    python examples/reproduce/usp/figure_5.py [OUT_DIR] [--measure]
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import command, write  # noqa: E402
-from examples.reproduce.simulate import cluster  # noqa: E402
+from examples.reproduce.simulate import clock  # noqa: E402
 from examples.reproduce.usp.training import figure_5_rows  # noqa: E402
 
 if __name__ == "__main__":
-    out = command(__file__, __doc__).parse_args().out_dir
-    rows = figure_5_rows(cluster("usp-a800"))
-    write(out, "figure_5", "USP, figure 5", rows, over="seq_length")
+    args = command(__file__, __doc__, measure=True).parse_args()
+    rows = figure_5_rows(clock("usp-a800", args.measure))
+    write(args.out_dir, "figure_5", "USP, figure 5", rows, over="seq_length")

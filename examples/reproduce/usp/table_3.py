@@ -13,8 +13,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import command, write  # noqa: E402
 from examples.reproduce.simulate import cluster  # noqa: E402
-from examples.reproduce.usp.attention import attention_rows  # noqa: E402
+from examples.reproduce.usp.attention import attention_rows, refuse_to_measure  # noqa: E402
 
 if __name__ == "__main__":
-    out = command(__file__, __doc__).parse_args().out_dir
-    write(out, "table_3", "USP, table 3", attention_rows(cluster("usp-l20"), "8xL20_pcie"), panel="seq_length")
+    args = command(__file__, __doc__, measure=True).parse_args()
+    if args.measure:
+        sys.exit(refuse_to_measure(3))
+    write(args.out_dir, "table_3", "USP, table 3", attention_rows(cluster("usp-l20"), "8xL20_pcie"), panel="seq_length")

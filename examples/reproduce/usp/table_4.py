@@ -15,8 +15,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import command, write  # noqa: E402
 from examples.reproduce.simulate import cluster  # noqa: E402
-from examples.reproduce.usp.attention import attention_rows  # noqa: E402
+from examples.reproduce.usp.attention import attention_rows, refuse_to_measure  # noqa: E402
 
 if __name__ == "__main__":
-    out = command(__file__, __doc__).parse_args().out_dir
-    write(out, "table_4", "USP, table 4", attention_rows(cluster("usp-a100"), "8xA100_nvlink"), panel="seq_length")
+    args = command(__file__, __doc__, measure=True).parse_args()
+    if args.measure:
+        sys.exit(refuse_to_measure(4))
+    rows = attention_rows(cluster("usp-a100"), "8xA100_nvlink")
+    write(args.out_dir, "table_4", "USP, table 4", rows, panel="seq_length")

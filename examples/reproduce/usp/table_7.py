@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Table 7 of the USP paper: training throughput of TP x Ulysses x Ring, simulated.
+"""Table 7 of the USP paper: training throughput of TP x Ulysses x Ring, simulated or measured.
 
-    python examples/reproduce/usp/table_7.py [OUT_DIR]
+    python examples/reproduce/usp/table_7.py [OUT_DIR] [--measure]
 
 Llama-3-8B on 16 A800-80G. TFLOPS count the full mask, as the paper's first version does.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import command, write  # noqa: E402
-from examples.reproduce.simulate import cluster  # noqa: E402
+from examples.reproduce.simulate import clock  # noqa: E402
 from examples.reproduce.usp.training import training_rows  # noqa: E402
 
 if __name__ == "__main__":
-    out = command(__file__, __doc__).parse_args().out_dir
-    rows = training_rows(cluster("usp-a800"), (7,))
-    write(out, "table_7", "USP, table 7", rows, panel="seq_length")
+    args = command(__file__, __doc__, measure=True).parse_args()
+    rows = training_rows(clock("usp-a800", args.measure), (7,))
+    write(args.out_dir, "table_7", "USP, table 7", rows, panel="seq_length")

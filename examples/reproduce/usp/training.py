@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""USP's training throughput (tables 5 to 7, figure 5), by simulation.
+"""USP's training throughput (tables 5 to 7, figure 5), simulated, or measured on the GPUs at hand.
 
 Settings of the paper: ZeRO 1 over DP x CP, sequence parallelism beside TP, no recompute; zigzag ring. A published row
 that does not fill its GPUs leaves the rest to DP.
@@ -8,18 +8,17 @@ that does not fill its GPUs leaves the rest to DP.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from examples.reproduce.report import Row, published
-from examples.reproduce.simulate import shape_of, usp_tflops
-from megatron.simulator.estimate import estimate
-from megatron.simulator.hardware import Machine
+from examples.reproduce.simulate import Clock, shape_of, told, usp_tflops
 from megatron.simulator.strategy import Strategy, Workload
 
 # Neither gradients nor weights travel beside compute: Megatron-LM's defaults of April 2024.
 DEFAULTS = {"zero": 1, "overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
-def training_rows(machine: Machine, tables: Iterable[int] = (5, 6, 7)) -> list[Row]:
+def training_rows(clock: Clock, tables: Iterable[int] = (5, 6, 7)) -> list[Row]:
     """TFLOPS per GPU as the paper counts them."""
     rows = []
     for line in published("usp_tables_5_6_7"):
@@ -29,13 +28,15 @@ def training_rows(machine: Machine, tables: Iterable[int] = (5, 6, 7)) -> list[R
         data = line["gpus"] // (tensor * ulysses * ring)
         workload = Workload(shape_of(line["model"]), line["seq_length"], line["global_batch"])
         strategy = Strategy(tensor=tensor, ulysses=ulysses, ring=ring, data=data, **DEFAULTS)
-        seconds = estimate(workload, strategy, machine).seconds
+        seconds = clock.seconds(line["model"], workload, strategy)
         label = {key: line[key] for key in ("seq_length", "global_batch", "tp", "ulysses", "ring")} | {"dp": data}
-        ours = usp_tflops(workload, seconds, line["gpus"])
-        rows.append(
-            Row(label, line["full_mask_tflops_per_gpu"], round(ours, 1), "simulated", "TFLOPS/GPU", note(line, data))
-        )
+        ours = told(seconds, partial(tflops, workload, gpus=line["gpus"]))
+        rows.append(Row(label, line["full_mask_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", note(line, data)))
     return rows
+
+
+def tflops(workload: Workload, seconds: float, gpus: int) -> float:
+    return round(usp_tflops(workload, seconds, gpus), 1)
 
 
 def note(line: dict, data: int) -> str:
@@ -46,7 +47,7 @@ def note(line: dict, data: int) -> str:
     return ""
 
 
-def figure_5_rows(machine: Machine) -> list[Row]:
+def figure_5_rows(clock: Clock) -> list[Row]:
     """DP 8 against the best of Ulysses x Ring = 8, one sequence a GPU or eight on all.
 
     At 512 tokens the published times leave no room for gradients and weights that compute does not hide: here they
@@ -57,15 +58,16 @@ def figure_5_rows(machine: Machine) -> list[Row]:
     for line in published("usp_figure_5_dp_vs_sp"):
         workload = Workload(shape_of(line["model"]), line["seq_length"], line["global_batch"])
         batch = line["global_batch"]
-        tflops = {}
+        found: dict[tuple[int, int, int], float | str] = {}
         for data, ulysses, ring in ((8, 1, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)):
             strategy = Strategy(ulysses=ulysses, ring=ring, data=data, micro_batch=batch // data, **settings)
-            tflops[data, ulysses, ring] = usp_tflops(workload, estimate(workload, strategy, machine).seconds, 8)
-        best = max((grid for grid in tflops if grid[0] == 1), key=tflops.__getitem__)
+            seconds = clock.seconds(line["model"], workload, strategy)
+            found[data, ulysses, ring] = told(seconds, partial(usp_tflops, workload, gpus=8))
+        rates = {grid: -1.0 if isinstance(rate, str) else rate for grid, rate in found.items()}
+        best = max((grid for grid in found if grid[0] == 1), key=rates.__getitem__)
         for way, grid, column in (("DP", (8, 1, 1), "dp"), ("best SP", best, "best_sp")):
             label = {"seq_length": line["seq_length"], "way": way}
-            told = f"Ulysses {best[1]} x Ring {best[2]}, all {batch} sequences at once" if way == "best SP" else ""
-            rows.append(
-                Row(label, line[f"{column}_tflops_per_gpu"], round(tflops[grid], 1), "simulated", "TFLOPS/GPU", told)
-            )
+            how = f"Ulysses {best[1]} x Ring {best[2]}, all {batch} sequences at once" if way == "best SP" else ""
+            ours = told(found[grid], lambda value: round(value, 1))
+            rows.append(Row(label, line[f"{column}_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", how))
     return rows
