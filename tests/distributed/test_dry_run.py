@@ -35,7 +35,11 @@ CASES = {
     ),
     "ZeRO 2": (2, True, "--zero-stage 2 --bf16 --ulysses-parallel-size 2"),
     "ZeRO 3": (4, True, f"--zero-stage 3 --ring-parallel-size 2 {RECOMPUTE}"),
-    "FPDT in host memory": (2, True, f"--num-layers 2 --fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 {GROUPED}"),
+    "FPDT in host memory": (
+        2,
+        True,
+        f"--num-layers 2 --fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 {GROUPED}",
+    ),
     "FPDT on a ring with offloaded checkpoints": (
         4,
         True,
