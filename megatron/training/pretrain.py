@@ -75,9 +75,13 @@ def simulate(config: Config) -> int:
             workers=os.cpu_count() or 1,
         )
     show(result, console)
-    if simulation.dry_run_json:
-        console.print(f" > wrote {', '.join(write(result, simulation.dry_run_json))}", soft_wrap=True)
     console.print(f" > simulated in {time.perf_counter() - started:.1f} s")
+    if simulation.dry_run_json:
+        try:
+            console.print(f" > wrote {', '.join(write(result, simulation.dry_run_json))}", soft_wrap=True)
+        except OSError as error:  # the tables above are there all the same
+            print(f"error: --dry-run-json {simulation.dry_run_json}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILED
     return EXIT_FAILED if result.fits is False else 0
 
 

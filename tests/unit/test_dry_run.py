@@ -128,6 +128,18 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
     assert {"plan.json", "plan_memory.png", "plan_time_rank0.png"} == {file.name for file in path.parent.iterdir()}
 
 
+def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):
+    from megatron.simulator import dry_run_report
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dry_run_report, "write", fail)
+    assert main(f"{TINY} --num-layers 1 --dry-run --dry-run-json {tmp_path / 'x.json'}".split(), LLAMA) == 1
+    said = capsys.readouterr()
+    assert "memory of a rank" in said.out and said.err.endswith("No space left on device\n")
+
+
 def test_what_does_not_fit_is_told(capsys):
     flags = "--model llama3-70b --num-layers 16 --seq-length 2048 --dry-run --world-size 1 --gpu A100-40G --bf16"
     assert main(flags.split(), LLAMA) == 1
