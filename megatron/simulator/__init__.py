@@ -3,8 +3,8 @@
 
 strategy.py   what is trained (Workload) and on which grid, with which memory savings (Strategy)
 trace.py      what a step does: kernels, transfers, host copies, memory
-dry_run.py    the real program's step on each kind of rank, under fake tensors and a fake process group: rehearsal.py runs
-              one rank, record.py writes its trace, gpu_kernels.py and sharded_streams.py are a GPU's ways
+dry_run.py    the real program's step on each kind of rank, under fake tensors and a fake process group:
+              rehearsal.py runs one rank, record.py writes its trace; gpu_kernels.py, sharded_streams.py: a GPU's ways
 formulas/     the same in closed form: memory, communication, FLOPs
 hardware.py   machines as data files (machines/, read by machine_file.py); cost.py prices a kernel or a transfer on one
 measure.py    such a file for the machine at hand: one device; measure_links.py: between processes
