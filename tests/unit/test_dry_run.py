@@ -29,7 +29,7 @@ def config_of(flags, ranks):
     ("ranks", "flags"),
     [
         (4, "--ulysses-parallel-size 2 --zero-stage 1 --bf16"),
-        (2, f"--fpdt --fpdt-chunk-size 64 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}"),
+        (2, f"--fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}"),
         (2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel"),
         (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --bf16 --num-layers 20"),
     ],
