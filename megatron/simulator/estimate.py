@@ -12,6 +12,7 @@ from functools import lru_cache
 from math import ceil
 
 from megatron.simulator.cost import kernel_seconds, transfer_seconds
+from megatron.simulator.formulas.flops import forward
 from megatron.simulator.hardware import Machine
 from megatron.simulator.layer_operations import ffn_chunks, layer
 from megatron.simulator.loss_operations import embedding, embedding_grad, loss, loss_grad
@@ -77,15 +78,12 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine) -> Estima
 
 
 def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
-    """FLOPs of a step (as training/flops.py): of what the mask allows; and full mask, ``recompute`` counted."""
-    shape, s = workload.shape, workload.seq_length
-    wide = shape.heads * shape.head_dim
-    matrices = shape.hidden * (2 * wide + 2 * shape.kv_heads * shape.head_dim + (3 if shape.gated else 2) * shape.ffn)
-    linear = 2.0 * s * (shape.layers * matrices + shape.hidden * shape.vocab)
-    full = 4.0 * s * s * shape.layers * wide
-    batch = workload.global_batch
+    """FLOPs of a step: of what the mask allows; and full mask, ``recompute`` counted."""
+    one, batch = forward(workload), workload.global_batch
     allowed = 0.5 if workload.causal else 1.0
-    return 3 * batch * (linear + allowed * full), (4 if recompute else 3) * batch * (linear + full)
+    return 3 * batch * (one.gemm + allowed * one.attention), (4 if recompute else 3) * batch * (
+        one.gemm + one.attention
+    )
 
 
 def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Parts:

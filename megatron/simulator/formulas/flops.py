@@ -34,6 +34,7 @@ class Flops:
         return self.gemm + self.attention
 
 
+@lru_cache(maxsize=4096)
 def forward(workload: Workload) -> ForwardFlops:
     """Of one sequence, by the program's own count (``megatron.training.flops``)."""
     shape = workload.shape
