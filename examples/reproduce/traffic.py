@@ -7,8 +7,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.simulator.record import sent, transfer
 
 
 class Traffic(TorchDispatchMode):
@@ -27,27 +29,11 @@ class Traffic(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func._schema.name.split("::")[1], args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple, kwargs: dict) -> None:
-        if name in ("recv_", "recv_any_source_", "barrier", "broadcast_"):
-            return
-        if name == "send":
-            self.sent["send"] += sum(x.numel() for x in args[0])
-            return
-        group = next(dist.ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject))
-        ranks, others = group.size(), group.size() - 1
-        if name == "alltoall_base_":
-            whole, splits = args[1], args[4]
-            own = splits[group.rank()] * (whole.numel() // whole.size(0)) if splits else whole.numel() // ranks
-            self.sent["all-to-all"] += whole.numel() - own
-        elif name == "_allgather_base_":
-            self.sent["all-gather"] += args[1].numel() * others
-        elif name == "_reduce_scatter_base_":
-            self.sent["reduce-scatter"] += args[0].numel() * others
-        elif name == "allreduce_":
-            self.sent["all-reduce"] += 2 * sum(x.numel() for x in args[0]) * others // ranks
-        elif ranks > 1:
-            raise NotImplementedError(f"torch.distributed's {name} is not counted yet")
+        out = func(*args, **(kwargs or {}))
+        found = transfer(func, args, out) if func.namespace == "c10d" else None
+        if found is not None and found[0] != "broadcast":
+            kind, group, size = found
+            itemsize = next(x.element_size() for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+            name = "send" if kind == "p2p" else kind.replace("_", "-")
+            self.sent[name] += sent(kind, size, group.size()) // itemsize
+        return out

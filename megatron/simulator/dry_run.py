@@ -20,6 +20,7 @@ from megatron.simulator.rehearsal import Rehearsal, rehearse
 from megatron.simulator.replay import Replay, replay
 from megatron.simulator.trace import HostCopy
 from megatron.training.config import Config
+from megatron.training.flops import step_flops
 from megatron.training.memory_picture import Profile
 
 FEW = (4, 5)  # units of layers a stage that run in place of all
@@ -131,8 +132,6 @@ def dry_run(
         return DryRun(config, world_size, None, reports)
     seconds = _with_bubble(config, world_size, max(report.figures.seconds["step"] for report in reports), reports)
     reasons = tuple(_too_full(config, reports, world_size, machine))
-    from megatron.training.flops import step_flops
-
     model = step_flops(config, vocab_size).model * config.data.global_batch_size
     mfu = model / (seconds * world_size * machine.peak["bf16"])
     return DryRun(config, world_size, machine, reports, seconds, mfu, not reasons, reasons)

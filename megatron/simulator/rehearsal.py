@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +60,6 @@ def rehearse(config: Config, world_size: int, rank: int, vocab_size: int, *, on_
     Raises:
         Refusal: kernel or grid cannot be had.
     """
-    from copy import deepcopy
-
     from megatron.training.memory_profile import MemoryProfile
     from megatron.training.model import build_model
     from megatron.training.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism

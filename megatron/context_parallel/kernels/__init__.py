@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.context_parallel.kernels.base import Kernel, KernelUnavailable
+from megatron.context_parallel.kernels.base import Kernel, KernelUnavailable, tensor_reason
 from megatron.context_parallel.kernels.cpu import CpuKernel
 from megatron.context_parallel.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.kernels.flash import FlashKernel
@@ -56,10 +56,10 @@ def select_simulated(
     """
     if name not in ("auto", *KERNELS):
         select(name, device=device, dtype=dtype, head_dim=head_dim, needs_mask=needs_mask)
-    narrow = dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
-    if name == "cpu" or (name not in ("auto", "math") and (needs_mask or not narrow)):
+    unfused = needs_mask or tensor_reason(dtype, head_dim) is not None
+    if name == "cpu" or (name not in ("auto", "math") and unfused):
         raise KernelUnavailable(f"--attention-kernel {name} cannot run this on a GPU: use auto, or math")
-    return KERNELS["math" if name == "math" or needs_mask or not narrow else "flash"]
+    return KERNELS["math" if name == "math" or unfused else "flash"]
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs_mask: bool) -> str | None:

@@ -194,12 +194,18 @@ def gpu_reason(device: torch.device, dtype: torch.dtype, head_dim: int, largest_
     """Why no fused GPU kernel can run such tensors, or None."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "needs a GPU"
+    reason = tensor_reason(dtype, head_dim, largest_head_dim)
+    if reason is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    return reason
+
+
+def tensor_reason(dtype: torch.dtype, head_dim: int, largest_head_dim: int = 256) -> str | None:
+    """Why no fused GPU kernel can run such tensors on any GPU, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "needs bf16 or fp16"
     if head_dim % 8 != 0 or head_dim > largest_head_dim:
         return f"needs a head dimension that is a multiple of 8 and at most {largest_head_dim}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or newer"
     return None
 
 
