@@ -4,7 +4,8 @@
 
 import sys
 
+from megatron.simulator.dry_run.command import simulate
 from megatron.training.pretrain import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(simulate=simulate))

@@ -4,6 +4,7 @@
 
 import sys
 
+from megatron.simulator.dry_run.command import simulate
 from megatron.training.pretrain import main
 
 LLAMA = {
@@ -17,4 +18,4 @@ LLAMA = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(defaults=LLAMA))
+    sys.exit(main(defaults=LLAMA, simulate=simulate))

@@ -22,9 +22,10 @@ setup(
             "megatron.training*",
             "megatron.platform*",
             "megatron.simulator*",
+            "megatron.formulas*",
         ]
     ),
-    package_data={"megatron.simulator": ["machines/*.json"]},
+    package_data={"megatron.simulator.machines": ["*.json"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

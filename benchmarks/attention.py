@@ -29,10 +29,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
 from benchmarks.machine import QUIET
 from benchmarks.parallel_attention import Problem, Sample, Team, largest_error, run_kernel, time_local
-from megatron.context_parallel import kernels
-from megatron.context_parallel.ring import RingPlan, ring_plan
+from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.ring import RingPlan, ring_plan
 from megatron.platform.cpu import processor_name
-from megatron.training.flops import gemm_rate
+from megatron.training.report.flops import gemm_rate
 
 PATHS = {"ulysses": "Ulysses 2, 2 processes", "ring": "Ring 2 zigzag, 2 processes"}
 GOAL, RING4_GOAL = 0.95, 1.6

@@ -175,7 +175,7 @@ def _loss_chunks(args: argparse.Namespace) -> int | None:
     """The paper's number, for all modes."""
     if args.loss_chunks == 0:
         return None
-    from megatron.training.models import shape
+    from megatron.training.arguments.models import shape
 
     width = args.hidden_size or shape(args.model)["hidden_size"]
     return args.loss_chunks or 2 * ceil(args.vocab_size / width)

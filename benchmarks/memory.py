@@ -79,9 +79,9 @@ def run(options: argparse.Namespace, flags: str, length: int, chunk: int) -> dic
 
 def measure(argv: list[str]) -> dict[str, int]:
     """Bytes of one forward and backward pass of this process."""
-    from megatron.training.arguments import parse
+    from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
-    from megatron.training.memory import TensorMeter
+    from megatron.training.report.memory import TensorMeter
     from megatron.training.setup import start
     from megatron.training.step import train_step
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import megatron.context_parallel as cp
 from benchmarks.machine import busy_seconds, foreign_share
-from megatron.context_parallel.grid import Axis, Grid
-from megatron.context_parallel.kernels.base import Kernel
+from megatron.context_parallel.attention.kernels.base import Kernel
+from megatron.context_parallel.layout.grid import Axis, Grid
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ install_rest() {
     echo "torch==$torch" >"$VENV/constraints.txt"
     (cd "$ROOT" && "$OURS" -m pip install -qq $isolation -c "$VENV/constraints.txt" -e "$target" >&2) ||
         stop "pip could not install the packages of setup.py; its reason is above"
-    if ! (cd / && "$OURS" -c 'import megatron.core, megatron.training.config' >&2); then
+    if ! (cd / && "$OURS" -c 'import megatron.core, megatron.training.arguments.config' >&2); then
         stop "megatron-core and this repository do not share the namespace package megatron; a package named megatron" \
             "with an __init__.py, such as an installed Megatron-LM, may be in the way"
     fi

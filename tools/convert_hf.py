@@ -30,7 +30,7 @@ def convert(args: argparse.Namespace) -> list[str]:
     """Do what the flags ask for; returns the closing lines. Raises Refusal."""
     from tqdm import tqdm
 
-    from megatron.training.hugging_face.llama import DTYPES
+    from megatron.training.checkpoint.hugging_face.llama import DTYPES
 
     begin = time.monotonic()
     dtype = DTYPES.get(args.dtype)
@@ -40,11 +40,11 @@ def convert(args: argparse.Namespace) -> list[str]:
             return stack.enter_context(tqdm(total=total, unit=" tensors", disable=None)).update
 
         if args.from_hf:
-            from megatron.training.hugging_face.incoming import from_hugging_face
+            from megatron.training.checkpoint.hugging_face.incoming import from_hugging_face
 
             lines = from_hugging_face(args.from_hf, args.to, dtype, bar)
         else:
-            from megatron.training.hugging_face.outgoing import to_hugging_face
+            from megatron.training.checkpoint.hugging_face.outgoing import to_hugging_face
 
             lines = to_hugging_face(args.from_, args.to_hf, dtype, bar, args.ckpt_step, args.hf_files)
     return [f"{lines[0]}; {time.monotonic() - begin:.1f} s", *lines[1:]]

@@ -30,13 +30,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.platform.cpu import processor_name
-from megatron.simulator import measure
-from megatron.simulator.hardware import load
-from megatron.simulator.measure import DTYPES, HEAD_DIM, HEAD_SIZES, Effort
-from megatron.simulator.measure_links import KINDS, Figures, figures, measure_in_processes
-from megatron.training.flops import GPU_PEAKS
+from megatron.simulator.machines import measure
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.machines.measure import DTYPES, HEAD_DIM, HEAD_SIZES, Effort
+from megatron.simulator.machines.measure_links import KINDS, Figures, figures, measure_in_processes
+from megatron.training.data.text_files import whole_files
 from megatron.training.refusal import Refusal
-from megatron.training.text_files import whole_files
+from megatron.training.report.flops import GPU_PEAKS
 
 Tell = Callable[[str], None]
 RESERVED = 64 * 1024  # bytes kept on the disk from the start: what is measured can then be written

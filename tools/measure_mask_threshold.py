@@ -22,7 +22,7 @@ from rich.table import Table
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
-from megatron.context_parallel.grid import abstract_grid
+from megatron.context_parallel.layout.grid import abstract_grid
 
 WAYS = {"device": 2**62, "host": 0}  # the threshold that makes all masks there
 

@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from rich.console import Console
 
-from megatron.simulator import memory_table as tables
-from megatron.simulator.formulas.parameters import stage_parameters
-from megatron.simulator.hardware import load
+from megatron.formulas.parameters import stage_parameters
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner import memory_table as tables
 from megatron.training.refusal import Refusal
 
 

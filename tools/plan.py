@@ -21,14 +21,16 @@ from pathlib import Path
 from rich.console import Console
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.simulator import plan_confirm, plan_limits, plan_picture
-from megatron.simulator.hardware import load
-from megatron.simulator.plan_report import Report
-from megatron.simulator.plan_request import Request, tokens
-from megatron.simulator.plan_words import alternatives, count, failing, losing, winning, words
-from megatron.simulator.planner import Problem, everything, search
-from megatron.simulator.search_space import Limits
-from megatron.training.models import shape
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner import confirm as plan_confirm
+from megatron.simulator.planner import limits as plan_limits
+from megatron.simulator.planner import picture as plan_picture
+from megatron.simulator.planner.report import Report
+from megatron.simulator.planner.request import Request, tokens
+from megatron.simulator.planner.search import Problem, everything, search
+from megatron.simulator.planner.search_space import Limits
+from megatron.simulator.planner.words import alternatives, count, failing, losing, winning, words
+from megatron.training.arguments.models import shape
 from megatron.training.refusal import Refusal
 
 SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.layout import SequenceLayout, length_unit
-from megatron.context_parallel.masks import Documents, Mask
-from megatron.context_parallel.ring import Hop, RingPlan, ring_plan
-from megatron.context_parallel.tiles import count
-from megatron.training.attention_rule import attention_mask
-from megatron.training.config import AttentionConfig, Config
-from megatron.training.validate_attention import OWN_FLAGS, check_attention
+from megatron.context_parallel.attention.ring import Hop, RingPlan, ring_plan
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Documents, Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
+from megatron.context_parallel.layout.tiles import count
+from megatron.training.arguments.config import AttentionConfig, Config
+from megatron.training.arguments.validate_attention import OWN_FLAGS, check_attention
+from megatron.training.model.attention_rule import attention_mask
 from tools.tile_drawing import (
     GREY,
     INK,

@@ -33,10 +33,19 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # core tells on import what is not installed
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-from megatron.training.config import DataConfig
+from megatron.training.arguments.config import DataConfig
+from megatron.training.data.text_files import (
+    BadRecord,
+    Reader,
+    Record,
+    expand,
+    is_fasta,
+    is_plain_text,
+    parse,
+    whole_files,
+)
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
-from megatron.training.text_files import BadRecord, Reader, Record, expand, is_fasta, is_plain_text, parse, whole_files
-from megatron.training.tokenizer import Tokenizer, build_tokenizer, check_vocab
 
 TOKENIZER_FLAGS = ("tokenizer_", "vocab_file", "merge_file", "tiktoken_")
 BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1

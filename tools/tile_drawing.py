@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Mask
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from tools.tile_shapes import Outline, Shape, centre, extent, shapes
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc6677", "#56b4e9", "#aa4499", "#999933", "#661100")

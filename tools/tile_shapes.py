@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Mask, Span
-from megatron.context_parallel.ring import ring_plan
-from megatron.context_parallel.tile_kernel import positions
-from megatron.context_parallel.tiles import Tile, count, tiles
+from megatron.context_parallel.attention.ring import ring_plan
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span, positions
+from megatron.context_parallel.layout.tiles import Tile, count, tiles
 
 Outline = list[tuple[int, int]]
 """Corners of a polygon, (key position, query position); a pair of tokens is a square of area 1."""

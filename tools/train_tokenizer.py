@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.data.text_files import BadRecord, Reader, expand, parse, whole_files
 from megatron.training.refusal import Refusal
-from megatron.training.text_files import BadRecord, Reader, expand, parse, whole_files
 
 LONGEST_LINE = 4192  # in bytes; SentencePiece drops longer ones
 

@@ -25,7 +25,8 @@ from examples.reproduce.report import Row  # noqa: E402
 from examples.reproduce.simulate import CLUSTERS, Simulated, cluster  # noqa: E402
 from examples.reproduce.ulysses import training as ulysses  # noqa: E402
 from examples.reproduce.usp import attention, training  # noqa: E402
-from megatron.simulator.hardware import Machine, load  # noqa: E402
+from megatron.simulator.machines.machine import Machine  # noqa: E402
+from megatron.simulator.machines.machine_file import load  # noqa: E402
 
 Table = Callable[[Machine], list[Row]]
 STEPS = (1.25, 1.08, 1.02, 1.5, 1.1, 1.02)
@@ -34,7 +35,7 @@ LIMITS = {"gemm": 1.05, "attention": 1.05, "network_all_to_all": 1.1}  # of the 
 
 @dataclass(frozen=True)
 class Fit:
-    """Which constants of :class:`~megatron.simulator.hardware.Calibration` are free, and the tables they are for.
+    """Which constants of a machine's :class:`Calibration` are free, and the tables they are for.
 
     ``start``: where the search begins for some of them; the rest begin where the shipped machine has them. ``limits``:
     how far above a shipped machine's rates some may go, where those are no measurements.

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from examples.reproduce.simulate import shape_of
-from megatron.simulator.plan_command import environment, launcher, training_flags
-from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.planner.command import environment, launcher, training_flags
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +30,8 @@ LIMIT = 3600.0  # seconds a row may take
 SIZES = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
 PEAK = """
 import torch
-from megatron.training.config import Config
-from megatron.training.flops import peak_flops
+from megatron.training.arguments.config import Config
+from megatron.training.report.flops import peak_flops
 print(peak_flops(Config(), torch.device("cuda", 0)))
 """
 

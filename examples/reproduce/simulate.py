@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megatron.simulator.cost import copy_seconds
-from megatron.simulator.estimate import estimate
-from megatron.simulator.hardware import Machine, load
-from megatron.simulator.operations import BF16
-from megatron.simulator.strategy import Shape, Strategy, Workload
-from megatron.simulator.trace import HostCopy
-from megatron.training.config import ModelConfig
-from megatron.training.models import shape, vocabulary
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.cost.operations import BF16
+from megatron.simulator.cost.seconds import copy_seconds
+from megatron.simulator.cost.trace import HostCopy
+from megatron.simulator.machines.machine import Machine
+from megatron.simulator.machines.machine_file import load
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import model_shape, shape, vocabulary
 from megatron.training.refusal import Refusal
 
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -101,7 +102,7 @@ def told(seconds: float | str, count: Callable[[float], float]) -> float | str:
 
 def shape_of(model: str, **sizes: int) -> Shape:
     """A named model (training/models.py) with the vocabulary it was published with; ``sizes`` replace its own."""
-    return Shape.of(ModelConfig(**(shape(model) | sizes)), vocabulary(model))
+    return model_shape(ModelConfig(**(shape(model) | sizes)), vocabulary(model))
 
 
 def usp_tflops(workload: Workload, seconds: float, gpus: int) -> float:

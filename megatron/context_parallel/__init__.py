@@ -9,22 +9,22 @@ x = layout.shard(tokens, dim=1)
 out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
-from megatron.context_parallel.alibi import alibi_slopes
-from megatron.context_parallel.block_sparse import (
+from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.ulysses import ulysses_attention
+from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.layout.block_sparse import (
     BigBirdBlocks,
     BlockList,
     BlockSparse,
     LongformerBlocks,
     StridedBlocks,
 )
-from megatron.context_parallel.fpdt import ChunkedLayer
-from megatron.context_parallel.grid import Axis, Grid, abstract_grid, current_grid, initialize_grid
-from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.masks import Causal, Documents, Full, MaskFunction, Window
-from megatron.context_parallel.offload import Offload
-from megatron.context_parallel.tile_kernel import AttentionRule
-from megatron.context_parallel.ulysses import ulysses_attention
-from megatron.context_parallel.usp import attention
+from megatron.context_parallel.layout.grid import Axis, Grid, abstract_grid, current_grid, initialize_grid
+from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.positions.alibi import alibi_slopes
 
 __all__ = [
     "AttentionRule",

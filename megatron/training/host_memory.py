@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.simulator.formulas.host import HostBytes, host_memory
-from megatron.simulator.strategy import Shape, Strategy, Workload
-from megatron.training.config import Config
+from megatron.formulas.host import HostBytes, host_memory
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import model_shape
 from megatron.training.refusal import Refusal
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -22,7 +23,7 @@ def host_bytes(config: Config) -> HostBytes:
     """
     parallel, attention, chunks = config.parallel, config.attention, config.chunks
     workload = Workload(
-        Shape.of(config.model, vocab_size=1),  # the vocabulary is never offloaded
+        model_shape(config.model, vocab_size=1),  # the vocabulary is never offloaded
         config.data.seq_length,
         config.data.global_batch_size,
         causal=attention.attention_mask in ("causal", None) and parallel.context_parallel_balance != "documents",

@@ -23,15 +23,16 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import nn
 from torch.utils.data import Dataset
 
-from megatron.training import checkpoint
-from megatron.training.config import Config
-from megatron.training.data import build_datasets, micro_batches
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.validate import data_parallel_size
+from megatron.training.checkpoint import checkpoint
+from megatron.training.data.batches import build_datasets, micro_batches
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.host_memory import check_host_memory
-from megatron.training.model import build_model
-from megatron.training.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-from megatron.training.setup import Runtime, together
-from megatron.training.tokenizer import Tokenizer, build_tokenizer, check_vocab
-from megatron.training.validate import data_parallel_size
+from megatron.training.model.build import build_model
+from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+from megatron.training.refusal import together
+from megatron.training.setup import Runtime
 
 
 @dataclass

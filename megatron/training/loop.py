@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from megatron.training import checkpoint
-from megatron.training.flops import peak_flops, step_flops
+from megatron.training.checkpoint import checkpoint
 from megatron.training.job import Job, batches_for, evaluations, params_norm
-from megatron.training.memory import PeakBytes
-from megatron.training.memory_profile import MemoryProfile, write_profile
-from megatron.training.report import Reporter
+from megatron.training.report.flops import peak_flops, step_flops
+from megatron.training.report.memory import PeakBytes
+from megatron.training.report.memory_profile import MemoryProfile, write_profile
+from megatron.training.report.reporter import Reporter
 from megatron.training.step import StepResult, evaluate, train_step
 from megatron.training.stopping import Stopper
 

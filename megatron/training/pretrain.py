@@ -8,17 +8,21 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-from megatron.training.arguments import parse
-from megatron.training.config import Config
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
-from megatron.training.simulation import processes
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 
 
-def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    defaults: dict[str, Any] | None = None,
+    simulate: Callable[[Config], int] | None = None,
+) -> int:
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
     0: done, or stopped as asked. 1: training failed (it diverged, or the last checkpoint could not be saved).
@@ -27,10 +31,16 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
     Args:
         argv: command line without the program's name; default ``sys.argv``.
         defaults: settings that differ from Megatron-LM's for this entry point, as {"section.field": value}.
+        simulate: what --dry-run does with a checked configuration; an exit code.
     """
     try:
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")))
-        return simulate(config) if config.simulation.dry_run else run(config)
+        quiet()
+        if not config.simulation.dry_run:
+            return run(config)
+        if simulate is None:
+            raise Refusal("--dry-run: this entry point only trains; use pretrain_gpt.py or pretrain_llama.py")
+        return simulate(config)
     except Refusal as refusal:
         _tell(refusal)
         return EXIT_REFUSED
@@ -38,7 +48,6 @@ def main(argv: list[str] | None = None, defaults: dict[str, Any] | None = None) 
 
 def run(config: Config) -> int:
     """Set up, train, and leave the process groups; returns the exit code."""
-    _quiet()
     from megatron.training.setup import start, stop
 
     runtime = start(config)
@@ -48,50 +57,13 @@ def run(config: Config) -> int:
         stop()
 
 
-def simulate(config: Config) -> int:
-    """--dry-run: one step of this program on a simulated cluster; returns the exit code, 1 where it does not fit."""
-    _quiet()
-    from rich.console import Console
-
-    from megatron.simulator.dry_run import dry_run
-    from megatron.simulator.dry_run_report import check_output, show, write
-    from megatron.simulator.hardware import load
-    from megatron.training.tokenizer import build_tokenizer, check_vocab
-
-    simulation = config.simulation
-    machine = load(simulation.gpu) if simulation.gpu else None
-    check_output(simulation.dry_run_json)
-    vocab_size = check_vocab(config.model.vocab_size, build_tokenizer(config.data, config.model.vocab_size))
-    console, started = Console(), time.perf_counter()
-    for note in config.notes:
-        console.print(f" > {note}", highlight=False, soft_wrap=True)
-    with console.status("simulating"):
-        result = dry_run(
-            config,
-            processes(config, 1),
-            machine,
-            vocab_size=vocab_size,
-            every_layer=simulation.dry_run_every_layer,
-            workers=os.cpu_count() or 1,
-        )
-    show(result, console)
-    console.print(f" > simulated in {time.perf_counter() - started:.1f} s")
-    if simulation.dry_run_json:
-        try:
-            console.print(f" > wrote {', '.join(write(result, simulation.dry_run_json))}", soft_wrap=True)
-        except OSError as error:  # the tables above are there all the same
-            print(f"error: --dry-run-json {simulation.dry_run_json}: {error.strerror}", file=sys.stderr)
-            return EXIT_FAILED
-    return EXIT_FAILED if result.fits is False else 0
-
-
 def train(config: Config, runtime: Any) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
     from megatron.training.job import describe, prepare
     from megatron.training.loop import evaluate_on, training_loop
-    from megatron.training.memory_profile import check_profile
-    from megatron.training.report import Reporter
-    from megatron.training.setup import together
+    from megatron.training.refusal import together
+    from megatron.training.report.memory_profile import check_profile
+    from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
     from megatron.training.stopping import Stopper
 
@@ -131,7 +103,8 @@ def train(config: Config, runtime: Any) -> int:
         stopper.restore()
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Keep libraries from warning of what does not concern a run."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")

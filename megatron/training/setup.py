@@ -5,26 +5,24 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron import platform
-from megatron.context_parallel import kernels
-from megatron.context_parallel.grid import Grid, initialize_grid
-from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.offload import Offload
-from megatron.training.attention_rule import attention_mask
-from megatron.training.config import Config
-from megatron.training.validate import Refusal, transformer_engine_installed
-from megatron.training.validate_attention import varies_by_batch
-from megatron.training.validate_chunks import attention_chunks
-
-T = TypeVar("T")
+from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.layout.grid import Grid, initialize_grid
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.validate import transformer_engine_installed
+from megatron.training.arguments.validate_attention import varies_by_batch
+from megatron.training.arguments.validate_chunks import attention_chunks
+from megatron.training.model.attention_rule import attention_mask
+from megatron.training.model.precision import compute_dtype
+from megatron.training.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -116,11 +114,6 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     )
 
 
-def compute_dtype(config: Config) -> torch.dtype:
-    """The dtype of activations."""
-    return torch.bfloat16 if config.optimizer.bf16 else torch.float16 if config.optimizer.fp16 else torch.float32
-
-
 def seed_everything(seed: int, grid: Grid) -> None:
     """Random states for dropout: alike where TP ranks hold the same tokens, different wherever tokens differ."""
     from megatron.core import tensor_parallel
@@ -133,28 +126,6 @@ def seed_everything(seed: int, grid: Grid) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(own)
 
 
-def together(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; if it is refused on any, it is refused on all, and nobody waits for anybody.
-
-    Raises:
-        Refusal: of the first rank that refused; ``everywhere`` is set, so that one rank tells it for all.
-    """
-    result, told = None, None
-    try:
-        result = action()
-    except Refusal as refusal:
-        told = str(refusal)
-    lines: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, told)
-    refused = [(index, line) for index, line in enumerate(lines) if line]
-    if refused:
-        index, line = refused[0]
-        refusal = Refusal(line if index == 0 else f"{line} (rank {index})")
-        refusal.everywhere = True
-        raise refusal
-    return result
-
-
 def stop() -> None:
     """Leave the process groups, so that no peer waits for this one."""
     from megatron.core import parallel_state
@@ -165,6 +136,6 @@ def stop() -> None:
 
 
 def _virtual_stages(config: Config) -> int | None:
-    from megatron.training.model import virtual_stages
+    from megatron.training.model.build import virtual_stages
 
     return virtual_stages(config)

@@ -17,8 +17,8 @@ from megatron.core.parallel_state import get_data_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron.training.config import Config
-from megatron.training.data import shard_batch
+from megatron.training.arguments.config import Config
+from megatron.training.data.batches import shard_batch
 from megatron.training.setup import Runtime
 
 Batches = Iterator[dict[str, Tensor]]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import megatron.context_parallel as cp
-from megatron.context_parallel import kernels
+from megatron.context_parallel.attention import kernels
 
 MASKS = {"causal": cp.Causal(), "full": cp.Full()}
 

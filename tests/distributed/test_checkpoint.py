@@ -19,7 +19,7 @@ P2 = "--pipeline-model-parallel-size 2"
 
 def train_and_save(flags, folder, steps_before, steps_after):
     """Train, save, go on; the losses after the save."""
-    from megatron.training import checkpoint
+    from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
     before, _, _ = train_job(job, steps_before)
@@ -120,7 +120,7 @@ def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
 
 def save_where_files_cannot_grow(flags, folder):
     """Save once, then again with a limit on file sizes, as on a full disk; the message of the failure."""
-    from megatron.training import checkpoint
+    from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
     train_job(job, 1)
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(pool, tmp_path):
 
 
 def refusal_of(flags):
-    from megatron.training.validate import Refusal
+    from megatron.training.arguments.validate import Refusal
 
     try:
         make_job(flags)
@@ -200,7 +200,7 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
 
 
 def test_older_checkpoints_are_removed(tmp_path):
-    from megatron.training.checkpoint import remove_older
+    from megatron.training.checkpoint.checkpoint import remove_older
 
     for iteration in (2, 4, 6, 8, 10):
         (tmp_path / f"iter_{iteration:07d}").mkdir()

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.chunked import apply_in_chunks, pieces
-from megatron.context_parallel.fpdt import ChunkedLayer
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.offload import Offload, is_host_buffer
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, pieces
+from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
+from megatron.context_parallel.fpdt.offload import Offload, is_host_buffer
+from megatron.context_parallel.layout.grid import abstract_grid
 from tests.distributed.test_attention import dense_attention
 
 MASKS = {"causal": cp.Causal(), "full": cp.Full()}

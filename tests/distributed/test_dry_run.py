@@ -57,7 +57,7 @@ CASES = {
 
 def watch(flags, llama):
     """Peaks of a step of the real program, and what it sends and computes, on this rank."""
-    from megatron.simulator.record import Recorder, axes_of
+    from megatron.simulator.dry_run.recorder import Recorder, axes_of
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
 
@@ -74,8 +74,8 @@ def watch(flags, llama):
 
 @pytest.mark.parametrize("name", CASES)
 def test_dry_run_equals_the_run(pool, name):
-    from megatron.simulator.rehearsal import rehearse
-    from megatron.training.arguments import parse
+    from megatron.simulator.dry_run.one_rank import rehearse
+    from megatron.training.arguments.parser import parse
 
     ranks, llama, flags = CASES[name]
     flags = f"{BIGGER} {flags}"

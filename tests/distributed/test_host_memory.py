@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from megatron.training.arguments import parse
+from megatron.training.arguments.parser import parse
 from megatron.training.host_memory import check_host_memory, host_bytes
 from megatron.training.refusal import Refusal
 from tests.distributed.test_fpdt import DEVICE, HOST, STREAM, TWO, fpdt
@@ -50,7 +50,7 @@ def test_the_estimate_holds_and_is_not_far_off(pool, world, flags):
 
 def bytes_after(flags, *steps):
     """(device bytes, host bytes in use, host bytes allocated) after so many steps, and after so many more."""
-    from megatron.training.memory import TensorMeter
+    from megatron.training.report.memory import TensorMeter
 
     job, found = make_job(flags), []
     for count in steps:

@@ -66,9 +66,9 @@ def make(folder: Path, **settings: object) -> Case:
 
 def largest_difference(case: Case, grid: list[str]) -> float:
     """Between the logits of the model here, on a grid, and Hugging Face's; on every rank of that grid."""
-    from megatron.training import checkpoint
-    from megatron.training.arguments import parse
-    from megatron.training.model import build_model
+    from megatron.training.arguments.parser import parse
+    from megatron.training.checkpoint import checkpoint
+    from megatron.training.model.build import build_model
     from megatron.training.setup import start
 
     run = ["--device", "cpu", "--seq-length", str(LENGTH), "--micro-batch-size", "2", "--train-iters", "1", "--lr", "1"]

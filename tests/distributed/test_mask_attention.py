@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.alibi import alibi_slopes
-from megatron.context_parallel.documents import deal
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.masks import Band
-from megatron.context_parallel.offload import Offload
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.layout.documents import deal
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Band
+from megatron.context_parallel.positions.alibi import alibi_slopes
 
 LENGTH, SIZE, WIDTH = 192, 8, 24
 ENDS = (1, 20, 90, 91, 150, 192)  # documents of one token, and one longer than a rank's share
@@ -278,8 +278,8 @@ def test_bad_masks_are_refused_by_name(pool):
 
 def test_ranks_out_of_the_window_exchange_nothing():
     """On a contiguous ring, keys of a window go to the next rank and no further, and only the rows it needs."""
-    from megatron.context_parallel.ring import ring_plan
-    from megatron.context_parallel.tiles import count
+    from megatron.context_parallel.attention.ring import ring_plan
+    from megatron.context_parallel.layout.tiles import count
 
     layout = cp.SequenceLayout(1024, abstract_grid(ring=8), "contiguous")
     for rank in range(8):

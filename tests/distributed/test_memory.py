@@ -13,7 +13,7 @@ from tests.distributed.training_runs import make_job
 def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     """On a rank: train two steps with --profile-memory, and count by other means what the profile should say."""
     from megatron.training.loop import training_loop
-    from megatron.training.report import Reporter
+    from megatron.training.report.reporter import Reporter
     from megatron.training.stopping import Stopper
 
     job = make_job(f"{flags} --exit-interval 2 --profile-memory {folder}")
@@ -40,7 +40,7 @@ def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     [("--bf16", 12), ("--zero-stage 1", 8), ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 12)],
 )
 def test_bytes_by_kind_are_those_of_the_buffers(pool, tmp_path, flags, bytes_a_number):
-    from megatron.training.memory_picture import peak_of, read
+    from megatron.training.report.memory_picture import peak_of, read
 
     ranks = 2 * (1 + ("pipeline" in flags))
     counted = pool.run(train_and_count, ranks, flags, str(tmp_path))

@@ -136,8 +136,8 @@ def test_a_rank_holds_its_share(pool, grid, states):
 
 def table(job) -> torch.Tensor | None:
     """The whole table of positions, on the first pipeline stage."""
-    from megatron.training.checkpoint import unwrap
-    from megatron.training.weights import POSITIONS, canonical_parameters
+    from megatron.training.checkpoint.checkpoint import unwrap
+    from megatron.training.model.weights import POSITIONS, canonical_parameters
 
     for chunk in job.chunks:
         for name, weight in canonical_parameters(unwrap(chunk)):
@@ -150,7 +150,7 @@ def table(job) -> torch.Tensor | None:
 
 def train_and_save(flags, folder, steps_before, steps_after):
     """Train, save, go on; losses and table from there."""
-    from megatron.training import checkpoint
+    from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags, False)
     train_job(job, steps_before)
@@ -233,7 +233,7 @@ def test_finetune_takes_the_weights(pool, saved, loaded_on):
 
 
 def refusal_of(flags):
-    from megatron.training.validate import Refusal
+    from megatron.training.arguments.validate import Refusal
 
     with pytest.raises(Refusal) as refused:
         make_job(flags, False)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.masks import Span
-from megatron.context_parallel.position import LayoutRotaryEmbedding
-from megatron.context_parallel.rope import rotary_angles
+from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.positions.rope import rotary_angles
+from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
 from tests.distributed.test_fpdt import fpdt
 from tests.distributed.test_training import GPT, GQA, MHA, P2, SP, T2, check, cp, on_one_process
 from tests.distributed.training_runs import make_job, train_job
@@ -52,7 +52,7 @@ def test_gpt_with_yarn_does_not_depend_on_the_grid(pool, on_one_process):
 
 def far_away(flags: str, start: int) -> tuple[Any, list[LayoutRotaryEmbedding]]:
     """A job whose first token stands at position ``start``, and the rotary embeddings of its layers."""
-    from megatron.training.checkpoint import unwrap
+    from megatron.training.checkpoint.checkpoint import unwrap
 
     job = make_job(f"{GQA} --num-layers 2 --init-method-std 0.2 {flags}", True)
     chunk = unwrap(job.chunks[0])

@@ -28,7 +28,7 @@ RUN = (
 
 def make_job(flags: str, llama: bool = True) -> Any:
     """The job that ``pretrain_llama.py`` (or ``pretrain_gpt.py``) would train with these flags."""
-    from megatron.training.arguments import parse
+    from megatron.training.arguments.parser import parse
     from megatron.training.job import prepare
     from megatron.training.setup import start
 
@@ -73,8 +73,8 @@ def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[
 
 def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
     """This stage's gradients, before clipping, by canonical name: gathered over ZeRO shards and TP, padding cut off."""
-    from megatron.training.checkpoint import unwrap
-    from megatron.training.weights import VOCABULARY, canonical_parameters
+    from megatron.training.checkpoint.checkpoint import unwrap
+    from megatron.training.model.weights import VOCABULARY, canonical_parameters
 
     found = {}
     for chunk in job.chunks:

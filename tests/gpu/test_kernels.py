@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels import KERNELS, available, base, select
-from megatron.context_parallel.kernels.base import Kernel
+from megatron.context_parallel.attention.kernels import KERNELS, available, base, select
+from megatron.context_parallel.attention.kernels.base import Kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the GPU kernels need a CUDA device")
 

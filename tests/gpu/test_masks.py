@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.kernels import KERNELS
+from megatron.context_parallel.attention.kernels import KERNELS
+from megatron.context_parallel.layout.grid import abstract_grid
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the GPU kernels need a CUDA device")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.simulator.strategy import Strategy, Workload
+from megatron.formulas.strategy import Strategy, Workload
 
 LLAMA: dict[str, Any] = {
     "model.normalization": "RMSNorm",
@@ -96,9 +96,9 @@ def flags(case: Case) -> list[str]:
 
 def measure(case: Case) -> Measured:
     """A step of a case on one simulated rank: in bf16 of a GPU, in fp32 of a CPU."""
-    from megatron.simulator.rehearsal import rehearse
-    from megatron.training.arguments import parse
-    from megatron.training.memory_picture import KINDS, series
+    from megatron.simulator.dry_run.one_rank import rehearse
+    from megatron.training.arguments.parser import parse
+    from megatron.training.report.memory_picture import KINDS, series
 
     shape, ranks = case.workload.shape, case.strategy.ranks
     config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training import megatron_flags
-from megatron.training.arguments import build_parser, parse, spellings, supported_flags
-from megatron.training.arguments import settings as all_settings
-from megatron.training.config import Config
+from megatron.training.arguments import megatron_flags
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.parser import build_parser, parse, spellings, supported_flags
+from megatron.training.arguments.parser import settings as all_settings
+from megatron.training.arguments.validate import complete
 from megatron.training.refusal import Refusal
-from megatron.training.validate import complete
 
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags_0.16.1.tsv"
 
@@ -269,7 +269,7 @@ def test_llama_launch_script():
 
 
 def test_llama_fp8_launch_script(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron.training.validate.transformer_engine_installed", lambda: True)
+    monkeypatch.setattr("megatron.training.arguments.validate.transformer_engine_installed", lambda: True)
     fp8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather".split()
     assert parse([*LLAMA, *fp8], world_size=8).model.transformer_impl == "transformer_engine"
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from megatron.training.config import Config, DataConfig
-from megatron.training.data import KEYS, micro_batches, shard_batch
-from megatron.training.mock_data import MockDataset
+from megatron.training.arguments.config import Config, DataConfig
+from megatron.training.data.batches import KEYS, micro_batches, shard_batch
+from megatron.training.data.mock import MockDataset
+from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
-from megatron.training.tokenizer import build_tokenizer
 
 
 class Numbers(Dataset):

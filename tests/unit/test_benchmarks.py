@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fpdt, fpdt_report
-from megatron.training.arguments import parse
+from megatron.training.arguments.parser import parse
 from pretrain_llama import LLAMA
 
 

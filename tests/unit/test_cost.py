@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.simulator.cost import copy_seconds, kernel_seconds, transfer_seconds
-from megatron.simulator.hardware import Calibration, Link, Machine, Rate, known, load
-from megatron.simulator.strategy import Group
-from megatron.simulator.trace import HostCopy, Kernel, Transfer
+from megatron.formulas.strategy import Group
+from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
+from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
+from megatron.simulator.machines.machine_file import known, load
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p")
 # Round figures: link 100, network 10, host 5 bytes a second.

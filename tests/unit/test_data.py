@@ -13,11 +13,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.config import Config, DataConfig
-from megatron.training.data import build_datasets
-from megatron.training.mock_data import MockDataset
+from megatron.training.arguments.config import Config, DataConfig
+from megatron.training.data.batches import build_datasets
+from megatron.training.data.mock import MockDataset
+from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
-from megatron.training.tokenizer import build_tokenizer
 
 NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import megatron_flags
-from megatron.training.arguments import build_parser, parse, supported_flags
+from megatron.training.arguments import megatron_flags
+from megatron.training.arguments.parser import build_parser, parse, supported_flags
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.simulator.dry_run import dry_run, ranks_of
-from megatron.simulator.hardware import Calibration, load
-from megatron.simulator.trace import HostCopy, Transfer, Wait
-from megatron.training.arguments import parse
+from megatron.simulator.cost.trace import HostCopy, Transfer, Wait
+from megatron.simulator.dry_run.command import simulate
+from megatron.simulator.dry_run.dry_run import dry_run, ranks_of
+from megatron.simulator.machines.machine import Calibration
+from megatron.simulator.machines.machine_file import load
+from megatron.training.arguments.parser import parse
 from megatron.training.pretrain import main
 from tests.distributed.training_runs import LLAMA
 
@@ -62,7 +64,7 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
 
 def test_a_gpu_copies_on_streams_of_its_own():
     config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1", 1)
-    from megatron.simulator.rehearsal import rehearse
+    from megatron.simulator.dry_run.one_rank import rehearse
 
     gpu, cpu = (rehearse(config, 1, 0, 301, on_gpu=on_gpu) for on_gpu in (True, False))
     copies, on_cpu = ([e for e in x.trace.events if isinstance(e, HostCopy)] for x in (gpu, cpu))
@@ -75,7 +77,7 @@ def test_a_gpu_copies_on_streams_of_its_own():
 def test_layer_inputs_leave_the_device_before_the_backward_pass():
     flags = f"--fpdt --fpdt-chunk-size 512 --no-fpdt-offload --bf16 {RECOMPUTE} --seq-length 1024 --num-layers 4"
     flags += " --max-position-embeddings 1024 --global-batch-size 1"
-    from megatron.simulator.rehearsal import rehearse
+    from megatron.simulator.dry_run.one_rank import rehearse
 
     kept, left = (
         rehearse(config_of(f"{flags} {more}", 1), 1, 0, 301, on_gpu=True) for more in ("", "--offload-checkpoints")
@@ -90,8 +92,8 @@ def test_weights_come_while_the_layer_before_computes():
     """FSDP's transfers hide behind compute that is long enough, but for the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
     config = config_of(f"{wide} --zero-stage 3 --bf16 --ulysses-parallel-size 4 --global-batch-size 1", 4)
-    from megatron.simulator.rehearsal import rehearse
-    from megatron.simulator.replay import replay
+    from megatron.simulator.dry_run.one_rank import rehearse
+    from megatron.simulator.dry_run.replay import replay
 
     trace = rehearse(config, 4, 0, 301, on_gpu=True).trace
     replayed = replay(trace, replace(load("A100-80G"), calibration=Calibration()))
@@ -117,7 +119,7 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
     path = tmp_path / "out" / "plan.json"
     flags = "--model llama3-8b --num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --seq-length 1024 --dry-run "
     flags += f"--world-size 4 --ulysses-parallel-size 4 --gpu A100-80G --bf16 --dry-run-json {path}"
-    assert main(flags.split(), LLAMA) == 0
+    assert main(flags.split(), LLAMA, simulate) == 0
     said = capsys.readouterr().out
     assert "memory of a rank" in said and "sent over ulysses" in said and "it fits" in said
     found = json.loads(path.read_text())
@@ -129,26 +131,26 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
 
 
 def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):
-    from megatron.simulator import dry_run_report
+    from megatron.simulator.dry_run import report as dry_run_report
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(dry_run_report, "write", fail)
-    assert main(f"{TINY} --num-layers 1 --dry-run --dry-run-json {tmp_path / 'x.json'}".split(), LLAMA) == 1
+    assert main(f"{TINY} --num-layers 1 --dry-run --dry-run-json {tmp_path / 'x.json'}".split(), LLAMA, simulate) == 1
     said = capsys.readouterr()
     assert "memory of a rank" in said.out and said.err.endswith("No space left on device\n")
 
 
 def test_what_does_not_fit_is_told(capsys):
     flags = "--model llama3-70b --num-layers 16 --seq-length 2048 --dry-run --world-size 1 --gpu A100-40G --bf16"
-    assert main(flags.split(), LLAMA) == 1
+    assert main(flags.split(), LLAMA, simulate) == 1
     assert "does not fit: rank 0 needs" in capsys.readouterr().out
 
 
 def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
     path = tmp_path / "cpu.json"
-    assert main(f"{TINY} --dry-run --dry-run-json {path}".split(), LLAMA) == 0
+    assert main(f"{TINY} --dry-run --dry-run-json {path}".split(), LLAMA, simulate) == 0
     found = json.loads(path.read_text())
     assert (found["predicted_ms"], found["mfu"], found["fits"]) == (None, None, None)
     assert not list(tmp_path.glob("*_time_*"))
@@ -167,6 +169,6 @@ def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
     ],
 )
 def test_refusals(flags, said, capsys):
-    assert main(f"{TINY} {flags}".split(), LLAMA) == 2
+    assert main(f"{TINY} {flags}".split(), LLAMA, simulate) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

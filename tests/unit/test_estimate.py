@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.context_parallel.chunk_pass import goes_by_keys
-from megatron.context_parallel.fpdt import copied_bytes
-from megatron.simulator.attention_operations import attended, to_heads, to_sequence
-from megatron.simulator.chunk_operations import chunked_backward, chunked_forward
-from megatron.simulator.cost import transfer_seconds
-from megatron.simulator.estimate import Estimate, estimate
-from megatron.simulator.hardware import Calibration, Link, Machine, Rate, load
-from megatron.simulator.strategy import Group, Shape, Strategy, Workload
-from megatron.simulator.stretch import Stretch
-from megatron.simulator.trace import Transfer
+from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.context_parallel.fpdt.chunked_layer import copied_bytes
+from megatron.formulas.strategy import Group, Shape, Strategy, Workload
+from megatron.simulator.cost.attention_operations import attended, to_heads, to_sequence
+from megatron.simulator.cost.chunk_operations import chunked_backward, chunked_forward
+from megatron.simulator.cost.estimate import Estimate, estimate
+from megatron.simulator.cost.seconds import transfer_seconds
+from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.trace import Transfer
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
+from megatron.simulator.machines.machine_file import load
 
 GEMM, FORWARD, BACKWARD = 1e14, 8e13, 5e13
 TOY = Machine(

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron.training.data_files import open_prefix
-from megatron.training.validate_chunks import attention_chunks
+from megatron.training.arguments.validate_chunks import attention_chunks
+from megatron.training.data.files import open_prefix
 
-arguments = pytest.importorskip("megatron.training.arguments")
+arguments = pytest.importorskip("megatron.training.arguments.parser")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("quickstart", "extrapolation")  # several steps, from data to a table

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.simulator.formulas import papers
-from megatron.simulator.formulas.communication import sent_bytes
-from megatron.simulator.formulas.flops import step_flops
-from megatron.simulator.formulas.layer import attention_working
-from megatron.simulator.formulas.memory import device_memory
-from megatron.simulator.formulas.parameters import model_states, stage_parameters
-from megatron.simulator.formulas.sizes import sizes_of
-from megatron.simulator.strategy import Shape, Strategy, Workload
-from megatron.training import flops as program
-from megatron.training.arguments import parse
-from megatron.training.models import count_parameters
+from megatron.formulas import papers
+from megatron.formulas.communication import sent_bytes
+from megatron.formulas.flops import step_flops
+from megatron.formulas.layer import attention_working
+from megatron.formulas.memory import device_memory
+from megatron.formulas.parameters import model_states, stage_parameters
+from megatron.formulas.sizes import sizes_of
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.training.arguments.models import count_parameters, model_shape
+from megatron.training.arguments.parser import parse
+from megatron.training.report import flops as program
 from tests.distributed.pool import fork_server
 from tests.unit.formula_runs import LLAMA, Case, Measured, flags, measure_all
 
@@ -119,7 +119,7 @@ def test_sent_bytes_are_exact(case: Case, measured: dict[str, Measured]) -> None
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt-2.7b"])
 def test_parameters_are_those_of_the_model(name: str) -> None:
     config = parse(f"--model {name} --seq-length 2048 --max-position-embeddings 2048".split())
-    shape = Shape.of(config.model, 128000)
+    shape = model_shape(config.model, 128000)
     whole = sum(stage_parameters(shape, 1, 4, stage).numel for stage in range(4))
     twice = shape.hidden * 128000 if shape.tied else 0  # on the first stage and on the last
     assert whole - twice == count_parameters(config.model, 128000)

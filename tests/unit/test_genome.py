@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.config import DataConfig
-from megatron.training.genome import CODES
-from megatron.training.text_files import Reader, parse
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.arguments.config import DataConfig
+from megatron.training.data.genome import CODES
+from megatron.training.data.text_files import Reader, parse
+from megatron.training.data.tokenizer import build_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.simulator.hardware import MACHINES, Calibration, Link, Machine, Rate, known, load
-from megatron.simulator.machine_file import read_merged
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
+from megatron.simulator.machines.machine_file import MACHINES, known, load, read_merged
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,13 +54,13 @@ def test_the_machines_of_the_issue_are_there_and_ship_with_the_package(monkeypat
     monkeypatch.setattr("setuptools.setup", lambda **options: told.update(options))
     monkeypatch.chdir(ROOT)
     runpy.run_path(str(ROOT / "setup.py"))
-    patterns = told["package_data"]["megatron.simulator"]
-    shipped = {path for pattern in patterns for path in (ROOT / "megatron" / "simulator").glob(pattern)}
-    assert "megatron.simulator" in told["packages"] and shipped == set(MACHINES.glob("*.json"))
+    patterns = told["package_data"]["megatron.simulator.machines"]
+    shipped = {path for pattern in patterns for path in (ROOT / "megatron" / "simulator" / "machines").glob(pattern)}
+    assert "megatron.simulator.machines" in told["packages"] and shipped == set(MACHINES.glob("*.json"))
 
 
 def test_peaks_are_those_that_training_logs_mfu_against():
-    from megatron.training.flops import GPU_PEAKS
+    from megatron.training.report.flops import GPU_PEAKS
 
     for name in known():
         word = name.split("-")[0]

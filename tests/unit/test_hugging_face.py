@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.training.arguments import parse
-from megatron.training.config import ModelConfig
-from megatron.training.hugging_face import files, llama, tensors
-from megatron.training.hugging_face.folders import HEADERS
-from megatron.training.model import rope
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.parser import parse
+from megatron.training.checkpoint.hugging_face import files, llama, tensors
+from megatron.training.checkpoint.hugging_face.folders import HEADERS
+from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from pretrain_llama import LLAMA
 from tools.convert_hf import main

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.context_parallel import kernels
-from megatron.context_parallel.kernels import (
+from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.kernels import (
     KERNELS,
     KernelUnavailable,
     available,

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.layout import SequenceLayout, length_unit
-from megatron.context_parallel.masks import Causal, Full
-from megatron.context_parallel.ring import ring_plan
-from megatron.context_parallel.tiles import tiles
+from megatron.context_parallel.attention.ring import ring_plan
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Causal, Full
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
+from megatron.context_parallel.layout.tiles import tiles
 
 grids = st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["zigzag", "contiguous"]), st.integers(1, 7))
 

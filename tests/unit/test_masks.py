@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.alibi import alibi_slopes
-from megatron.context_parallel.documents import UNEVEN, deal, document_ends, document_rows, restart
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.ring import ring_plan
-from megatron.context_parallel.tile_kernel import positions
-from megatron.context_parallel.tiles import tiles
-from megatron.training.memory import TensorMeter
+from megatron.context_parallel.attention.ring import ring_plan
+from megatron.context_parallel.layout.documents import UNEVEN, deal, document_ends, document_rows, restart
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.spans import positions
+from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.positions.alibi import alibi_slopes
+from megatron.training.report.memory import TensorMeter
 
 LENGTH = 160
 

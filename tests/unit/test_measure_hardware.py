@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.simulator import measure
-from megatron.simulator.hardware import load
-from megatron.simulator.measure import Effort
-from megatron.simulator.measure_links import KINDS, Figures, figures, listen, measure_in_processes
+from megatron.simulator.machines import measure
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.machines.measure import Effort
+from megatron.simulator.machines.measure_links import KINDS, Figures, figures, listen, measure_in_processes
 from megatron.training.refusal import Refusal
 from tools import measure_hardware
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.config import Config
-from megatron.training.memory import PeakBytes, TensorMeter
-from megatron.training.memory_picture import COLUMNS, KINDS, draw, peak_of, read, series
-from megatron.training.memory_profile import MemoryProfile, check_profile
+from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal
+from megatron.training.report.memory import PeakBytes, TensorMeter
+from megatron.training.report.memory_picture import COLUMNS, KINDS, draw, peak_of, read, series
+from megatron.training.report.memory_profile import MemoryProfile, check_profile
 from tests.unit.test_refusals import GOOD, MOCK, pretrain, refused
 from tools import plot_memory
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from megatron.simulator.formulas.parameters import stage_parameters
-from megatron.simulator.memory_table import shape_of_size, size
+from megatron.formulas.parameters import stage_parameters
+from megatron.simulator.planner.memory_table import shape_of_size, size
 from megatron.training.refusal import Refusal
 from tools.memory import main
 

@@ -3,9 +3,9 @@
 
 import pytest
 
-from megatron.context_parallel.grid import Axis, Grid
-from megatron.training.arguments import parse
-from megatron.training.model import transformer_config
+from megatron.context_parallel.layout.grid import Axis, Grid
+from megatron.training.arguments.parser import parse
+from megatron.training.model.build import transformer_config
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE
 
 PP = "--pipeline-model-parallel-size 2"

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megatron.training.config import ModelConfig
-from megatron.training.models import count_parameters, derive_shape, shape, vocabulary
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import count_parameters, derive_shape, shape, vocabulary
 from megatron.training.refusal import Refusal
 
 PUBLISHED = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.fpdt import ChunkedLayer, copied_bytes
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.offload import HostPool, Offload, Rows, SavedInHost, Shelf, is_host_buffer
+from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer, copied_bytes
+from megatron.context_parallel.fpdt.offload import HostPool, Offload, Rows, SavedInHost, Shelf, is_host_buffer
+from megatron.context_parallel.layout.grid import abstract_grid
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.layout import SequenceLayout, length_unit
-from megatron.context_parallel.partitioned_position import PositionRows
+from megatron.context_parallel.core.learned_positions import PositionRows
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.platform.simulation import simulated_world
-from megatron.training import weights
-from megatron.training.arguments import parse
+from megatron.training.arguments.parser import parse
+from megatron.training.model import weights
 from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import RUN, SHAPE
 
@@ -154,10 +154,10 @@ def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, mon
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     from megatron import platform
-    from megatron.context_parallel.grid import initialize_grid
-    from megatron.training.memory_profile import owned
-    from megatron.training.model import build_model
-    from megatron.training.optimizer import build_optimizer, wrap_for_data_parallelism
+    from megatron.context_parallel.layout.grid import initialize_grid
+    from megatron.training.model.build import build_model
+    from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
+    from megatron.training.report.memory_profile import owned
 
     positions, hidden = 2**20, 1024
     length = f"--seq-length {positions} --max-position-embeddings {positions} --hidden-size {hidden}"

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.simulator import plan_confirm
-from megatron.simulator.hardware import load
-from megatron.simulator.plan_limits import nearest
-from megatron.simulator.plan_picture import front
-from megatron.simulator.plan_request import Request, tokens
-from megatron.simulator.plan_words import a, alternatives, count, failing, holding, losing
-from megatron.simulator.planner import Problem, priced, search
-from megatron.simulator.strategy import Strategy
-from megatron.training.arguments import parse
+from megatron.formulas.strategy import Strategy
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner import confirm as plan_confirm
+from megatron.simulator.planner.limits import nearest
+from megatron.simulator.planner.picture import front
+from megatron.simulator.planner.request import Request, tokens
+from megatron.simulator.planner.search import Problem, priced, search
+from megatron.simulator.planner.words import a, alternatives, count, failing, holding, losing
+from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from tools import plan
 

@@ -13,16 +13,16 @@ import pytest
 
 from examples.reproduce.report import published
 from examples.reproduce.simulate import cluster, shape_of
-from megatron.simulator.estimate import estimate
-from megatron.simulator.formulas.memory import device_memory
-from megatron.simulator.hardware import load
-from megatron.simulator.plan_command import training_flags
-from megatron.simulator.plan_limits import fewest_gpus, fits, longest
-from megatron.simulator.plan_request import JOB, Request
-from megatron.simulator.planner import Problem, everything, priced, search
-from megatron.simulator.search_space import Limits, divisors, grids, savings, zero_stages
-from megatron.simulator.strategy import Strategy, Workload
-from megatron.training.arguments import parse
+from megatron.formulas.memory import device_memory
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner.command import training_flags
+from megatron.simulator.planner.limits import fewest_gpus, fits, longest
+from megatron.simulator.planner.request import JOB, Request
+from megatron.simulator.planner.search import Problem, everything, priced, search
+from megatron.simulator.planner.search_space import Limits, divisors, grids, savings, zero_stages
+from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 
 K = 1024

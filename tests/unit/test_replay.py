@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron.simulator.hardware import Calibration, Link, Machine, Rate
-from megatron.simulator.replay import duration, replay, table
-from megatron.simulator.strategy import Group
-from megatron.simulator.timeline import coverage, draw, lanes
-from megatron.simulator.trace import HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.formulas.strategy import Group
+from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.simulator.dry_run.replay import duration, replay, table
+from megatron.simulator.dry_run.timeline import coverage, draw, lanes
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 
 ONE = Rate(((1.0, 1.0),), power=0.0)
 # A FLOP, a byte of memory, of the link and of the host link each take a second.

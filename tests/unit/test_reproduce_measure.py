@@ -23,9 +23,9 @@ from examples.reproduce.report import Row, command, published, write
 from examples.reproduce.simulate import Clock, shape_of, usp_tflops
 from examples.reproduce.ulysses import training as ulysses
 from examples.reproduce.usp import training as usp
-from megatron.simulator.strategy import Strategy, Workload
-from megatron.training.arguments import parse
-from megatron.training.models import LLAMA
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.training.arguments.models import LLAMA
+from megatron.training.arguments.parser import parse
 from tests.program import run_forked
 
 REPRODUCE = Path(measured.__file__).parent

@@ -13,7 +13,7 @@ import pytest
 
 from examples.reproduce import report
 from examples.reproduce.report import Row
-from megatron.training.arguments import parse
+from megatron.training.arguments.parser import parse
 from pretrain_llama import LLAMA
 
 REPRODUCE = Path(report.__file__).parent

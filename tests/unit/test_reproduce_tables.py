@@ -18,8 +18,8 @@ from examples.reproduce.simulate import CLUSTERS, Simulated, clock, cluster, dee
 from examples.reproduce.ulysses.training import figure_3_rows, figure_7_rows, figure_rows, scaling_rows, shape
 from examples.reproduce.usp.attention import attention_rows
 from examples.reproduce.usp.training import figure_5_rows, training_rows
-from megatron.simulator.hardware import Machine
-from megatron.simulator.strategy import Workload
+from megatron.formulas.strategy import Workload
+from megatron.simulator.machines.machine import Machine
 
 
 def mean_error(rows: Iterable[Row]) -> float:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.context_parallel import rope as rope_module
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.layout import SequenceLayout
-from megatron.context_parallel.position import LayoutRotaryEmbedding
-from megatron.context_parallel.rope import Rope, Yarn, rotary_angles
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.positions import rope as rope_module
+from megatron.context_parallel.positions.rope import Rope, Yarn, rotary_angles
+from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
 
 FAR = 2**22  # 4,194,304
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
@@ -235,8 +235,8 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 
 def test_model_settings_become_a_rope() -> None:
-    from megatron.training.arguments import parse
-    from megatron.training.model import rope
+    from megatron.training.arguments.parser import parse
+    from megatron.training.model.build import rope
 
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     shape += "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --attention-dropout 0 --rotary-base 500"

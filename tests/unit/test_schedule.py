@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.training.arguments import parse
+from megatron.training.arguments.parser import parse
 from tests.distributed.training_runs import LLAMA, SHAPE
 
 RUN = (
@@ -16,7 +16,7 @@ RUN = (
 
 def learning_rates(flags: str, steps: int) -> list[float]:
     """The learning rate of each step."""
-    from megatron.training.optimizer import build_schedule
+    from megatron.training.model.optimizer import build_schedule
 
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1)
     optimizer = SimpleNamespace(param_groups=[{"default_config": True}])

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.kernels import select
-from megatron.context_parallel.ring import RingSource, ring_plan
-from megatron.context_parallel.tiled import Accumulator, tiled_attention
+from megatron.context_parallel.attention.attend import Accumulator, tiled_attention
+from megatron.context_parallel.attention.kernels import select
+from megatron.context_parallel.attention.ring import RingSource, ring_plan
 
 
 def tiles_of(dtype: torch.dtype, pieces: int):

@@ -10,9 +10,9 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.config import DataConfig
+from megatron.training.arguments.config import DataConfig
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab, padded_vocab_size
 from megatron.training.refusal import Refusal
-from megatron.training.tokenizer import Tokenizer, build_tokenizer, check_vocab, padded_vocab_size
 
 TEXTS = ["def f(x):\n    return x  # größer, 数字 12\n", "a  b\t c\n\n", "the cat sat on the mat " * 20]
 END = "<|endoftext|>"

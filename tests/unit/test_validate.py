@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.context_parallel.grid import abstract_grid
-from megatron.context_parallel.layout import SequenceLayout
-from megatron.training import validate
-from megatron.training.arguments import parse
-from megatron.training.config import Config
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.training.arguments import validate
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.parser import parse
+from megatron.training.arguments.validate import complete, data_parallel_size
+from megatron.training.arguments.validate_chunks import attention_chunks, loss_chunks
 from megatron.training.refusal import Refusal
-from megatron.training.validate import complete, data_parallel_size
-from megatron.training.validate_chunks import attention_chunks, loss_chunks
 
 SMALL = (
     "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 192 --max-position-embeddings 192 "

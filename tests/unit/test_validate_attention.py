@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.grid import abstract_grid
-from megatron.training.attention_rule import attention_mask, attention_rule
-from megatron.training.flops import attended_share
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.training.arguments.validate import complete
+from megatron.training.model.attention_rule import attention_mask, attention_rule
 from megatron.training.refusal import Refusal
-from megatron.training.validate import complete
+from megatron.training.report.flops import attended_share
 from tests.unit.test_validate import build
 
 TWO = "--ring-parallel-size 2"

@@ -19,10 +19,11 @@ from examples.reproduce.capacity import AT_LEAST, longest_power
 from examples.reproduce.fpdt import training
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Simulated, cluster
-from megatron.simulator.formulas.memory import Memory, device_memory
-from megatron.simulator.formulas.parameters import stage_parameters
-from megatron.simulator.hardware import Machine, load
-from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.formulas.memory import Memory, device_memory
+from megatron.formulas.parameters import stage_parameters
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.machines.machine import Machine
+from megatron.simulator.machines.machine_file import load
 
 K, MIB, GIB = 1024, 2**20, 2**30
 SPIKES = "perhaps for the spikes when ZeRO 3 sums gradients (the paper's section 6), which ours does not have"

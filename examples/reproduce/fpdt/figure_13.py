@@ -45,10 +45,10 @@ class Backward:
 
 def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     """Train a model of one block for a step, and watch its backward pass."""
-    from megatron.context_parallel import chunk_pass, fpdt
-    from megatron.training.arguments import parse
+    from megatron.context_parallel.fpdt import chunk_pass, chunked_layer
+    from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
-    from megatron.training.memory import TensorMeter
+    from megatron.training.report.memory import TensorMeter
     from megatron.training.setup import start, stop
     from megatron.training.step import train_step
     from pretrain_llama import LLAMA
@@ -79,8 +79,8 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
         with ExitStack() as stack:
             meter = stack.enter_context(TensorMeter(runtime.device.type, record=True))
             before, before_host = meter.now, meter.host_now
-            backward = staticmethod(timed("block", fpdt._Chunked.backward))
-            stack.enter_context(patch.object(fpdt._Chunked, "backward", backward))
+            backward = staticmethod(timed("block", chunked_layer._Chunked.backward))
+            stack.enter_context(patch.object(chunked_layer._Chunked, "backward", backward))
             stack.enter_context(patch.object(chunk_pass.Pass, "ffn_grad", timed("ffn", chunk_pass.Pass.ffn_grad)))
             train_step(runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
         return _within(meter.history, begins, before, before_host)

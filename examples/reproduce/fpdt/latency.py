@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from examples.reproduce.report import Row
-from megatron.simulator.cost import copy_seconds, kernel_seconds, transfer_seconds
-from megatron.simulator.hardware import Machine
-from megatron.simulator.operations import BF16, collective, tile
-from megatron.simulator.strategy import Group
-from megatron.simulator.trace import HostCopy, Transfer
+from megatron.formulas.strategy import Group
+from megatron.simulator.cost.operations import BF16, collective, tile
+from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
+from megatron.simulator.cost.trace import HostCopy, Transfer
+from megatron.simulator.machines.machine import Machine
 
 GPUS, HEADS, HEAD_DIM = 4, 32, 128
 LENGTHS = tuple(4096 << n for n in range(8))

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Clock, shape_of
-from megatron.simulator.estimate import model_flops
-from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.cost.estimate import model_flops
 
 CHUNK = 65536
 MODELS = ("gpt-2.7b", "gpt-6.7b", "llama3-8b", "gpt-13b", "gpt-30b", "llama3-70b")

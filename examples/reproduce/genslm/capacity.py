@@ -20,9 +20,9 @@ from examples.reproduce.genslm.old_systems import (
 )
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import shape_of as named_shape
-from megatron.simulator.formulas.memory import Memory, device_memory
-from megatron.simulator.hardware import load
-from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.formulas.memory import Memory, device_memory
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.machines.machine_file import load
 
 STEP = 1024  # published lengths are multiples of it
 GPU = "A100-40G"

@@ -34,13 +34,13 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megatron import platform
-    from megatron.context_parallel.grid import initialize_grid
-    from megatron.context_parallel.layout import SequenceLayout
+    from megatron.context_parallel.layout.grid import initialize_grid
+    from megatron.context_parallel.layout.sequence_layout import SequenceLayout
     from megatron.platform.simulation import simulated_world
-    from megatron.training.arguments import parse
-    from megatron.training.model import build_model
-    from megatron.training.models import shape
-    from megatron.training.optimizer import build_optimizer, wrap_for_data_parallelism
+    from megatron.training.arguments.models import shape
+    from megatron.training.arguments.parser import parse
+    from megatron.training.model.build import build_model
+    from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
 
     size = shape(MODEL)
     # One layer with few heads and a narrow FFN: the table does not depend on them, and 64 ranks have to divide them.

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.simulator.formulas.parameters import model_states, stage_parameters
-from megatron.simulator.strategy import Shape
+from megatron.formulas.parameters import model_states, stage_parameters
+from megatron.formulas.strategy import Shape
 
 NARROW, WIDE = 2, 4  # bytes of a number in bf16 or fp16, and in fp32
 

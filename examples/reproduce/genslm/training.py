@@ -13,7 +13,7 @@ from functools import partial
 
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Clock, deepspeed_tflops, shape_of, told
-from megatron.simulator.strategy import Strategy, Workload
+from megatron.formulas.strategy import Strategy, Workload
 
 GPUS = 32
 # The old framework's share of the new one's rates, fitted to its two figures: eager kernels for softmax, norms and

@@ -65,8 +65,8 @@ def sent_by_a_layer(method: str, ranks: int, kv_heads: int, rank: int | None = N
 def busiest(ranks: int) -> int:
     """The ring rank that sends most keys."""
     import megatron.context_parallel as cp
-    from megatron.context_parallel.ring import ring_plan
-    from megatron.context_parallel.tiles import count
+    from megatron.context_parallel.attention.ring import ring_plan
+    from megatron.context_parallel.layout.tiles import count
 
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=ranks))
     plans = [ring_plan(layout, cp.Causal(), rank) for rank in range(ranks)]
@@ -76,11 +76,11 @@ def busiest(ranks: int) -> int:
 def forward(flags: str, ranks: int, rank: int, kv_heads: int, layers: int) -> Counter[str]:
     """Numbers sent, by kind of message, in the forward pass of a model."""
     from megatron import platform
-    from megatron.context_parallel.grid import initialize_grid
-    from megatron.context_parallel.layout import SequenceLayout
+    from megatron.context_parallel.layout.grid import initialize_grid
+    from megatron.context_parallel.layout.sequence_layout import SequenceLayout
     from megatron.platform.simulation import simulated_world
-    from megatron.training.arguments import parse
-    from megatron.training.model import build_model
+    from megatron.training.arguments.parser import parse
+    from megatron.training.model.build import build_model
     from megatron.training.setup import seed_everything
 
     words = (

@@ -18,7 +18,7 @@ from functools import partial
 
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Clock, deepspeed_tflops, shape_of, told
-from megatron.simulator.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 
 ULYSSES = Strategy(zero=3, recompute="full")
 MEGATRON_SP = Strategy(zero=1, recompute="full")

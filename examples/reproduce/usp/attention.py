@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 from examples.reproduce.report import Row, published
-from megatron.simulator.attention_operations import attended, ring_forward, to_heads, to_sequence
-from megatron.simulator.hardware import Machine
-from megatron.simulator.strategy import Shape, Strategy
-from megatron.simulator.stretch import price
+from megatron.formulas.strategy import Shape, Strategy
+from megatron.simulator.cost.attention_operations import attended, ring_forward, to_heads, to_sequence
+from megatron.simulator.cost.stretch import price
+from megatron.simulator.machines.machine import Machine
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 RINGS = {"basic": "contiguous", "balanced": "zigzag"}

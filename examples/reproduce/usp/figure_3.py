@@ -28,7 +28,7 @@ PUBLISHED = {("contiguous", 4): 7.0, ("zigzag", 4): 1.0}  # "almost 7 times"; "p
 def plans_of(ring: int, balance: str, length: int = LENGTH) -> list:
     """Every rank's plan."""
     import megatron.context_parallel as cp
-    from megatron.context_parallel.ring import ring_plan
+    from megatron.context_parallel.attention.ring import ring_plan
 
     layout = cp.SequenceLayout(length, cp.abstract_grid(ring=ring), balance)
     return [ring_plan(layout, cp.Causal(), rank) for rank in range(ring)]
@@ -46,7 +46,7 @@ def timed(ring: int, repeats: int = 3) -> dict[str, list[float]]:
 
     from benchmarks.attention import time_tiles
     from benchmarks.parallel_attention import Problem
-    from megatron.context_parallel import kernels
+    from megatron.context_parallel.attention import kernels
 
     torch.set_num_threads(1)
     problem = Problem(LENGTH, HEADS, HEADS, HEAD_DIM, torch.float32)

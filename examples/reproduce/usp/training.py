@@ -12,7 +12,7 @@ from functools import partial
 
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Clock, shape_of, told, usp_tflops
-from megatron.simulator.strategy import Strategy, Workload
+from megatron.formulas.strategy import Strategy, Workload
 
 # Neither gradients nor weights travel beside compute: Megatron-LM's defaults of April 2024.
 DEFAULTS = {"zero": 1, "overlap_grad_reduce": False, "overlap_param_gather": False}

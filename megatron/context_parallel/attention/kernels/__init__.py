@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local attention kernels, one file a backend: a tile's (out, lse), and its gradients given the final out and lse."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnavailable, tensor_reason
+from megatron.context_parallel.attention.kernels.cpu import CpuKernel
+from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
+from megatron.context_parallel.attention.kernels.flash import FlashKernel
+from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel
+from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+
+__all__ = ["KERNELS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
+
+# The order in which `auto` prefers them.
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), MathKernel())
+}
+
+
+def available(device: torch.device | str, dtype: torch.dtype, head_dim: int, *, needs_mask: bool = False) -> list[str]:
+    """Names of the kernels that can run such tensors, best first; with ``needs_mask`` only those that take a mask."""
+    return [name for name in KERNELS if _why_not(name, torch.device(device), dtype, head_dim, needs_mask) is None]
+
+
+def select(
+    name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, needs_mask: bool = False
+) -> Kernel:
+    """The kernel for ``--attention-kernel NAME``; ``auto`` takes the first of `available`.
+
+    Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
+    """
+    usable = available(device, dtype, head_dim, needs_mask=needs_mask)
+    if name == "auto" and usable:
+        return KERNELS[usable[0]]
+    if name in usable:
+        return KERNELS[name]
+    if name == "auto":
+        reason = f"no kernel takes {dtype} on {device}"
+    elif name in KERNELS:
+        reason = _why_not(name, torch.device(device), dtype, head_dim, needs_mask)
+    else:
+        reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
+    here = ", ".join(usable) if usable else "none"
+    raise KernelUnavailable(f"--attention-kernel {name}: {reason}; kernels that can run here: {here}")
+
+
+def select_simulated(
+    name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, needs_mask: bool = False
+) -> Kernel:
+    """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel.
+
+    Raises KernelUnavailable for what no GPU runs.
+    """
+    if name not in ("auto", *KERNELS):
+        select(name, device=device, dtype=dtype, head_dim=head_dim, needs_mask=needs_mask)
+    unfused = needs_mask or tensor_reason(dtype, head_dim) is not None
+    if name == "cpu" or (name not in ("auto", "math") and unfused):
+        raise KernelUnavailable(f"--attention-kernel {name} cannot run this on a GPU: use auto, or math")
+    return KERNELS["math" if name == "math" or unfused else "flash"]
+
+
+def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs_mask: bool) -> str | None:
+    if needs_mask and not KERNELS[name].supports_mask:
+        return "takes no mask, which this attention pattern needs"
+    return KERNELS[name].why_not(device=device, dtype=dtype, head_dim=head_dim)

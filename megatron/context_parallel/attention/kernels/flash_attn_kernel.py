@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flash-attn package: version 3 (``flash_attn_interface``) on Hopper where it is installed, else version 2.
+
+The low-level functions are private and their arguments change between releases. So every argument goes by name, and
+only those that the installed release knows: see `_call`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.base import (
+    AnyMask,
+    backward_in_pieces,
+    check_tile,
+    forward_in_pieces,
+    gpu_reason,
+)
+
+
+class FlashAttnKernel:
+    """bf16 and fp16; reads strided tensors in place; grouped heads natively, no masks."""
+
+    name = "flash_attn"
+    supports_mask = False
+
+    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        reason = gpu_reason(device, dtype, head_dim)
+        if reason is not None:
+            return reason
+        found = _library(torch.cuda.get_device_capability(device) == (9, 0))
+        return found if isinstance(found, str) else None
+
+    def forward(
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        library = _library_for(q_BHSD)
+
+        def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            results = _call(
+                library._flash_attn_forward,
+                **{name: x.transpose(1, 2) for name, x in (("q", q), ("k", k), ("v", v))},
+                **_options(causal, scale),
+                return_softmax=False,
+            )
+            return results[0].transpose(1, 2), _find_lse(results, q)
+
+        return forward_in_pieces(call, q_BHSD, k_BHSD, v_BHSD)
+
+    def backward(
+        self,
+        dout_BHSD: Tensor,
+        q_BHSD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        out_BHSD: Tensor,
+        lse_BHS: Tensor,
+        *,
+        causal: bool,
+        mask: AnyMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        library = _library_for(q_BHSD)
+
+        def call(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor):
+            dq, dk, dv = (torch.empty_like(x.transpose(1, 2)) for x in (q, k, v))  # [b, s, h, d], written in place
+            inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
+            _call(
+                library._flash_attn_backward,
+                **{name: x.transpose(1, 2) for name, x in inputs.items()},
+                softmax_lse=lse,
+                dq=dq,
+                dk=dk,
+                dv=dv,
+                **_options(causal, scale),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+            return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
+
+        return backward_in_pieces(call, dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
+
+
+def _options(causal: bool, scale: float) -> dict[str, Any]:
+    """What forward and backward share, under every name that a release has had for it."""
+    return {
+        "softmax_scale": scale,
+        "causal": causal,
+        "is_causal": causal,
+        "dropout_p": 0.0,
+        "window_size": (-1, -1),
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+@functools.cache
+def _library(hopper: bool) -> ModuleType | str:
+    """The module with the low-level functions, or the reason why there is none."""
+    reason = "the package flash-attn is not installed"
+    for name in ["flash_attn_interface"] * hopper + ["flash_attn.flash_attn_interface"]:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # built for another PyTorch: ImportError, OSError or RuntimeError
+            reason = f"{name} does not import: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            continue
+        if hasattr(module, "_flash_attn_forward") and hasattr(module, "_flash_attn_backward"):
+            return module
+        reason = f"{name} lacks _flash_attn_forward and _flash_attn_backward"
+    return reason
+
+
+def _library_for(q: Tensor) -> ModuleType:
+    found = _library(q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
+    if isinstance(found, str):
+        raise ImportError(f"--attention-kernel flash_attn: {found}")
+    return found
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """Name of each argument -> whether it must be given."""
+    op = getattr(function, "_opoverload", None)  # torch.library.custom_op hides the signature of what it wraps
+    if op is not None:
+        return {argument.name: not argument.has_default_value() for argument in op._schema.arguments}
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _call(function: Callable[..., Any], **values: Any) -> Any:
+    """Calls with those of ``values`` that ``function`` knows, and None for whatever else it insists on."""
+    parameters = _parameters(function)
+    return function(**{name: values.get(name) for name, needed in parameters.items() if name in values or needed})
+
+
+def _find_lse(results: tuple[Tensor, ...], q: Tensor) -> Tensor:
+    """lse [b, h, sq] fp32 among the results, the place of which differs between releases."""
+    for x in results[1:]:
+        if isinstance(x, Tensor) and x.dtype == torch.float32 and x.dim() == 3 and x.shape[:2] == q.shape[:2]:
+            return x[:, :, : q.shape[2]]
+    raise RuntimeError(f"flash-attn returned no lse of shape {list(q.shape[:3])}: an unknown release")

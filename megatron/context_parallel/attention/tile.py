@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tile of attention on [s, b, heads, d] tensors: a kernel, and what the tile asks of it beside q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, accumulation_dtype
+from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.spans import positions
+from megatron.context_parallel.layout.tiles import Tile, parts
+
+MADE_AT_ONCE = 2048
+"""Queries, and keys, of the largest tile for which pairs are made one by one: masks of functions, biases."""
+
+
+@dataclass(frozen=True)
+class TileKernel:
+    """How tiles are computed.
+
+    Attributes:
+        kernel: computes rectangles and causal squares.
+        scale: factor on q @ k^T.
+        mask: asked about each pair of a masked tile.
+        slopes: ALiBi's, fp32 [heads], of the heads in q; None without ALiBi.
+        mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
+            tile's (of :meth:`parts`) at once.
+    """
+
+    kernel: Kernel
+    scale: float
+    mask: Mask
+    slopes: Tensor | None = None
+    mask_in_host: bool = False
+
+    def parts(self, computed: Iterable[Tile]) -> Iterator[Tile]:
+        """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where masks or a bias are made."""
+        for tile in computed:
+            if tile.masked or self.slopes is not None:
+                yield from parts(tile, MADE_AT_ONCE)
+            else:
+                yield tile
+
+    def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out [b, h, sq, d] and lse [b, h, sq] of a tile; q, k, v [s, b, heads, d] are the blocks it is a part of."""
+        flip = _backwards if tile.kind == "anticausal" else _as_is
+        qkv = (flip(x) for x in tile_of(tile, q, k, v))
+        out, lse = self.kernel.forward(
+            *qkv, causal=tile.kind != "full", mask=self._row_mask(tile, q.device, q.dtype), scale=self.scale
+        )
+        return flip(out), flip(lse)
+
+    def backward(
+        self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
+    ) -> list[Tensor]:
+        """dq, dk, dv of a tile as [s, b, h, d]; ``out`` [s, b, h, d] and ``lse`` [s, b, h] are the final ones."""
+        flip = _backwards if tile.kind == "anticausal" else _as_is
+        rows = slice(*tile.q)
+        grads = self.kernel.backward(
+            flip(_heads_first(dout[rows])),
+            *(flip(x) for x in tile_of(tile, q, k, v)),
+            flip(_heads_first(out[rows])),
+            flip(lse[rows].permute(1, 2, 0)),
+            causal=tile.kind != "full",
+            mask=self._row_mask(tile, q.device, q.dtype),
+            scale=self.scale,
+        )
+        return [flip(grad).permute(2, 0, 1, 3) for grad in grads]
+
+    def _row_mask(self, tile: Tile, device: torch.device, dtype: torch.dtype) -> RowMask | None:
+        if not tile.masked and self.slopes is None:
+            return None
+        flip = tile.kind == "anticausal"
+        allowed = bias = None
+        if tile.masked:
+            home = torch.device("cpu") if self.mask_in_host else device
+            q_at, k_at = positions(tile.q_at, home, flip)[:, None], positions(tile.k_at, home, flip)
+            if self.mask_in_host:
+
+                def allowed(start: int, end: int, keys: int) -> Tensor:
+                    return self.mask.allowed(q_at[start:end], k_at[None, :keys])
+
+            else:
+                whole = self.mask.allowed(q_at, k_at[None])
+
+                def allowed(start: int, end: int, keys: int) -> Tensor:
+                    return whole[start:end, :keys]
+
+        if self.slopes is not None:
+            wide = accumulation_dtype(dtype)
+            slopes = -self.slopes.to(device, wide)[:, None, None]
+            first = tile.k_at[0][0]  # counted from here, positions are exact in fp32
+            q_here = (positions(tile.q_at, device, flip) - first).to(wide)[:, None]
+            k_here = (positions(tile.k_at, device, flip) - first).to(wide)
+
+            def bias(start: int, end: int, keys: int) -> Tensor:
+                return (q_here[start:end] - k_here[:keys]).abs_() * slopes
+
+        return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes))
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """What attention computes, whoever holds which tokens.
+
+    Attributes:
+        mask: which keys a query attends to.
+        kernel: ``auto``, ``flash_attn``, ``cudnn``, ``flash``, ``cpu`` or ``math``.
+        scale: factor on q @ k^T; default ``d ** -0.5``.
+        alibi_slopes: fp32 [heads], of the heads before the all-to-all: ``slope * |distance|`` is taken from each score
+            (ALiBi, arXiv 2108.12409).
+        mask_cpu_threshold: masks that are asked about each pair (``MaskFunction``) are made in host memory, in blocks
+            of rows, where the sequence is longer than this (DeepSpeed4Science, figure 4).
+    """
+
+    mask: Mask = Causal()
+    kernel: str = "auto"
+    scale: float | None = None
+    alibi_slopes: Tensor | None = None
+    mask_cpu_threshold: int = 16384
+
+    def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int) -> TileKernel:
+        """For queries [s, b, heads of this rank, d], after the all-to-all.
+
+        Raises:
+            KernelUnavailable: the kernel cannot run here, or takes no masks where one is needed.
+        """
+        heads, size = q_SBHD.shape[2:]
+        slopes = self.alibi_slopes
+        if slopes is not None:
+            if slopes.shape != (heads * ulysses.size,):
+                raise ValueError(
+                    f"alibi_slopes {list(slopes.shape)} are not one for each of {heads * ulysses.size} heads"
+                )
+            slopes = slopes[ulysses.rank * heads : (ulysses.rank + 1) * heads]
+        kernel = kernels.select(
+            self.kernel,
+            device=q_SBHD.device,
+            dtype=q_SBHD.dtype,
+            head_dim=size,
+            needs_mask=self.mask.fine or slopes is not None,
+        )
+        scale = size**-0.5 if self.scale is None else self.scale
+        return TileKernel(kernel, scale, self.mask, slopes, seq_length > self.mask_cpu_threshold)
+
+
+def tile_of(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's part of q, k, v [s, b, h, d], as [b, h, s, d] views."""
+    keys = slice(*tile.k)
+    return _heads_first(q[slice(*tile.q)]), _heads_first(k[keys]), _heads_first(v[keys])
+
+
+def _heads_first(x_SBHD: Tensor) -> Tensor:
+    return x_SBHD.permute(1, 2, 0, 3)
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _backwards(x_BHSD: Tensor) -> Tensor:
+    """Last token first: keys after a query become keys before it, so that any causal kernel computes the tile."""
+    return x_BHSD.flip(2)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""USP: Ulysses around Ring (USP paper, algorithm 1). Pure Ulysses, pure Ring and one process are its grid shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.attend import tiled_attention
+from megatron.context_parallel.attention.ring import RingSource, ring_plan
+from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.ulysses import ulysses_attention
+from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: SequenceLayout,
+    mask: Mask | Sequence[Mask] = Causal(),
+    key_layout: SequenceLayout | None = None,
+    kernel: str = "auto",
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask_cpu_threshold: int = 16384,
+) -> Tensor:
+    """Exact attention over the whole sequence, each rank with its own tokens.
+
+    Args:
+        q: [s_local, b, heads, d]; k, v: [s_local, b, kv_heads, d]; kv_heads divides heads (GQA, MQA).
+            Tokens are those of ``layout.positions``.
+        layout: who holds which tokens.
+        mask: which keys a query attends to; a sequence has one for each sample of the batch.
+        key_layout: who holds which keys, where they are another sequence (cross-attention); default ``layout``.
+        kernel, scale, alibi_slopes, mask_cpu_threshold: see
+            :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
+
+    Returns:
+        [s_local, b, heads, d]; 0 for a query that attends to nothing.
+
+    Raises:
+        ValueError: the Ulysses degree does not divide the heads, or the tokens are not the layout's.
+        KernelUnavailable: the kernel cannot run here.
+    """
+    for part, x, name in ((layout, q, "q"), (key_layout or layout, k, "k")):
+        if part.chunks > 1:
+            raise ValueError(
+                f"the layout has {part.chunks} chunks, which only ChunkedLayer reads: make it with chunks=1"
+            )
+        if x.size(0) != part.local_length:
+            raise ValueError(f"{name} has {x.size(0)} tokens, the layout gives a rank {part.local_length}")
+        if part.grid != layout.grid:
+            raise ValueError("the layouts of queries and keys are of different grids: make both on the same one")
+    masks = list(mask) if isinstance(mask, Sequence) else [mask]
+    if len(masks) not in (1, q.size(1)):
+        raise ValueError(f"{len(masks)} masks for {q.size(1)} samples: give one, or one a sample")
+    longest = max(layout.seq_length, (key_layout or layout).seq_length)
+
+    def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, mask: Mask) -> Tensor:
+        rule = AttentionRule(mask, kernel, scale, alibi_slopes, mask_cpu_threshold)
+        tile_kernel = rule.tile_kernel(q_SBHD, layout.grid.ulysses, longest)
+        source = RingSource(ring_plan(layout, mask, key_layout=key_layout), layout.grid.ring)
+        return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=tile_kernel)
+
+    def by_sample(*qkv: Tensor) -> Tensor:
+        if len(masks) == 1:
+            return local(*qkv, masks[0])
+        samples = zip(*(x.split(1, dim=1) for x in qkv))
+        return torch.cat([local(*sample, mask) for sample, mask in zip(samples, masks)], dim=1)
+
+    return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=by_sample)

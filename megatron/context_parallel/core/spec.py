@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ModuleSpecs that put our attention into megatron-core's GPTModel."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+with warnings.catch_warnings():  # core reports at import that apex is missing
+    warnings.simplefilter("ignore")
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.context_parallel.core.transformer_layer import (
+        AttentionSettings,
+        ChunkedTransformerLayer,
+        ChunkSettings,
+    )
+
+from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, pieces
+from megatron.context_parallel.layout.documents import document_rows
+
+__all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
+
+
+class ContextParallelAttention(MegatronModule):
+    """The ``core_attention`` of a layer: queries, keys and values of this rank's tokens in, their outputs out."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        settings: AttentionSettings,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError(
+                f"--attention-dropout {config.attention_dropout} is not supported: the kernels have no dropout; "
+                "pass --attention-dropout 0"
+            )
+        self.settings, self.scale = settings, softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
+
+        ``attention_mask``, which core hands through to here, is where packed documents end: see
+        :meth:`AttentionSettings.packed`. Masks themselves are never tensors.
+        """
+        settings, rule = self.settings, self.settings.rule
+        layout, masks = settings.packed(attention_mask)
+        if settings.rotary is not None:
+            documents = () if attention_mask is None else document_rows(attention_mask)
+            query, key = settings.rotary.rotate(query, key, settings.rotary.angles(documents))
+        out = attention(
+            query,
+            key,
+            value,
+            layout=layout,
+            mask=masks,
+            kernel=rule.kernel,
+            scale=self.scale,
+            alibi_slopes=rule.alibi_slopes,
+            mask_cpu_threshold=rule.mask_cpu_threshold,
+        )
+        return out.flatten(2)
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm through PyTorch, usable under TP sequence parallelism.
+
+    There every TP rank normalizes its own tokens, so the gradients of the weights are partial sums; core adds them up
+    over TP where a parameter says ``sequence_parallel``.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.shape, self.eps = (hidden_size,), eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.bias is None:
+            return functional.rms_norm(x, self.shape, weight, self.eps)
+        return functional.layer_norm(x, self.shape, weight, self.bias, self.eps)
+
+
+class ChunkedNorm(Norm):
+    """The final norm in runs of tokens: keeps its input alone, which may be a host buffer."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, *, chunks: ChunkSettings, **kwargs: Any) -> None:
+        super().__init__(config, hidden_size, **kwargs)
+        self.chunks = chunks
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, chunks = super().forward, self.chunks
+        offload = chunks.offload if chunks.streamed else None
+        runs = pieces(x.size(0), chunks.ffn_chunks)
+        return apply_in_chunks(lambda part, _: norm(part), x, [*self.parameters()], runs, offload=offload)
+
+
+def block_spec(
+    config: TransformerConfig,
+    settings: AttentionSettings,
+    *,
+    transformer_engine: bool,
+    num_layers: int,
+    chunks: ChunkSettings | None = None,
+    recomputed: int = 0,
+) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage, with our attention core.
+
+    Args:
+        config: megatron-core's model configuration.
+        settings: layout, mask and kernel.
+        transformer_engine: linears, norms and FP8 from Transformer Engine through core's own spec; otherwise core's
+            linears and PyTorch's norms.
+        num_layers: layers of this stage.
+        chunks: FPDT, the FFN in chunks, streamed hidden states; None for core's own layer.
+        recomputed: so many layers, the first, recompute their attention chunk by chunk (FPDT).
+    """
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        final_norm = TENorm
+    else:
+        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        final_norm = Norm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        if config.qk_layernorm:
+            qkv = layer.submodules.self_attention.submodules
+            qkv.q_layernorm = qkv.k_layernorm = Norm
+    layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
+    layers = [layer] * num_layers
+    if chunks is not None:
+        layers = [
+            replace(layer, module=ChunkedTransformerLayer, params={**layer.params, **settings})
+            for settings in ({"chunks": chunks, "recompute": index < recomputed} for index in range(num_layers))
+        ]
+        if chunks.fpdt:
+            final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token-wise layers in runs of tokens, so that what they compute inside is never whole (FPDT paper, section 5.4).
+
+The forward pass keeps a layer's input alone; the backward pass computes each run again and adds its parameter
+gradients up, so that every parameter gets its gradient once, whatever the number of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.context_parallel.attention.attend import sum_dtype
+from megatron.context_parallel.fpdt.offload import Offload, Rows
+from megatron.context_parallel.layout.spans import Span
+
+Replay = Callable[[], Callable[[], AbstractContextManager]]
+"""Notes the random state and returns a function: a context in which that state is there again."""
+
+
+def apply_in_chunks(
+    function: Callable[[Tensor | None, Span], Tensor],
+    x: Tensor | None,
+    parameters: Sequence[Tensor],
+    runs: Sequence[Span],
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    offload: Offload | None = None,
+    replay: Replay | None = None,
+) -> Tensor:
+    """``y[start:stop] = function(x[start:stop], (start, stop))`` for each run of rows.
+
+    Args:
+        function: token-wise; its runs must not depend on each other.
+        x: [rows, ...], on the device or a host buffer; None where ``function`` makes rows from something else.
+        parameters: what ``function`` reads and wants gradients for.
+        runs: the rows of each call, together all of them.
+        shape, dtype, device: of the result and of its computation; default those of ``x``.
+        offload: makes the result, and the gradient of ``x``, host buffers.
+        replay: needed where ``function`` draws random numbers.
+    """
+    shape, dtype, device = shape or x.shape, dtype or x.dtype, device or x.device
+    return _InChunks.apply(x, function, runs, (shape, dtype, device), offload, replay, *parameters)
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor | None,
+        function: Callable[[Tensor | None, Span], Tensor],
+        runs: Sequence[Span],
+        result: tuple[Sequence[int], torch.dtype, torch.device],
+        offload: Offload | None,
+        replay: Replay | None,
+        *parameters: Tensor,
+    ) -> Tensor:
+        y = Rows.empty(*result, offload)
+        states = []
+        for run, part in zip(runs, _walk(x, runs, offload)):
+            states.append(replay() if replay else nullcontext)
+            y.write(run, function(part, run))
+        ctx.save_for_backward(x)
+        ctx.function, ctx.runs, ctx.offload, ctx.states, ctx.parameters = function, runs, offload, states, parameters
+        return y.x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        runs, offload = ctx.runs, ctx.offload
+        dx = Rows.empty(x.shape, x.dtype, x.device, offload) if x is not None and ctx.needs_input_grad[0] else None
+        sums = GradientSums(ctx.parameters)
+        for run, state, part, dy_part in zip(runs, ctx.states, _walk(x, runs, offload), _walk(dy, runs, offload)):
+            with torch.enable_grad(), state():
+                leaf = None if part is None else part.detach().requires_grad_(dx is not None)
+                y_part = ctx.function(leaf, run)
+            inputs = [leaf, *sums.wanted] if dx is not None else sums.wanted
+            grads = torch.autograd.grad(y_part, inputs, dy_part, allow_unused=True)
+            if dx is not None:
+                dx.write(run, grads[0])
+                grads = grads[1:]
+            sums.add(grads)
+        return None if dx is None else dx.x, None, None, None, None, None, *sums.take()
+
+
+def _walk(x: Tensor | None, runs: Sequence[Span], offload: Offload | None) -> Any:
+    return [None] * len(runs) if x is None else Rows(x, offload).walk(runs)
+
+
+class GradientSums:
+    """Adds up the gradients of parameters over runs, in fp32 (fp64 for fp64 parameters)."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self.wanted = [parameter for parameter in parameters if parameter.requires_grad]
+        self._sums: list[Tensor | None] = [None] * len(self.wanted)
+        self._own = [False] * len(self.wanted)  # whether a sum may be written to
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of ``wanted``; None adds nothing."""
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            total, wide = self._sums[index], sum_dtype(grad.dtype)
+            if total is None:
+                self._sums[index] = grad.to(wide)
+                # A product of matrices is nobody else's; the gradient of a bias may be a view of dy.
+                self._own[index] = grad.dim() > 1
+            elif self._own[index]:
+                total += grad
+            else:
+                self._sums[index], self._own[index] = total + grad, True
+
+    def take(self) -> list[Tensor | None]:
+        """One gradient for each parameter, in its dtype."""
+        sums = {id(parameter): total for parameter, total in zip(self.wanted, self._sums)}
+        self._sums = []
+        found = [(parameter, sums.get(id(parameter))) for parameter in self.parameters]
+        return [None if total is None else total.to(parameter.dtype) for parameter, total in found]
+
+
+def pieces(rows: int, chunks: int) -> list[Span]:
+    """``rows`` cut into at most ``chunks`` runs of nearly equal length, none of them empty."""
+    chunks = max(1, min(chunks, rows))
+    bounds = [rows * index // chunks for index in range(chunks + 1)]
+    return list(zip(bounds, bounds[1:]))

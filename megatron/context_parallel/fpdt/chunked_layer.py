@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT: a transformer layer in pipelined chunks, with host memory behind them (FPDT paper, sections 4.1 and 4.2).
+
+The sequence goes through projection, all-to-all, attention, all-to-all back, output projection and FFN chunk by chunk,
+so that of a whole sequence there are only the layer's input and output. Keys and values of finished chunks wait in host
+memory and come back through a double buffer; so do queries, outputs and lse for the backward pass. Which chunks meet,
+and how they are masked, is read from the tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.fpdt.chunk_pass import Pass, goes_by_keys
+from megatron.context_parallel.fpdt.chunked_ffn import Replay
+from megatron.context_parallel.fpdt.offload import Offload, Rows
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class ChunkedLayer:
+    """A layer as functions of one chunk, and where its chunks wait.
+
+    Attributes:
+        project: (x of a chunk [c, b, h], chunk) -> q, k, v [c, b, heads, d] with positions applied (RoPE).
+        output: (attention output [c, b, heads, d], x of the chunk, chunk) -> [c, b, h], residual added.
+        parameters: what ``project``, ``output`` and ``ffn`` read and want gradients for.
+        layout: of the sequence; its chunks are the chunks.
+        rule: mask, kernel, scale and ALiBi.
+        ffn: token-wise, of what ``output`` gave: [n, b, h] -> [n, b, h]; None where the layer ends with ``output``.
+        ffn_pieces: runs that a chunk goes through ``ffn`` in.
+        offload: host memory for finished chunks; None keeps them on the device.
+        streamed: the result and the gradient of x are host buffers (and x may be one).
+        recompute: keep x alone for the backward pass, and compute attention again there.
+        replay: needed where ``output`` or ``ffn`` draws random numbers (dropout).
+    """
+
+    project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    output: Callable[[Tensor, Tensor, int], Tensor]
+    parameters: Sequence[Tensor]
+    layout: SequenceLayout
+    rule: AttentionRule = AttentionRule()
+    ffn: Callable[[Tensor], Tensor] | None = None
+    ffn_pieces: int = 1
+    offload: Offload | None = None
+    streamed: bool = False
+    recompute: bool = False
+    replay: Replay | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[s_local, b, h] -> [s_local, b, h]."""
+        saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters))
+        return _Chunked.apply(x, self, saving, *self.parameters)
+
+
+@dataclass(frozen=True)
+class CopiedBytes:
+    """(to the host, to the device) of one layer, on one rank."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
+    """What FPDT moves in a training pass, under a causal mask, on a ring of one, in equal chunks.
+
+    Args:
+        chunks: number of chunks.
+        tokens: tokens of a chunk after its all-to-all, times the micro-batch size.
+        heads, kv_heads: of a rank, after the all-to-all.
+        head_dim, itemsize: size of a head, and bytes of an element; sums are in fp32.
+    """
+    wide = max(itemsize, 4)
+    q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
+    dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
+    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
+    forward = n * (2 * q + kv + lse), below * kv
+    if not goes_by_keys(heads, kv_heads, itemsize):
+        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
+    # dq of each query chunk is written when each of its key chunks is done and read again for the next and at the end.
+    moved = n + below
+    to_host = n * q + moved * dq
+    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
+    return CopiedBytes(forward, (to_host, to_device))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, job: ChunkedLayer, training: bool, *parameters: Tensor) -> Tensor:
+        work = Pass(job, x, saving=training and not job.recompute)
+        y = Rows.empty(x.shape, x.dtype, x.device, job.offload if job.streamed else None)
+        work.forward(y)
+        if training:
+            if job.recompute:
+                work.shelf = None
+            work.x = None  # saved the way that lets hooks see it
+            ctx.save_for_backward(x)
+            ctx.work = work
+        return y.x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        work, ctx.work = ctx.work, None
+        job = work.job
+        if job.recompute:
+            random = work.random
+            work = Pass(job, x, saving=True)
+            work.forward(None)
+            work.random = random
+        work.x = Rows(x, job.offload)
+        work.dx = Rows.empty(x.shape, x.dtype, x.device, job.offload if job.streamed else None)
+        if work.keys_outside:
+            work.backward_by_keys(Rows(dy, job.offload))
+        else:
+            work.backward_by_queries(Rows(dy, job.offload))
+        return work.dx.x, None, None, *work.sums.take()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss in chunks of tokens, so that logits are never whole (FPDT paper, section 4.3).
+
+The output layer and the cross-entropy are one operation. Each chunk's logits live just long enough to give its losses
+and its gradients; what is kept has the size of the hidden states and of the output layer's weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.context_parallel.attention.attend import sum_dtype
+from megatron.context_parallel.fpdt.chunked_ffn import pieces
+from megatron.context_parallel.fpdt.offload import Offload, Rows
+from megatron.context_parallel.layout.grid import Axis
+
+
+def chunked_linear_cross_entropy(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    labels_SB: Tensor,
+    token_weights_SB: Tensor,
+    *,
+    chunks: int,
+    vocab_size: int,
+    tensor: Axis = Axis(),
+    sequence_parallel: bool = False,
+    offload: Offload | None = None,
+) -> Tensor:
+    """Sum over all tokens of ``token weight * cross-entropy(hidden @ weight^T, label)``.
+
+    Gradients are computed on the way forward: nothing is recomputed on the way back. Softmax is in fp32 (fp64 for fp64
+    inputs) and subtracts the largest logit first, so it is right for logits of any size.
+
+    Args:
+        hidden_SBH: [s, b, h]; under ``sequence_parallel`` [s / TP, b, h], this TP rank's tokens. It may be a host
+            buffer; then so is its gradient.
+        weight_VH: [padded vocab / TP, h], this TP rank's rows.
+        labels_SB, token_weights_SB: [s, b], all tokens of the TP group. A weight of 0 masks a token.
+        chunks: how many pieces the tokens are cut into; more than there are tokens means one token each.
+        vocab_size: real vocabulary size; rows beyond it are padding and take no part.
+        tensor: the TP axis the vocabulary is split over.
+        sequence_parallel: whether tokens are split over TP between the layers.
+        offload: moves a host buffer to and fro.
+
+    Returns:
+        The sum, a scalar in fp32 (fp64), the same on every TP rank.
+    """
+    return _ChunkedLoss.apply(
+        hidden_SBH, weight_VH, labels_SB, token_weights_SB, chunks, vocab_size, tensor, sequence_parallel, offload
+    )
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        token_weights: Tensor,
+        chunks: int,
+        vocab_size: int,
+        tensor: Axis,
+        sequence_parallel: bool,
+        offload: Offload | None,
+    ) -> Tensor:
+        gathered = sequence_parallel and tensor.size > 1
+        ranks = tensor.size if gathered else 1
+        rows, wide = hidden.size(0), sum_dtype(hidden.dtype)
+        needs_grad = any(ctx.needs_input_grad[:2])
+        hidden_rows, runs = Rows(hidden, offload), pieces(rows, chunks)
+        grad_rows = None
+        if needs_grad:
+            grad_rows = Rows.empty(hidden.shape, hidden.dtype, hidden.device, hidden_rows.offload)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
+        # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
+        labels, token_weights = (x.reshape(ranks, rows, -1) for x in (labels, token_weights))
+        total = torch.zeros((), dtype=wide, device=weight.device)
+        for (start, stop), part in zip(runs, hidden_rows.walk(runs)):
+            tokens = _gather(part, tensor) if gathered else part
+            tokens = tokens.reshape(-1, hidden.size(-1))
+            targets = labels[:, start:stop].reshape(-1)
+            scale = token_weights[:, start:stop].reshape(-1).to(wide)
+            logits = (tokens @ weight.t()).to(wide)
+            losses, grad_logits = _cross_entropy(logits, targets, vocab_size, tensor, needs_grad)
+            total += (losses * scale).sum()
+            if needs_grad:
+                grad_logits = grad_logits.mul_(scale.unsqueeze(1)).to(weight.dtype)
+                grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
+                grad_rows.write((start, stop), _sum_over_tensor(grad_tokens, tensor, gathered))
+                if grad_weight.dtype == grad_logits.dtype:
+                    grad_weight.addmm_(grad_logits.t(), tokens)  # in place: the product is as large as the weight
+                else:
+                    grad_weight += grad_logits.t() @ tokens
+        ctx.grads = (grad_rows, grad_weight, runs)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_rows, grad_weight, runs), ctx.grads = ctx.grads, None  # scaled in place: they are large
+        hidden_part, weight_part = None, None
+        if ctx.needs_input_grad[0]:
+            hidden_part = grad_rows.x
+            for run, part in zip(runs, grad_rows.walk(runs)):
+                grad_rows.write(run, part.mul_(grad))
+        if ctx.needs_input_grad[1]:
+            weight_part = grad_weight.mul_(grad).to(ctx.weight_dtype)
+        return hidden_part, weight_part, *[None] * 7
+
+
+def _cross_entropy(
+    logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Losses [tokens] and their gradients [tokens, vocab / TP] of logits split over TP; destroys the logits."""
+    width = logits_TV.size(1)
+    first = tensor.rank * width
+    real = max(min(vocab_size - first, width), 0)
+    if real < width:
+        logits_TV[:, real:] = -torch.inf
+    largest = logits_TV.amax(1)
+    _all_reduce(largest, tensor, dist.ReduceOp.MAX)
+    logits_TV -= largest.unsqueeze(1)
+    mine = (targets >= first) & (targets < first + width)
+    column = torch.where(mine, targets - first, 0).unsqueeze(1)
+    target_logit = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)
+    exponentials = logits_TV.exp_()
+    total = exponentials.sum(1)
+    sums = torch.stack((target_logit, total))
+    _all_reduce(sums, tensor, dist.ReduceOp.SUM)
+    target_logit, total = sums
+    losses = total.log() - target_logit
+    if not needs_grad:
+        return losses, None
+    grad = exponentials.div_(total.unsqueeze(1))
+    grad.scatter_add_(1, column, -mine.to(grad.dtype).unsqueeze(1))
+    return losses, grad
+
+
+def _all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
+    if tensor.size > 1:
+        dist.all_reduce(x, op=op, group=tensor.group)
+
+
+def _gather(part: Tensor, tensor: Axis) -> Tensor:
+    """[n, b, h] of every TP rank, one after another."""
+    whole = part.new_empty((tensor.size * part.size(0), *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=tensor.group)
+    return whole
+
+
+def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
+    """Sum of the TP ranks' gradients of the same tokens; under TP-sp each rank keeps those of its own."""
+    if tensor.size == 1:
+        return grad
+    grad = grad.contiguous()
+    if not scatter:
+        dist.all_reduce(grad, group=tensor.group)
+        return grad
+    mine = grad.new_empty((grad.size(0) // tensor.size, *grad.shape[1:]))
+    dist.reduce_scatter_tensor(mine, grad, group=tensor.group)
+    return mine

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which global token positions each rank holds, in local order: the one source of truth for positions.
+
+Tokens, labels, loss mask, position ids, RoPE, the tiles and the data loader all derive from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.context_parallel.layout.documents import deal
+from megatron.context_parallel.layout.grid import Grid
+from megatron.context_parallel.layout.spans import Span
+
+Balance = Literal["zigzag", "contiguous", "documents"]
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How a sequence of ``seq_length`` tokens is dealt over the context-parallel ranks.
+
+    ``zigzag`` (USP paper, algorithm 2): ring rank r of R holds blocks r and 2R-1-r of 2R, so that under a causal mask
+    all ring ranks do the same work. ``contiguous``: ring rank r holds the r-th of R blocks. ``documents``: packed
+    documents are dealt so that the work is even (:func:`~megatron.context_parallel.layout.documents.deal`).
+    Either way, a ring rank's sequence is cut over its Ulysses ranks, so that the all-to-all over heads restores the
+    order.
+
+    With ``chunks`` above one (FPDT paper, figure 6) a ring rank's sequence is first cut in chunks, then each chunk over
+    the Ulysses ranks, so that the all-to-all of every chunk restores its order. Under TP sequence parallelism each
+    Ulysses rank's part of a chunk is cut over the TP ranks and the local order is TP-rank-major: TP rank t holds the
+    t-th part of every chunk, and gathering chunk c over TP gives chunk c in order.
+
+    Args:
+        seq_length: tokens of the whole sequence.
+        grid: the process grid.
+        balance: zigzag, contiguous or documents.
+        chunks: pieces a ring rank's sequence is cut in, of equal length but for one unit of Ulysses x tensor_parts.
+        tensor_parts: TP size where TP ranks split the tokens between the layers, else 1.
+        document_ends: for the balance "documents", one past the last token of each; () is one document.
+
+    Raises:
+        ValueError: the length cannot be cut evenly; the message names the next lengths that can.
+    """
+
+    seq_length: int
+    grid: Grid
+    balance: Balance = "zigzag"
+    chunks: int = 1
+    tensor_parts: int = 1
+    document_ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.balance not in ("zigzag", "contiguous", "documents"):
+            raise ValueError(f"balance {self.balance} is unknown: use zigzag, contiguous or documents")
+        if self.document_ends and (self.balance != "documents" or self.document_ends[-1] != self.seq_length):
+            raise ValueError(
+                f"documents that end at {self.document_ends[-1]} with the balance {self.balance}: they are for the "
+                f"balance documents, and the last one ends with the sequence, at {self.seq_length}"
+            )
+        unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance, self.tensor_parts)
+        if self.seq_length < 1 or self.seq_length % unit:
+            below, above = self.seq_length // unit * unit, (self.seq_length // unit + 1) * unit
+            raise ValueError(
+                f"a sequence of {self.seq_length} tokens cannot be cut over Ulysses {self.grid.ulysses.size} x Ring "
+                f"{self.grid.ring.size} ({self.balance}): use a multiple of {unit}, for example "
+                f"{below or above} or {above}"
+            )
+        most = self.seq_length // (self.grid.ring.size * self.chunk_unit)
+        if not 1 <= self.chunks <= most:
+            raise ValueError(
+                f"a sequence of {self.seq_length} tokens cannot be cut in {self.chunks} chunks over Ulysses "
+                f"{self.grid.ulysses.size} x Ring {self.grid.ring.size} x {self.tensor_parts} TP parts: use 1 to {most}"
+            )
+
+    @property
+    def local_length(self) -> int:
+        """Tokens this rank holds."""
+        return self.seq_length // (self.grid.ulysses.size * self.grid.ring.size)
+
+    def ring_spans(self, ring: int) -> tuple[Span, ...]:
+        """Positions that ring rank ``ring`` holds with its Ulysses ranks, in the order after the all-to-all."""
+        size = self.grid.ring.size
+        if self.balance == "contiguous" or size == 1:
+            block = self.seq_length // size
+            return ((ring * block, (ring + 1) * block),)
+        if self.balance == "documents":
+            return deal(self.document_ends or (self.seq_length,), size)[ring]
+        block = self.seq_length // (2 * size)
+        low, high = ring, 2 * size - 1 - ring
+        if high == low + 1:  # the two blocks in the middle touch
+            return ((low * block, (high + 1) * block),)
+        return ((low * block, (low + 1) * block), (high * block, (high + 1) * block))
+
+    def of_documents(self, ends: tuple[int, ...]) -> SequenceLayout:
+        """The layout of a sequence of packed documents; the same one unless its balance depends on them."""
+        return replace(self, document_ends=ends) if self.balance == "documents" else self
+
+    @property
+    def chunk_unit(self) -> int:
+        """A chunk's length, on a ring rank, is a multiple of this."""
+        return self.grid.ulysses.size * self.tensor_parts
+
+    @cached_property
+    def chunk_rows(self) -> tuple[Span, ...]:
+        """Each chunk's rows among those that a ring rank holds with its Ulysses ranks."""
+        units = self.seq_length // (self.grid.ring.size * self.chunk_unit)
+        bounds = [units * index // self.chunks * self.chunk_unit for index in range(self.chunks + 1)]
+        return tuple(zip(bounds, bounds[1:]))
+
+    @cached_property
+    def local_chunks(self) -> tuple[Span, ...]:
+        """Each chunk's rows among those of one rank; under TP sequence parallelism, of one TP rank."""
+        return tuple((start // self.chunk_unit, stop // self.chunk_unit) for start, stop in self.chunk_rows)
+
+    def chunk_spans(self, chunk: int, ring: int) -> tuple[Span, ...]:
+        """Positions of a chunk of ring rank ``ring``, in the order after the chunk's all-to-all."""
+        return positions_of((self.chunk_rows[chunk],), self.ring_spans(ring))
+
+    def local_chunk_spans(self, chunk: int) -> tuple[Span, ...]:
+        """Positions of this rank's part of a chunk (all its TP ranks together), in order."""
+        rows = self._ulysses_part(self.chunk_rows[chunk], self.grid.ulysses.rank)
+        return positions_of((rows,), self.ring_spans(self.grid.ring.rank))
+
+    def _ulysses_part(self, rows: Span, ulysses: int) -> Span:
+        width = (rows[1] - rows[0]) // self.grid.ulysses.size
+        return rows[0] + ulysses * width, rows[0] + (ulysses + 1) * width
+
+    def spans(self, *, ulysses: int, ring: int) -> tuple[Span, ...]:
+        """Positions that one rank (with all its TP ranks) holds, in local order."""
+        rows = []
+        for part in range(self.tensor_parts):
+            for chunk in self.chunk_rows:
+                start, stop = self._ulysses_part(chunk, ulysses)
+                width = (stop - start) // self.tensor_parts
+                rows.append((start + part * width, start + (part + 1) * width))
+        return positions_of(rows, self.ring_spans(ring))
+
+    @property
+    def local_spans(self) -> tuple[Span, ...]:
+        """Positions that this rank holds, in local order."""
+        return self.spans(ulysses=self.grid.ulysses.rank, ring=self.grid.ring.rank)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Global positions of this rank's tokens, int64 [s_local] on the CPU."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.local_spans])
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Global positions in the order of an all-gather over the context-parallel ranks, int64 [seq_length]."""
+        ranks = ((u, r) for r in range(self.grid.ring.size) for u in range(self.grid.ulysses.size))
+        spans = [span for u, r in ranks for span in self.spans(ulysses=u, ring=r)]
+        return torch.cat([torch.arange(start, stop) for start, stop in spans])
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of ``x``, which holds the whole sequence along ``dim``. Differentiable."""
+        if x.size(dim) != self.seq_length:
+            raise ValueError(f"dim {dim} has {x.size(dim)} tokens, the layout is for {self.seq_length}")
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.local_spans], dim)
+
+    def gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The whole sequence along ``dim``, from every rank's part: ``gather(shard(x)) == x``.
+
+        Differentiable; the gradient of a rank's part is summed over all ranks that used the whole.
+        """
+        if x.size(dim) != self.local_length:
+            raise ValueError(f"dim {dim} has {x.size(dim)} tokens, a rank holds {self.local_length}")
+        return _Gather.apply(x, dim, self)
+
+
+def length_unit(ulysses: int, ring: int, balance: str, tensor: int = 1) -> int:
+    """Sequence lengths must be multiples of this. ``tensor`` counts only under TP sequence parallelism."""
+    blocks = 2 * ring if balance == "zigzag" and ring > 1 else ring
+    return lcm(blocks, ulysses * ring * tensor)
+
+
+def positions_of(rows: Iterable[Span], spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """The positions behind runs of rows of a block that holds ``spans``, neighbours joined."""
+    found: list[Span] = []
+    for first, stop in rows:
+        row = 0
+        for start, end in spans:
+            low, high = max(first - row, 0), min(stop - row, end - start)
+            if low < high:
+                if found and found[-1][1] == start + low:
+                    found[-1] = (found[-1][0], start + high)
+                else:
+                    found.append((start + low, start + high))
+            row += end - start
+    return tuple(found)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
+        ctx.dim, ctx.layout = dim, layout
+        order = layout.order.to(x.device)
+        x = x.movedim(dim, 0).contiguous()
+        parts = x.new_empty((layout.seq_length, *x.shape[1:]))
+        if layout.grid.context.size == 1:
+            parts = x
+        else:
+            dist.all_gather_into_tensor(parts, x, group=layout.grid.context.group)
+        whole = torch.empty_like(parts)
+        whole[order] = parts
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        layout = ctx.layout
+        parts = grad.movedim(ctx.dim, 0)[layout.order.to(grad.device)].contiguous()
+        mine = parts
+        if layout.grid.context.size > 1:
+            mine = parts.new_empty((layout.local_length, *parts.shape[1:]))
+            dist.reduce_scatter_tensor(mine, parts, group=layout.grid.context.group)
+        return mine.movedim(0, ctx.dim), None, None

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transformer layer keeps for its backward pass, and the most it holds while it runs.
+
+Read off the program operation by operation, with the counter of storages that ``--profile-memory`` uses. Few moments
+can be a layer's fullest: the backward pass of the activation function, of the MLP's first matrix, and of attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
+from megatron.formulas.strategy import Strategy, Workload
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer, over what was there before it, its input among it.
+
+    Attributes:
+        kept: after its forward pass, output included.
+        forward: at most, in a forward pass that keeps nothing.
+        backward: at most, from the gradient of its output to that of its input.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+@lru_cache(maxsize=8192)
+def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
+    """A layer of megatron-core, with our attention; its FFN whole or in runs (--ffn-chunks)."""
+    shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
+    norm = norm_kept(workload, strategy, itemsize, fused)
+    spread = strategy.ulysses > 1
+    attention = norm + _attention_kept(workload, strategy, itemsize)
+    again = 0
+    if strategy.recompute == "selective":  # attention runs again, beside what is kept of it
+        again = sizes.q + sizes.kv // 2 + sizes.local_q + sizes.lse
+        again += sizes.local_q + sizes.local_kv if spread else 0
+    working = again + attention_working(workload, strategy, itemsize)
+
+    first, second = matrices(workload, strategy, itemsize)
+    if chunks.ffn:
+        run = ffn_run(workload, strategy, itemsize, fused)
+        kept = attention + 2 * sizes.hidden
+        backward = kept + sizes.hidden + run + (first + second) * WIDE // itemsize
+        forward_ffn = run - first - second
+    else:
+        inside, peak = mlp_kept(workload, strategy, fused, itemsize)
+        kept = attention + sizes.hidden + norm + inside + sizes.hidden
+        gathered = _gathered(workload, strategy, itemsize)
+        # FSDP keeps all gradients of a layer until its backward pass is over.
+        backward = kept + max(peak + (second if strategy.zero > 1 else 0), sizes.ffn + gathered + second)
+        after = attention + 2 * sizes.hidden + norm + sizes.ffn * (2 if shape.gated else 1) + sizes.whole
+        backward = max(backward, after + first + (second if strategy.zero > 1 else 0))
+        forward_ffn = norm + inside + sizes.hidden
+    # Attention comes last: dout and the gradient of the residual, beside all that attention keeps.
+    grads = first + second if strategy.zero > 1 else 0
+    backward = max(backward, attention + sizes.hidden + working + grads)
+    projected = norm + sizes.qkv + 2 * sizes.q + sizes.kv // 2 + sizes.q
+    forward = max(2 * sizes.hidden + forward_ffn, projected + 2 * (sizes.local_q + sizes.local_kv) * spread)
+    return Layer(kept, forward, backward)
+
+
+def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """Queries, keys and values as they enter the kernel (with the tensor they are views of), its output and lse."""
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    copied = sizes.q if shape.heads > shape.kv_heads else 0  # a group's queries lie between keys: core copies them out
+    if strategy.recompute == "selective":
+        return sizes.qkv + copied + sizes.q
+    if strategy.ulysses > 1:  # before and after the all-to-all back
+        return sizes.local_q + sizes.local_kv + sizes.lse + 2 * sizes.q
+    rotated = sizes.q + sizes.kv // 2 if not shape.positions else copied
+    return sizes.qkv + rotated + sizes.q + sizes.lse
+
+
+def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """What a norm adds to its input: its output, and statistics.
+
+    RMSNorm on a CPU is made of single operations, which keep an intermediate; in bf16 two in fp32, and not the input.
+    """
+    sizes = sizes_of(workload, strategy, itemsize)
+    if workload.shape.layer_norm:
+        return sizes.hidden + 2 * sizes.statistics
+    copies = 1 if fused else 2 if itemsize == WIDE else 4
+    return copies * sizes.hidden + sizes.statistics
+
+
+def mlp_kept(workload: Workload, strategy: Strategy, fused: bool, itemsize: int) -> tuple[int, int]:
+    """(kept inside the MLP, most above that when the activation function goes back)."""
+    ffn = sizes_of(workload, strategy, itemsize).ffn
+    if workload.shape.gated:  # both halves, and their product; unfused also silu and a copy of the linear half
+        return (3 if fused else 5) * ffn, 2 * ffn
+    return 2 * ffn, ffn
+
+
+def matrices(workload: Workload, strategy: Strategy, itemsize: int) -> tuple[int, int]:
+    """Bytes of the MLP's two matrices, in the compute dtype: of their gradients on their way."""
+    shape = workload.shape
+    second = shape.ffn // strategy.tensor * shape.hidden * itemsize
+    return (2 if shape.gated else 1) * second, second
+
+
+def ffn_run(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Most that one run of a chunked FFN holds in the backward pass, where it is computed again, and the gradients of
+    the MLP's matrices from this run and the one before."""
+    sizes, chunks = sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
+    inside, peak = mlp_kept(workload, strategy, fused, itemsize)
+    first, second = matrices(workload, strategy, itemsize)
+    ends = norm_kept(workload, strategy, itemsize, fused) + 2 * sizes.hidden  # result, and the run's gradient before
+    gathered = _gathered(workload, strategy, itemsize)
+    wide = 2 if workload.shape.gated else 1
+    activation = ends + inside + max(peak, sizes.ffn + gathered)
+    matrix = ends + wide * sizes.ffn + sizes.whole + gathered
+    before = first + second if chunks.ffn > 1 else 0
+    rows, run = chunks.all_rows, chunks.ffn_rows
+    return before + max(activation * run // rows + second, matrix * run // rows + first + second)
+
+
+def _gathered(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """The gradient of the MLP's output, of all TP ranks' tokens."""
+    if strategy.tensor == 1 or not strategy.sequence_parallel:
+        return 0
+    return sizes_of(workload, strategy, itemsize).whole
+
+
+def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """Bytes of attention's backward pass beside what attention keeps: dout, dq, dk, dv; on a ring, blocks under way."""
+    sizes, ring = sizes_of(workload, strategy, itemsize), strategy.ring
+    working = 2 * sizes.local_q + sizes.local_kv + sizes.lse
+    if ring > 1:
+        working = sizes.local_q * (1 + WIDE // itemsize) + ring_blocks(sizes.local_kv, ring, itemsize)
+        working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
+    if strategy.ulysses > 1:
+        shape = workload.shape
+        heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
+        sent = sizes.local_q + sizes.local_kv * heads.sent_kv // heads.local_kv
+        # While gradients travel back, queries, keys, values, outputs and lse are gone.
+        working = max(working, 2 * sent + sizes.kv - sizes.q - sizes.lse)
+    return working
+
+
+def ring_blocks(block: int, ring: int, itemsize: int) -> int:
+    """Keys and values on a ring in its backward pass: held and arriving; and fp32 gradients: ours, this block's,
+    and from three ranks on arriving and leaving."""
+    wide = WIDE // itemsize
+    return (2 + 2 * wide) * block if ring == 2 else (2 + 4 * wide) * block

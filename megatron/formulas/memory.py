@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of a rank at the fullest moment of a step, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.formulas.chunked_layer import chunked_layer
+from megatron.formulas.host import host_memory
+from megatron.formulas.layer import norm_kept, whole_layer
+from megatron.formulas.parameters import StageParameters, model_states, numel, stage_parameters
+from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
+from megatron.formulas.strategy import Strategy, Workload
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. All but ``host`` add up to the device's peak.
+
+    Attributes:
+        parameters: weights, and those that FSDP has gathered at that moment.
+        gradients: fp32 buffers.
+        optimizer: Adam's states and fp32 main weights.
+        activations: what forward passes have kept when the fullest moment comes.
+        temporary: what comes and goes around it.
+        host: host memory for what is offloaded.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporary: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """The device's peak."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+@lru_cache(maxsize=65536)
+def device_memory(
+    workload: Workload, strategy: Strategy, *, itemsize: int = 2, stage: int = 0, fused: bool = True
+) -> Memory:
+    """Bytes of the fullest rank of pipeline stage ``stage``.
+
+    Args:
+        workload, strategy: what is trained, and how.
+        itemsize: of the compute dtype: 2 for bf16 and fp16 (with fp32 gradients and main weights), 4 for fp32.
+        stage: pipeline stage, from 0.
+        fused: kernels of a GPU (norms, SwiGLU, Adam); False: PyTorch's single operations, as on a CPU.
+    """
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    held = stage_parameters(shape, strategy.tensor, strategy.pipeline, stage)
+    states = model_states(
+        held,
+        strategy.zero,
+        strategy.group("dp").size,
+        itemsize,
+        bucketed=strategy.overlap_grad_reduce,
+    )
+    layer = (chunked_layer if strategy.fpdt_chunk else whole_layer)(workload, strategy, itemsize, fused)
+    last = stage == strategy.pipeline - 1
+    kept, again = _kept(workload, strategy, held.layers, layer.kept, sizes.hidden, stage)
+    always = sizes.angles if not strategy.fpdt_chunk else 0
+    if strategy.tensor > 1 and strategy.sequence_parallel:
+        always += sizes.whole  # core's buffer for gathered inputs
+    if 0 < stage and strategy.micro_batches(workload) > 1:
+        always += sizes.hidden  # the gradient sent to the stage before, until the next one is there
+
+    weights = _gathered(workload, strategy, held, itemsize, last)
+    gradients, early = states.gradients, states.gradients
+    if strategy.zero > 1 and strategy.micro_batches(workload) <= 1:
+        early = 0  # FSDP makes them as layers go back
+    # Moments: (kept, comes and goes, gathered weights, gradients). The last layer goes back ...
+    tied = itemsize * numel(held.embedding[:1]) if shape.tied and held.embedding and last else 0
+    busy = again + layer.backward + tied
+    moments = [(kept, busy + weights.output_sent, weights.layers, early + weights.output_share)]
+    if strategy.zero > 1 and held.layers > 1:  # ... or, while FSDP sums the gradients of another, the one before it ...
+        one = layer.kept if strategy.recompute != "full" else sizes.hidden
+        sent, share = busy + weights.layer_sent, weights.layer_share
+        moments.append((kept - one, sent, weights.layers, early + weights.output_share + share))
+        if early < gradients:  # ... or the first
+            below = (held.layers - 1) * one if not strategy.offload_checkpoints else 0
+            moments.append((kept - below, sent, weights.first, gradients - share))
+    if strategy.recompute == "full":
+        moments.append((kept, layer.forward, weights.layers, early))
+    if last:
+        moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
+    step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors)
+    moments.append((0, step - always, 0, gradients))
+    kept, temporary, gathered, gradients = max(moments, key=sum)
+    return Memory(
+        parameters=states.parameters + gathered,
+        gradients=gradients,
+        optimizer=states.optimizer,
+        activations=kept + always,
+        temporary=temporary,
+        host=host_memory(workload, strategy, itemsize).total,
+    )
+
+
+def _kept(workload: Workload, strategy: Strategy, layers: int, layer: int, hidden: int, stage: int) -> tuple[int, int]:
+    """(kept by the micro-batches in flight before the last of them goes back, what recompute adds).
+
+    Without recompute the second is minus one layer: what goes back first is among what is kept.
+    """
+    one, again = hidden + layers * layer, -layer
+    if strategy.recompute == "full":
+        unit = min(strategy.recompute_layers, layers)
+        inputs = -(-layers // unit)
+        if strategy.offload_checkpoints:
+            inputs = min(inputs, 2)  # the one in use, and the one that comes
+        one, again = (inputs + 1) * hidden, 0
+        # FPDT's layers compute attention again, but not their output.
+        again = -hidden if strategy.fpdt_chunk and unit == 1 else (unit - 1) * layer
+    elif strategy.offload_checkpoints:
+        one -= max(layers - 2, 0) * hidden
+    stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)
+    if strategy.virtual == 1:
+        flying = float(min(stages - stage, micro_batches))
+    else:  # in chunks of 1 / virtual of the stage's layers
+        chunks = 2 * (stages - stage - 1) + (strategy.virtual - 1) * stages + 1
+        flying = min(chunks, micro_batches * strategy.virtual) / strategy.virtual
+    ends = hidden if stages > 1 else 0  # a stage's output is let go of once it is sent
+    return int((one - ends) * flying) + ends, again
+
+
+def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """The final norm, logits and their gradients, or a chunk of them."""
+    sizes, shape, chunks = sizes_of(workload, strategy, itemsize), workload.shape, chunks_of(workload, strategy)
+    weight = sizes.logits // (sizes.whole // shape.hidden) * shape.hidden
+    narrow = itemsize < WIDE
+    norm = sizes.hidden if strategy.fpdt_chunk else norm_kept(workload, strategy, itemsize, fused)
+    if not chunks.loss:  # core makes fp32 logits beside bf16 ones, and their gradients in their place
+        logits = sizes.logits * (itemsize + WIDE) // itemsize if narrow else sizes.logits
+        after = sizes.logits + sizes.whole + weight * itemsize
+        if strategy.tensor > 1 and strategy.sequence_parallel:
+            after += sizes.hidden
+        return norm + max(logits, after)
+    piece = sizes.logits * chunks.loss_rows // chunks.all_rows
+    piece *= (6 if narrow else 2) if chunks.loss > 1 else (3 if narrow else 1)  # the piece before is still there
+    return norm + sizes.hidden + weight * WIDE + max(piece, piece // 2 + weight * itemsize if narrow else 0)
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """Of FSDP: weights it has gathered while the loss is computed, while layers go back, and when the first does; whole
+    gradients that it is summing up, and this rank's share of them."""
+
+    loss: int = 0
+    layers: int = 0
+    first: int = 0
+    output_sent: int = 0
+    output_share: int = 0
+    layer_sent: int = 0
+    layer_share: int = 0
+
+
+@lru_cache(maxsize=4096)
+def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, itemsize: int, last: bool) -> _Sharded:
+    """ZeRO 2 and 3. Units are layers, the embedding, the output layer, and the root with what is left."""
+    if strategy.zero < 2:
+        return _Sharded()
+    chunks, ranks = chunks_of(workload, strategy), strategy.group("dp").size
+    embedding, output = numel(held.embedding), numel(held.final[-1:]) if last else 0
+    root = numel(held.final) - output
+    waiting = 0
+    if workload.shape.tied:
+        root, embedding, output = root + embedding + output, 0, 0
+    elif chunks.loss:  # read without being called: part of the root, its gradient waits with it
+        root, output, waiting = root + output, 0, itemsize * output
+    layer = held.layer_numel
+    if strategy.zero == 2:
+        loss = itemsize * (root + embedding + output + held.layers * layer)
+        layers = itemsize * (root + embedding + held.layers * layer)
+    else:
+        loss = itemsize * (root + output + layer)
+        layers = itemsize * (root + layer * min(2, held.layers))  # one in use, one that comes
+    return _Sharded(
+        loss=loss,
+        layers=layers,
+        first=itemsize * (root + layer + (embedding if strategy.zero == 2 else 0)),
+        output_sent=waiting + WIDE * output,
+        output_share=WIDE * output // ranks,
+        layer_sent=waiting + WIDE * layer,
+        layer_share=WIDE * layer // ranks,
+    )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of a pipeline stage, tensor by tensor, and the bytes of model states that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, lcm
+
+from megatron.formulas.strategy import Shape
+
+DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
+BUCKET = 40_000_000  # parameters of a bucket of core's DDP, or a million a rank, with --overlap-grad-reduce
+
+Tensor = tuple[int, int]
+"""Rows and columns; a vector has one column."""
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """The parameters of one rank of a pipeline stage, in the order of the model.
+
+    ``layer`` are those of each of ``layers`` layers.
+    """
+
+    embedding: tuple[Tensor, ...]
+    layer: tuple[Tensor, ...]
+    layers: int
+    final: tuple[Tensor, ...]  # norm, then the output layer
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.embedding + self.layer * self.layers + self.final
+
+    @property
+    def numel(self) -> int:
+        return numel(self.embedding) + self.layers * self.layer_numel + numel(self.final)
+
+    @property
+    def layer_numel(self) -> int:
+        return numel(self.layer)
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of model states of a rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """Rows of the embedding of all TP ranks together."""
+    multiple = DIVISIBLE_BY * tensor
+    return ceil(vocab / multiple) * multiple
+
+
+@lru_cache(maxsize=4096)
+def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, virtual: int = 1) -> StageParameters:
+    """What a rank of ``stage`` of ``pipeline`` stages holds; with ``virtual`` stages, of all of them together.
+
+    Learned positions are whole on every rank. Tied weights are there twice where the first stage is not the last.
+    """
+    h, d, norm = shape.hidden, shape.head_dim, ((shape.hidden, 1),) * (2 if shape.layer_norm else 1)
+    heads, groups, gates = shape.heads, shape.kv_heads, 2 if shape.gated else 1
+    rows = padded_vocab(shape.vocab, tensor) // tensor
+
+    def bias(size: int) -> tuple[Tensor, ...]:
+        return ((size, 1),) if shape.bias else ()
+
+    qkv, ffn = (heads + 2 * groups) * d // tensor, shape.ffn // tensor
+    layer = (
+        *norm,
+        (h, heads * d // tensor),
+        *bias(h),
+        (qkv, h),
+        *bias(qkv),
+        *norm,
+        (gates * ffn, h),
+        *bias(gates * ffn),
+        (h, ffn),
+        *bias(h),
+    )
+    first, last = stage == 0, stage == pipeline - 1
+    embedding: tuple[Tensor, ...] = ()
+    if first:
+        embedding = ((rows, h), *(((shape.positions, h),) if shape.positions else ()))
+    final: tuple[Tensor, ...] = ()
+    if last:
+        final = (*norm, *(() if shape.tied and first else ((rows, h),)))
+    return StageParameters(embedding, layer, shape.layers // pipeline, final)
+
+
+@lru_cache(maxsize=4096)
+def model_states(
+    parameters: StageParameters,
+    zero: int,
+    ranks: int,
+    itemsize: int,
+    *,
+    bucketed: bool = True,
+) -> States:
+    """Parameters, gradients and Adam's states of a rank (mixed precision: 2 + 4 + 12 bytes; fp32: 4 + 4 + 8).
+
+    Not counted: a step counter of 4 bytes a tensor that PyTorch's Adam keeps.
+
+    Args:
+        parameters: of the stage.
+        zero: stage of ZeRO: 0 and 1 by core's DDP (fp32 gradients in buffers), 2 and 3 by FSDP (fp32 shards).
+        ranks: that ZeRO splits over, DP x CP.
+        itemsize: of the compute dtype.
+        bucketed: --overlap-grad-reduce: buffers in several buckets, each padded under ZeRO 1.
+    """
+    narrow = itemsize < 4
+    if zero >= 2:
+        shard = sum(ceil(rows / ranks) * columns for rows, columns in parameters.tensors)
+        return States(4 * shard, 4 * shard, 8 * shard)
+    if zero == 0:
+        numel = parameters.numel
+        return States(itemsize * numel, 4 * numel, (12 if narrow else 8) * numel)
+    buffer = _padded(parameters, ranks, max(BUCKET, 1_000_000 * ranks) if bucketed and ranks > 1 else None)
+    share = buffer // ranks
+    return States(itemsize * buffer, 4 * buffer, (12 if narrow else 8) * share)
+
+
+def _padded(parameters: StageParameters, ranks: int, bucket: int | None) -> int:
+    """Elements of core's buffer under ZeRO 1: parameters start at multiples of 64, buckets end at multiples of the
+    ranks and of 128 (core/distributed/param_and_grad_buffer.py)."""
+    step, end, start = lcm(ranks, 128), 0, 0
+    for rows, columns in reversed(parameters.tensors):
+        end = -(-end // 64) * 64 + rows * columns
+        if bucket is not None and end - start >= bucket:
+            start = end = -(-end // step) * step
+    return -(-end // step) * step
+
+
+def numel(tensors: tuple[Tensor, ...]) -> int:
+    """Elements of tensors."""
+    return sum(rows * columns for rows, columns in tensors)

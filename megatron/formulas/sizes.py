@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of the tensors inside a layer, on one rank, for one micro-batch: what all formulas are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from megatron.context_parallel.attention.ulysses import head_plan
+from megatron.formulas.parameters import padded_vocab
+from megatron.formulas.strategy import Strategy, Workload
+
+WIDE = 4  # bytes of an fp32 number
+LOSS_ROWS = 256  # tokens of a sequence that a chunk of the loss has at least, unless the paper's rule gives it fewer
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a rank before and after the all-to-all of Ulysses."""
+
+    q: int
+    kv: int
+    local_q: int
+    local_kv: int  # that it computes with
+    sent_kv: int  # that it is sent: fewer, where several of its query heads share one unevenly
+
+
+@lru_cache(maxsize=4096)
+def heads_of(heads: int, kv_heads: int, tensor: int, ulysses: int) -> Heads:
+    q, kv = heads // tensor, max(kv_heads // tensor, 1)
+    plan = head_plan(q, kv, ulysses)
+    return Heads(q, kv, plan.q_heads, max(map(len, plan.kv_index)), max(map(len, plan.kv_heads)))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How many pieces the work of a rank is cut into."""
+
+    all_rows: int  # tokens of a rank, between the layers
+    attention: int  # 1 without FPDT
+    rows: int  # tokens of the longest attention chunk
+    ffn: int  # runs; 0: the FFN is whole
+    ffn_rows: int  # tokens of the longest run
+    loss: int  # 0: the loss is whole
+    loss_rows: int
+
+
+@lru_cache(maxsize=8192)
+def chunks_of(workload: Workload, strategy: Strategy) -> Chunks:
+    """As ``validate_chunks`` derives them from the flags of a run."""
+    shape = workload.shape
+    unit = strategy.ulysses * (strategy.tensor if strategy.sequence_parallel else 1)
+    rows = workload.seq_length // strategy.ring // unit
+    attention, longest, ffn, loss = 1, rows, strategy.ffn_chunks, strategy.loss_chunks
+    if strategy.fpdt_chunk:
+        longest = max(strategy.fpdt_chunk // strategy.ring // unit, 1)
+        attention = ceil(rows / longest)
+        longest = ceil(rows / attention)
+        ffn = ffn or 2 * attention
+        paper = 2 * ceil(shape.vocab / shape.hidden)
+        loss = loss or max(paper, min(ffn * ceil(shape.vocab / shape.ffn), ceil(rows / LOSS_ROWS)))
+    ffn_rows = ceil(longest / ceil(ffn / attention)) if ffn else rows
+    return Chunks(rows, attention, longest, ffn, ffn_rows, loss, ceil(rows / loss) if loss else rows)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of tensors of one rank; ``hidden`` is what passes between layers, ``whole`` the same gathered over TP."""
+
+    hidden: int
+    whole: int
+    q: int
+    kv: int  # keys and values together
+    qkv: int  # as the projection gives them, in one tensor
+    local_q: int  # after the all-to-all: all tokens of the ring rank, some heads
+    local_kv: int
+    lse: int
+    ffn: int  # the activation that enters the second matrix of the MLP
+    statistics: int  # one fp32 number a token between the layers
+    angles: int  # of RoPE
+    logits: int  # in the compute dtype
+
+
+@lru_cache(maxsize=8192)
+def sizes_of(workload: Workload, strategy: Strategy, itemsize: int) -> Sizes:
+    shape, tensor, batch = workload.shape, strategy.tensor, strategy.micro_batch
+    heads = heads_of(shape.heads, shape.kv_heads, tensor, strategy.ulysses)
+    whole = workload.seq_length // strategy.context * batch
+    tokens = whole // tensor if strategy.sequence_parallel else whole
+    ring_tokens = whole * strategy.ulysses
+    d = shape.head_dim
+    groups = shape.kv_heads if shape.kv_heads < tensor else heads.kv  # core gathers all of qkv then, and keeps it
+    in_qkv = (shape.heads if shape.kv_heads < tensor else heads.q) + 2 * groups
+    return Sizes(
+        hidden=tokens * shape.hidden * itemsize,
+        whole=whole * shape.hidden * itemsize,
+        q=whole * heads.q * d * itemsize,
+        kv=2 * whole * heads.kv * d * itemsize,
+        qkv=whole * in_qkv * d * itemsize,
+        local_q=ring_tokens * heads.local_q * d * itemsize,
+        local_kv=2 * ring_tokens * heads.local_kv * d * itemsize,
+        lse=ring_tokens * heads.local_q * WIDE,
+        ffn=whole * shape.ffn // tensor * itemsize,
+        statistics=tokens * WIDE,
+        angles=0 if shape.positions else whole // batch * d // 2 * WIDE,
+        logits=whole * padded_vocab(shape.vocab, tensor) // tensor * itemsize,
+    )

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained, and how: the input of formulas, estimates and the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+Axis = Literal["tp", "ulysses", "ring", "dp", "pp"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A transformer's sizes; hashable, unlike the settings it is made from."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool = True  # SwiGLU: three matrices in the MLP
+    bias: bool = False
+    layer_norm: bool = False  # weight and bias; else RMSNorm
+    tied: bool = False  # output layer and embedding share their weights
+    positions: int = 0  # rows of a learned position embedding
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: a model on sequences of ``seq_length`` tokens, ``global_batch`` of them a step."""
+
+    shape: Shape
+    seq_length: int
+    global_batch: int = 1
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective: ``size`` of them, ``stride`` apart."""
+
+    size: int
+    stride: int = 1
+
+    def on_nodes(self, gpus: int) -> tuple[int, int]:
+        """(ranks of the group on one node of ``gpus``, nodes it spans)."""
+        together = min(self.size, max(1, gpus // self.stride))
+        return together, ceil(self.size / together)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How it is trained: the grid, TP < Ulysses < Ring < DP < PP, and every memory saving.
+
+    Attributes:
+        micro_batch: sequences a forward pass.
+        zero: stage of ZeRO, over DP x CP.
+        recompute: ``none``, ``selective`` (attention alone) or ``full`` (--recompute-method uniform).
+        recompute_layers: layers in a recomputed unit.
+        offload_checkpoints: layer inputs wait in host memory.
+        fpdt_chunk: FPDT's chunk in global tokens; 0: no FPDT.
+        fpdt_offload: its chunks wait in host memory.
+        ffn_chunks, loss_chunks: pieces of FFN and loss; 0: as the program derives them with FPDT, else one.
+        virtual: virtual pipeline stages a rank.
+        sequence_parallel: activations are split over TP between the linear layers.
+    """
+
+    tensor: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    data: int = 1
+    pipeline: int = 1
+    micro_batch: int = 1
+    zero: int = 1
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: int = 1
+    offload_checkpoints: bool = False
+    fpdt_chunk: int = 0
+    fpdt_offload: bool = True
+    ffn_chunks: int = 0
+    loss_chunks: int = 0
+    balance: Literal["zigzag", "contiguous"] = "zigzag"
+    virtual: int = 1
+    sequence_parallel: bool = True
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+
+    @property
+    def context(self) -> int:
+        return self.ulysses * self.ring
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.context * self.data * self.pipeline
+
+    def group(self, axis: Axis) -> Group:
+        """Who takes part; ``dp`` is DP x CP, over which gradients are summed and ZeRO splits."""
+        strides = {
+            "tp": (self.tensor, 1),
+            "ulysses": (self.ulysses, self.tensor),
+            "ring": (self.ring, self.tensor * self.ulysses),
+            "dp": (self.context * self.data, self.tensor),
+            "pp": (self.pipeline, self.tensor * self.context * self.data),
+        }
+        return Group(*strides[axis])
+
+    def micro_batches(self, workload: Workload) -> int:
+        """Forward passes of a rank in a step."""
+        return workload.global_batch // (self.data * self.micro_batch)
+
+    def local_tokens(self, workload: Workload) -> int:
+        """Tokens of a micro-batch between attention layers: split over CP, and over TP with sequence parallel."""
+        tokens = workload.seq_length * self.micro_batch // self.context
+        return tokens // self.tensor if self.sequence_parallel else tokens

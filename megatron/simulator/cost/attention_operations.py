@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one layer on the busiest rank: Ulysses' all-to-alls, the hops of a ring.
+
+A ring's transfers travel beside the tiles of the block before, gradients of keys one hop behind; the last gradients
+come home when nothing is left to hide them (context_parallel/ring.py). Blocks count as sent whole: some ranks send
+less, the slowest does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.context_parallel.attention.ulysses import head_plan
+from megatron.formulas.strategy import Shape, Strategy
+from megatron.simulator.cost.linear_operations import kv_heads_of_rank
+from megatron.simulator.cost.operations import BF16, FP32, memory, tile
+from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.trace import Kernel, Transfer
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Sizes of a rank's attention, after the all-to-all.
+
+    Attributes:
+        rows: tokens before the all-to-all, times the micro-batch.
+        queries: tokens of a ring rank's sequence.
+        batch: sequences.
+        heads, kv_heads: of this rank; sent_kv: key/value heads that it is sent, or was before replication.
+    """
+
+    rows: int
+    queries: int
+    batch: int
+    heads: int
+    kv_heads: int
+    sent_kv: int
+    head_dim: int
+    ring: int
+    causal: bool
+    balanced: bool
+
+
+def attended(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) -> Attended:
+    """Raises ValueError where Ulysses does not divide the heads."""
+    plan = head_plan(shape.heads // strategy.tensor, kv_heads_of_rank(shape, strategy.tensor), strategy.ulysses)
+    return Attended(
+        rows=seq_length * strategy.micro_batch // strategy.context,
+        queries=seq_length // strategy.ring,
+        batch=strategy.micro_batch,
+        heads=plan.q_heads,
+        kv_heads=len(plan.kv_index[0]),
+        sent_kv=len(plan.kv_heads[0]),
+        head_dim=shape.head_dim,
+        ring=strategy.ring,
+        causal=causal,
+        balanced=strategy.balance == "zigzag",
+    )
+
+
+# --- Ulysses ---
+
+
+def to_heads(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Stretch]:
+    """The fused all-to-all of q, k and v, packed and unpacked; ``rows`` tokens of this rank."""
+    return _exchange(strategy, rows, a.heads + 2 * a.sent_kv, a.head_dim, 2, count, backward)
+
+
+def to_sequence(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Stretch]:
+    """The all-to-all of the output."""
+    return _exchange(strategy, rows, a.heads, a.head_dim, 1, count, backward)
+
+
+def _exchange(
+    strategy: Strategy, rows: int, heads: int, head_dim: int, copies: int, count: int, backward: bool
+) -> list[Stretch]:
+    """``heads``: of one rank; a rank holds those of all. Each copy reads and writes what is held."""
+    if strategy.ulysses == 1:
+        return []
+    held = BF16 * rows * heads * strategy.ulysses * head_dim
+    sent = held * (strategy.ulysses - 1) / strategy.ulysses
+    transfer = Transfer("all_to_all", "ulysses", strategy.group("ulysses"), sent)
+    pack = memory("pack", 2 * copies * held, backward=backward)
+    return [Stretch((pack,), count=count), Stretch((), (transfer,), count=count)]
+
+
+# --- tiles around a ring ---
+
+
+def ring_forward(a: Attended, strategy: Strategy) -> list[Stretch]:
+    if a.ring == 1:
+        return [Stretch((_tile(a, first=True),))]
+    hop, merge = _tile(a, first=False), memory("merge", (BF16 + 2 * FP32) * a.queries * a.batch * a.heads * a.head_dim)
+    keys = _hop(a, strategy, BF16)
+    return [
+        Stretch((_tile(a, first=True), merge), (keys,)),
+        Stretch((hop, merge), (keys,), count=a.ring - 2),
+        Stretch((hop, merge)),
+    ]
+
+
+def ring_backward(a: Attended, strategy: Strategy) -> list[Stretch]:
+    if a.ring == 1:
+        return [Stretch((_tile(a, first=True, backward=True),))]
+    width = a.head_dim * a.batch
+    sums = memory(
+        "merge", (BF16 + 2 * FP32) * width * (a.heads * a.queries + 2 * a.kv_heads * a.queries), backward=True
+    )
+    first, hop = (_tile(a, first=own, backward=True) for own in (True, False))
+    keys, grads = _hop(a, strategy, BF16), _hop(a, strategy, FP32)
+    home = Stretch((), (grads,))
+    if a.ring == 2:
+        return [Stretch((first, sums), (keys,)), Stretch((hop, sums)), home]
+    return [
+        Stretch((first, sums), (keys,)),
+        Stretch((hop, sums), (keys,)),
+        Stretch((hop, sums), (keys, grads), count=a.ring - 3),
+        Stretch((hop, sums), (grads,)),
+        home,
+    ]
+
+
+def _hop(a: Attended, strategy: Strategy, itemsize: int) -> Transfer:
+    sent = 2.0 * itemsize * a.queries * a.batch * a.kv_heads * a.head_dim
+    return Transfer("p2p", "ring", strategy.group("ring"), sent)
+
+
+def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
+    """A rank's own block, or another's. Zigzag: half of each; contiguous: the last rank has all pairs of the others."""
+    n = a.queries
+    pairs, keys = float(n) * n, n
+    if a.causal and first:
+        pairs /= 2
+    elif a.causal and a.balanced:
+        pairs, keys = pairs / 2, n // 2
+    return tile(n, keys, a.heads * a.batch, a.head_dim, pairs, backward=backward)

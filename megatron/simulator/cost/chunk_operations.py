@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT's attention: tiles between chunks, and what comes from and goes to host memory meanwhile.
+
+The loops are those of context_parallel/chunk_pass.py. By queries keys move, by keys queries do; on a ring both passes
+go by keys. A tile and the copies for the next one are side by side, which is what the double buffer is for. What the
+first chunk of a backward pass needs comes while nothing else is there to do; one chunk alone hides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.formulas.strategy import Strategy
+from megatron.simulator.cost.attention_operations import Attended, ring_backward, ring_forward
+from megatron.simulator.cost.operations import BF16, FP32, memory, tile
+from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
+
+
+def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Stretch]:
+    """All tiles of the forward pass. ``saving``: a backward pass follows, finished chunks go to host memory for it."""
+    size, met = a.queries // chunks, _met(a, chunks)
+    width = size * a.batch * a.head_dim
+    q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
+    merge = memory("merge", (BF16 + 2 * FP32) * width * a.heads)
+    own, out, back = 2 * q + kv + lse, 0, kv
+    if a.ring > 1:  # sums come and go with their queries
+        out, back = 2 * q + lse, 3 * q + lse
+    offload = saving and strategy.fpdt_offload
+    if chunks == 1:
+        head, *rest = ring_forward(a, strategy)
+        return [replace(head, copies=_copies(own, 0) if offload else ()), *rest]
+    return [
+        Stretch((_tile(a, size, own=True),), copies=_copies(own, 0) if offload else (), count=chunks),
+        Stretch((_tile(a, size), merge), _hops(a, strategy, size, chunks), _copies(out, back) if offload else (), met),
+    ]
+
+
+def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Stretch]:
+    size, met = a.queries // chunks, _met(a, chunks)
+    width = size * a.batch * a.head_dim
+    q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
+    if a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16):
+        first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
+    else:
+        first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
+    before = [Stretch(copies=first)] if strategy.fpdt_offload else []
+    if chunks == 1:
+        return [*before, *ring_backward(a, strategy)]
+    own, other = _tile(a, size, own=True, backward=True), _tile(a, size, backward=True)
+    sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
+    travel = _hops(a, strategy, size, chunks, backward=True)
+    if not strategy.fpdt_offload:
+        return [Stretch((own, sums), count=chunks), Stretch((other, sums), travel, count=met)]
+    return [
+        *before,
+        Stretch((own, sums), (), first, chunks - 1),
+        Stretch((own, sums)),
+        Stretch((other, sums), travel, pair, met),
+    ]
+
+
+def _met(a: Attended, chunks: int) -> int:
+    """Pairs of a query chunk and another key chunk, of any rank, that meet on one rank: half of all if causal."""
+    every = chunks * chunks * a.ring
+    return (every - chunks) // 2 if a.causal else every - chunks
+
+
+def _tile(a: Attended, size: int, *, own: bool = False, backward: bool = False) -> Kernel:
+    pairs = float(size) * size / (2 if own and a.causal else 1)
+    return tile(size, size, a.heads * a.batch, a.head_dim, pairs, backward=backward)
+
+
+def _hops(a: Attended, strategy: Strategy, size: int, chunks: int, *, backward: bool = False) -> tuple[Transfer, ...]:
+    """A tile's share of the key chunks that go round, each once, and of their fp32 gradients."""
+    if a.ring == 1:
+        return ()
+    itemsize = BF16 + FP32 if backward else BF16
+    chunk = 2.0 * itemsize * size * a.batch * a.kv_heads * a.head_dim
+    return (Transfer("p2p", "ring", strategy.group("ring"), chunk * chunks * (a.ring - 1) / _met(a, chunks)),)
+
+
+def _copies(to_host: float, to_device: float) -> tuple[HostCopy, ...]:
+    found = (HostCopy("to_host", to_host), HostCopy("to_device", to_device))
+    return tuple(copy for copy in found if copy.bytes)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of a training step in closed form: microseconds an answer, for planners and tables.
+
+A step is layers, two ends, micro-batches through a pipeline, gradients and optimizer. Each layer is written down as
+stretches of work (layer_operations.py), priced once for a machine and remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+
+from megatron.formulas.flops import forward
+from megatron.formulas.sizes import LOSS_ROWS
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.cost.layer_operations import ffn_chunks, layer
+from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
+from megatron.simulator.cost.operations import BF16
+from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
+from megatron.simulator.cost.state_operations import (
+    States,
+    gather_parameters,
+    optimizer_step,
+    reduce_gradients,
+    split_and_join,
+    states,
+)
+from megatron.simulator.cost.stretch import Parts, add, price
+from megatron.simulator.cost.trace import Transfer
+from megatron.simulator.machines.machine import Machine
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step's time, and what it is worth.
+
+    Attributes:
+        seconds: of a step.
+        parts: seconds by what they went to, adding up to ``seconds``: ``gemm``, ``attention``, ``memory`` (norms,
+            activations, copies on the device), ``optimizer``; waiting for ``tp``, ``ulysses``, ``ring``, ``dp``, ``pp``
+            or ``host``; ``bubble`` of the pipeline.
+        flops: of the model in a step, all ranks together: causal, without recompute.
+        mfu: ``flops`` over what the GPUs' data sheet would do in the time.
+        mfu_full_mask_with_recompute: the same as older papers count: the full mask, and recompute as work.
+        tflops: per GPU and second, of ``flops``.
+        tokens_per_second: of all ranks.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    flops: float
+    mfu: float
+    mfu_full_mask_with_recompute: float
+    tflops: float
+    tokens_per_second: float
+
+
+def estimate(workload: Workload, strategy: Strategy, machine: Machine) -> Estimate:
+    """The time of a step on the busiest rank.
+
+    Raises:
+        ValueError: the strategy does not divide the model or the batch, such as Ulysses beyond a rank's heads.
+    """
+    parts = step_parts(workload, strategy, machine)
+    seconds = sum(parts.values())
+    causal, old = model_flops(workload, recompute=strategy.recompute == "full")
+    capacity = seconds * strategy.ranks * machine.peak[machine.dtype]
+    return Estimate(
+        seconds=seconds,
+        parts=parts,
+        flops=causal,
+        mfu=causal / capacity,
+        mfu_full_mask_with_recompute=old / capacity,
+        tflops=causal / seconds / strategy.ranks / 1e12,
+        tokens_per_second=workload.global_batch * workload.seq_length / seconds,
+    )
+
+
+def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
+    """FLOPs of a step: of what the mask allows; and full mask, ``recompute`` counted."""
+    one, batch = forward(workload), workload.global_batch
+    allowed = 0.5 if workload.causal else 1.0
+    return 3 * batch * (one.gemm + allowed * one.attention), (4 if recompute else 3) * batch * (
+        one.gemm + one.attention
+    )
+
+
+def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Parts:
+    """Seconds of a step, by what they go to."""
+    shape, pipeline = workload.shape, strategy.pipeline
+    batches = strategy.micro_batches(workload)
+    if batches < 1 or workload.global_batch % (strategy.data * strategy.micro_batch):
+        raise ValueError(
+            f"global batch {workload.global_batch} is not a multiple of data {strategy.data} x micro-batch "
+            f"{strategy.micro_batch}"
+        )
+    forward, backward, first, last = _prices(
+        shape, workload.seq_length, workload.causal, _of_a_layer(strategy), machine
+    )
+    held = states(shape, strategy)
+    parts: Parts = {}
+    add(parts, forward, held.layers)
+    add(parts, backward, held.layers)
+    add(parts, last)  # the last stage is the busiest: it has the loss
+    if pipeline == 1:
+        add(parts, first)
+    if strategy.zero >= 2:
+        _sharded_layers(parts, sum(forward.values()), sum(backward.values()), strategy, held, machine)
+    once = sum(parts.values())
+    total = add({}, parts, batches)
+    if pipeline > 1:
+        _pipeline(total, once, batches, workload, strategy, machine)
+    if strategy.zero <= 1 and strategy.group("dp").size > 1:
+        total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine)
+    total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all), machine)
+    return total
+
+
+def _sharded_layers(
+    parts: Parts, forward: float, backward: float, strategy: Strategy, held: States, machine: Machine
+) -> None:
+    """ZeRO 2 and 3: weights come while the layer before runs, gradients leave while the one below does."""
+    gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
+    scatter = transfer_seconds(reduce_gradients(strategy, held.layer), machine)
+    again = gather if strategy.zero == 3 else 0.0
+    felt = 1 - machine.calibration.overlap
+    weights, gradients = strategy.overlap_param_gather, strategy.overlap_grad_reduce
+    waited = max(felt * gather, gather - forward) if weights else gather
+    beside = again * weights + scatter * gradients
+    waited += max(felt * beside, beside - backward) + again * (not weights) + scatter * (not gradients)
+    ends = transfer_seconds(gather_parameters(strategy, held.ends), machine)
+    ends += transfer_seconds(reduce_gradients(strategy, held.ends), machine)
+    copies = split_and_join(strategy, held.all)
+    parts["memory"] = parts.get("memory", 0.0) + kernel_seconds(copies, machine)
+    # What nothing hides: the first layer's weights, the last one's gradients, and the ends'.
+    first = gather * weights + scatter * gradients
+    parts["dp"] = parts.get("dp", 0.0) + waited * held.layers + first + ends
+
+
+def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: States, machine: Machine) -> float:
+    """DDP and ZeRO 1: what the last backward pass does not hide of the gradients, the first forward of the weights."""
+    felt = 1 - machine.calibration.overlap
+
+    def exposed(took: float, overlapped: bool, beside: float) -> float:
+        if not overlapped:
+            return took
+        # What comes last, the embedding's gradient and a bucket, or first, has nothing to hide behind.
+        tail = took * min(1.0, (held.layer + held.table) / held.all)
+        return tail + max(felt * (took - tail), took - tail - beside * held.layers)
+
+    reduce = transfer_seconds(reduce_gradients(strategy, held.all), machine)
+    waited = exposed(reduce, strategy.overlap_grad_reduce, sum(backward.values()))
+    if strategy.zero:
+        gather = transfer_seconds(gather_parameters(strategy, held.all), machine)
+        waited += exposed(gather, strategy.overlap_param_gather, sum(forward.values()))
+    return waited
+
+
+def _pipeline(
+    total: Parts, once: float, batches: int, workload: Workload, strategy: Strategy, machine: Machine
+) -> None:
+    """1F1B: the other stages' first and last micro-batches, fewer layers at a time with virtual stages."""
+    local = strategy.local_tokens(workload)
+    hop = Transfer("p2p", "pp", strategy.group("pp"), float(BF16 * local * workload.shape.hidden))
+    sends = 2 * strategy.virtual * batches  # a micro-batch's activations and their gradients, at each virtual stage
+    total["pp"] = total.get("pp", 0.0) + sends * transfer_seconds(hop, machine)
+    total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once
+
+
+def _of_a_layer(strategy: Strategy) -> Strategy:
+    """The strategy without what a layer does not feel, so that more of them share a price."""
+    return replace(strategy, data=1, pipeline=1, zero=1, virtual=1, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+@lru_cache(maxsize=65536)
+def _prices(
+    shape: Shape, seq_length: int, causal: bool, strategy: Strategy, machine: Machine
+) -> tuple[Parts, Parts, Parts, Parts]:
+    """Of a micro-batch: a layer's forward and backward pass, the embedding's both, the loss' both."""
+    forward, backward = layer(shape, strategy, seq_length, causal)
+    tokens = seq_length * strategy.micro_batch // strategy.context
+    pieces = loss_chunks(shape, strategy, seq_length)
+    first = embedding(shape, strategy, tokens) + embedding_grad(shape, strategy, tokens)
+    last = loss(shape, strategy, tokens, pieces) + loss_grad(shape, strategy, tokens, pieces)
+    return tuple(price(part, machine) for part in (forward, backward, first, last))
+
+
+def loss_chunks(shape: Shape, strategy: Strategy, seq_length: int) -> int:
+    """Pieces of the loss: as many as the program takes (training/validate_chunks.py)."""
+    if strategy.loss_chunks or not strategy.fpdt_chunk:
+        return max(1, strategy.loss_chunks)
+    paper = 2 * ceil(shape.vocab / shape.hidden)
+    as_mlp = ffn_chunks(strategy, seq_length) * ceil(shape.vocab / shape.ffn)
+    rows = seq_length // strategy.context // (strategy.tensor if strategy.sequence_parallel else 1)
+    return max(paper, min(as_mlp, ceil(rows / LOSS_ROWS)))

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one event of a trace costs on a machine, in seconds, for all its repetitions.
+
+Plain arithmetic of a few microseconds: a planner prices a million of them.
+
+**Kernels** follow a roofline: the slower of arithmetic, at the rate of a kernel of this size, and memory traffic; never
+less than a launch. The size of a GEMM is the geometric mean of its dimensions, batch included: on an H100, one curve
+over that mean describes measured products of all shapes between 256 and 4096. The size of attention is twice the
+number of keys that a query sees on average: the length of a causal tile, twice that of a full one, and less under
+masks. That is how often a flash kernel goes round its inner loop.
+
+**Transfers** depend on where the ranks of the group sit:
+
+- all_gather, reduce_scatter, all_reduce, broadcast go round rings. Every rank's bytes cross every edge. Between nodes,
+  the k ranks of a node run k rings through k network cards, so that the edges get k times a card's bandwidth.
+  Latency: a step an edge; all_reduce takes a tree, up and down, of which only log2(nodes) steps are between nodes.
+- all_to_all: what stays in the node and what leaves it go at the same time, the latter through the GPU's own card.
+  Between two ranks of a node it is a send and a receive.
+- p2p, a ring's hop or a pipeline's: its slowest edge.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
+from megatron.simulator.machines.machine import Machine
+
+
+def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
+    """Seconds of all ``count`` repetitions."""
+    calibration = machine.calibration
+    traffic = kernel.bytes / (machine.memory_bandwidth * calibration.memory)
+    kind = kernel.kind
+    if kind == "memory":
+        return kernel.count * (machine.launch + traffic)
+    flops = kernel.flops
+    if flops <= 0:
+        return kernel.count * max(machine.launch, traffic)
+    if kind == "gemm":
+        rate = machine.gemm((flops / 2) ** (1 / 3)) * calibration.gemm
+    else:
+        rate = attention_rate(kernel, machine) * calibration.attention
+    peak = machine.peak
+    dtype = "fp32" if kernel.itemsize >= 4 else "bf16"
+    if dtype != machine.dtype:
+        rate *= peak[dtype] / peak[machine.dtype]
+    if rate > peak[dtype]:
+        rate = peak[dtype]
+    return kernel.count * max(machine.launch, flops / rate, traffic)
+
+
+def attention_rate(kernel: Kernel, machine: Machine) -> float:
+    """FLOP/s by the machine's table; a kernel without a shape counts as a long one."""
+    rates = machine.attention_backward if kernel.backward else machine.attention
+    if not kernel.shape:
+        return rates.points[-1][1]
+    queries, keys, heads, head_size = kernel.shape
+    pairs = kernel.flops / ((10 if kernel.backward else 4) * heads * head_size)
+    return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size)
+
+
+def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
+    """Seconds of all ``count`` repetitions; none for a group of one."""
+    ranks = transfer.group.size
+    if ranks <= 1:
+        return 0.0
+    together, nodes = transfer.group.on_nodes(machine.gpus)
+    kind, size = transfer.kind, transfer.bytes
+    calibration, link, network = machine.calibration, machine.link, machine.network
+    outside = network.bandwidth * calibration.network
+    if kind == "all_to_all":
+        within = (together - 1) / (ranks - 1)
+        share = calibration.all_to_all if together > 2 else calibration.p2p
+        took = within * size / (link.bandwidth * share) + (together - 1) * link.latency
+        if nodes > 1:
+            leaves = (1 - within) * size / (outside * calibration.network_all_to_all)
+            leaves += (ranks - together) * network.latency
+            took = max(took, leaves)
+    elif kind == "p2p":
+        if nodes > 1:
+            took = size / outside + network.latency
+        else:
+            took = size / (link.bandwidth * calibration.p2p) + link.latency
+    else:
+        bandwidth = link.bandwidth * calibration.link
+        if nodes > 1:
+            cards = together if transfer.group.stride == 1 else max(1.0, together * calibration.interleaved)
+            bandwidth = min(bandwidth, cards * outside)
+        if kind == "all_reduce":
+            latency = 2 * ((together - 1) * link.latency + log2(nodes) * network.latency)
+        else:
+            latency = (ranks - nodes) * link.latency + (nodes - 1) * network.latency
+        took = size / bandwidth + latency
+    return transfer.count * (machine.collective + took)
+
+
+def copy_seconds(copy: HostCopy, machine: Machine) -> float:
+    """Seconds of all ``count`` repetitions, while every GPU of the node copies."""
+    link = machine.host_link
+    return copy.count * (copy.bytes / (link.bandwidth * machine.calibration.host) + link.latency)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens side by side, and how long it takes: the slowest of the streams decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
+from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
+from megatron.simulator.machines.machine import Machine
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Work that begins and ends together, ``count`` times in a row.
+
+    A transfer that nothing overlaps is a stretch of its own.
+    """
+
+    kernels: tuple[Kernel, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    copies: tuple[HostCopy, ...] = ()
+    count: int = 1
+
+
+Parts = dict[str, float]
+"""Seconds by what they went to: a kind of kernel, an axis that was waited for, ``host``."""
+
+
+def price(stretches: Iterable[Stretch], machine: Machine) -> Parts:
+    """Seconds of all of them.
+
+    Kernels count as what they are. A transfer beside them slows them down by a share of itself
+    (:attr:`Calibration.overlap`); that, and what streams take beyond the kernels, counts
+    as waiting for the slowest stream.
+    """
+    parts: Parts = {}
+    felt = 1 - machine.calibration.overlap
+    for stretch in stretches:
+        count = stretch.count
+        compute = 0.0
+        for kernel in stretch.kernels:
+            seconds = kernel_seconds(kernel, machine)
+            compute += seconds
+            parts[kernel.kind] = parts.get(kernel.kind, 0.0) + seconds * count
+        travel = 0.0
+        for transfer in stretch.transfers:
+            travel += transfer_seconds(transfer, machine)
+        if travel:
+            waited = max(felt * travel, travel - compute)
+            axis = stretch.transfers[0].axis
+            parts[axis] = parts.get(axis, 0.0) + waited * count
+            compute += waited
+        if stretch.copies:
+            ways = {"to_host": 0.0, "to_device": 0.0}
+            for copy in stretch.copies:
+                ways[copy.direction] += copy_seconds(copy, machine)
+            waited = max(ways.values()) - compute
+            if waited > 0:
+                parts["host"] = parts.get("host", 0.0) + waited * count
+    return parts
+
+
+def add(total: Parts, parts: Parts, times: float = 1.0) -> Parts:
+    """Add ``parts``, ``times`` over, to ``total``; returns ``total``."""
+    for name, seconds in parts.items():
+        total[name] = total.get(name, 0.0) + seconds * times
+    return total

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--dry-run``: what the entry points do in place of training."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.dry_run import processes
+
+EXIT_FAILED = 1
+
+
+def simulate(config: Config) -> int:
+    """--dry-run: one step of this program on a simulated cluster; returns the exit code, 1 where it does not fit."""
+    from rich.console import Console
+
+    from megatron.simulator.dry_run.dry_run import dry_run
+    from megatron.simulator.dry_run.report import check_output, show, write
+    from megatron.simulator.machines.machine_file import load
+    from megatron.training.data.tokenizer import build_tokenizer, check_vocab
+
+    simulation = config.simulation
+    machine = load(simulation.gpu) if simulation.gpu else None
+    check_output(simulation.dry_run_json)
+    vocab_size = check_vocab(config.model.vocab_size, build_tokenizer(config.data, config.model.vocab_size))
+    console, started = Console(), time.perf_counter()
+    for note in config.notes:
+        console.print(f" > {note}", highlight=False, soft_wrap=True)
+    with console.status("simulating"):
+        result = dry_run(
+            config,
+            processes(config, 1),
+            machine,
+            vocab_size=vocab_size,
+            every_layer=simulation.dry_run_every_layer,
+            workers=os.cpu_count() or 1,
+        )
+    show(result, console)
+    console.print(f" > simulated in {time.perf_counter() - started:.1f} s")
+    if simulation.dry_run_json:
+        try:
+            console.print(f" > wrote {', '.join(write(result, simulation.dry_run_json))}", soft_wrap=True)
+        except OSError as error:  # the tables above are there all the same
+            print(f"error: --dry-run-json {simulation.dry_run_json}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILED
+    return EXIT_FAILED if result.fits is False else 0

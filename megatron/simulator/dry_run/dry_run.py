@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run: one step of the real program on each kind of rank of a simulated cluster, and what it says.
+
+Layers are alike, so everything they cause grows by the same amount with each, once there are as many as the offload's
+buffers and FSDP's prefetch look ahead: a long stage runs with four and with five units of layers, and the rest is the
+difference, as often as there are layers left. ``every_layer`` runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from multiprocessing import get_context
+from typing import Any
+
+from megatron.simulator.cost.trace import HostCopy
+from megatron.simulator.dry_run.one_rank import Rehearsal, rehearse
+from megatron.simulator.dry_run.replay import Replay, replay
+from megatron.simulator.machines.machine import Machine
+from megatron.training.arguments.config import Config
+from megatron.training.report.flops import step_flops
+from megatron.training.report.memory_picture import Profile
+
+FEW = (4, 5)  # units of layers a stage that run in place of all
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a rank's step comes to; every number is linear in its layers.
+
+    Attributes:
+        peaks: most device bytes in each phase, by kind.
+        host_peak: bytes of host memory.
+        flops: executed, recompute and all, 2 a multiply-add; of attention the pairs that are computed.
+        communication: bytes sent, by axis.
+        copies: bytes between device and host, by direction.
+        seconds, exposed, busy: of the replay on a machine; empty without one.
+    """
+
+    peaks: dict[str, dict[str, float]]
+    host_peak: float
+    flops: float
+    communication: dict[str, float]
+    copies: dict[str, float]
+    seconds: dict[str, float]
+    exposed: dict[str, float]
+    busy: dict[str, float]
+
+    @property
+    def device_peak_by_kind(self) -> dict[str, int]:
+        fullest = max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+        return {kind: round(size) for kind, size in fullest.items()}
+
+    @property
+    def device_peak(self) -> int:
+        return sum(self.device_peak_by_kind.values())
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of the cluster.
+
+    Attributes:
+        stage: its kind: ``first``, ``middle`` or ``last`` of the pipeline.
+        layers: of its stage, and how many of them ran.
+        profile, replayed: memory and time of what ran, for pictures.
+    """
+
+    rank: int
+    stage: str
+    layers: tuple[int, int]
+    figures: Figures
+    profile: Profile
+    replayed: Replay | None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would need, and on ``machine`` how long a step takes.
+
+    Attributes:
+        predicted_seconds: of a step; None without a machine.
+        mfu: causal FLOPs without recompute over the machine's peak.
+        fits: whether device and host memory suffice.
+        reasons: what does not fit.
+    """
+
+    config: Config
+    world_size: int
+    machine: Machine | None
+    ranks: list[RankReport]
+    predicted_seconds: float | None = None
+    mfu: float | None = None
+    fits: bool | None = None
+    reasons: tuple[str, ...] = ()
+
+
+def dry_run(
+    config: Config,
+    world_size: int,
+    machine: Machine | None = None,
+    *,
+    vocab_size: int,
+    every_layer: bool = False,
+    workers: int = 1,
+) -> DryRun:
+    """Rehearse the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
+
+    Args:
+        machine: simulate its GPUs; None: processes on a CPU, as this program runs there.
+        vocab_size: real vocabulary size.
+        every_layer: run all layers of a stage in place of a few.
+        workers: processes that share the work.
+
+    Raises:
+        Refusal: what the run itself would refuse.
+    """
+    counts = [_layers(config)] if every_layer else layer_counts(config)
+    kinds = list(ranks_of(config, world_size))
+    jobs = [(with_layers(config, n), world_size, rank, vocab_size, machine) for rank, _ in kinds for n in counts]
+    done = _do(jobs, workers)
+    reports = []
+    for index, (rank, stage) in enumerate(kinds):
+        mine = done[index * len(counts) : (index + 1) * len(counts)]
+        found, layers = mine[-1][0], _layers(config)
+        if len(counts) > 1:
+            found = grown(mine[0][0], found, *counts, layers)
+        reports.append(RankReport(rank, stage, (layers, counts[-1]), found, *mine[-1][1:]))
+    if machine is None:
+        return DryRun(config, world_size, None, reports)
+    seconds = _with_bubble(config, world_size, max(report.figures.seconds["step"] for report in reports), reports)
+    reasons = tuple(_too_full(config, reports, world_size, machine))
+    model = step_flops(config, vocab_size).model * config.data.global_batch_size
+    mfu = model / (seconds * world_size * machine.peak["bf16"])
+    return DryRun(config, world_size, machine, reports, seconds, mfu, not reasons, reasons)
+
+
+def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
+    """(rank, stage) of each kind: of a contiguous ring, the last rank, which sees the most keys."""
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    stride = world_size // stages
+    inside = 0
+    if parallel.context_parallel_balance == "contiguous":
+        inside = (
+            (parallel.ring_parallel_size - 1) * parallel.ulysses_parallel_size * parallel.tensor_model_parallel_size
+        )
+    kinds = {0: "first"}
+    if stages > 2:
+        kinds[stages // 2] = "middle"
+    if stages > 1:
+        kinds[stages - 1] = "last"
+    for stage, name in kinds.items():
+        yield stage * stride + inside, name
+
+
+def layer_counts(config: Config) -> list[int]:
+    """Layers of a stage to run: all of them, or two numbers that stand for all."""
+    layers, few = _layers(config), [_unit(config) * n for n in FEW]
+    return [layers] if layers <= sum(few) or config.attention.recompute_method == "block" else few
+
+
+Job = tuple[Config, int, int, int, Machine | None]
+Done = tuple["Figures", Profile, Replay | None]
+
+
+def _do(jobs: list[Job], workers: int) -> list[Done]:
+    workers = min(workers, len(jobs))
+    if workers == 1:
+        return [_run(job) for job in jobs]
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        return list(pool.map(_run, jobs[::-1]))[::-1]  # the long ones first
+
+
+def _run(job: Job) -> Done:
+    config, world_size, rank, vocab_size, machine = job
+    done = rehearse(config, world_size, rank, vocab_size, on_gpu=machine is not None)
+    replayed = replay(done.trace, machine) if machine else None
+    return figures(done, replayed), done.profile, replayed
+
+
+def figures(done: Rehearsal, replayed: Replay | None) -> Figures:
+    copies = {"to_host": 0.0, "to_device": 0.0}
+    for event in done.trace.events:
+        if isinstance(event, HostCopy):
+            copies[event.direction] += event.bytes * event.count
+    seconds, exposed, busy = {}, {}, {}
+    if replayed:
+        optimizer = next((begin for name, begin in replayed.phases if name == "optimizer"), replayed.seconds)
+        seconds = {"step": replayed.seconds, "passes": optimizer}
+        exposed, busy = replayed.exposed, replayed.busy
+    return Figures(
+        done.peaks,
+        done.host_peak,
+        done.trace.flops(),
+        done.trace.communication_bytes(),
+        copies,
+        seconds,
+        exposed,
+        busy,
+    )
+
+
+def grown(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figures:
+    """Figures of ``all_of_them`` layers, from those of ``few`` and ``more``."""
+    share = (all_of_them - few) / (more - few)
+
+    def along(x: Any, y: Any) -> Any:
+        if isinstance(y, dict):
+            return {key: along(x.get(key, 0 if not isinstance(value, dict) else {}), value) for key, value in y.items()}
+        return x + share * (y - x)
+
+    return Figures(**{field.name: along(getattr(a, field.name), getattr(b, field.name)) for field in fields(Figures)})
+
+
+def with_layers(config: Config, layers: int) -> Config:
+    """The same run with stages of so many layers."""
+    config = deepcopy(config)
+    parallel = config.parallel
+    config.model.num_layers = layers * parallel.pipeline_model_parallel_size
+    if parallel.num_virtual_stages_per_pipeline_rank:
+        parallel.num_layers_per_virtual_pipeline_stage = layers // parallel.num_virtual_stages_per_pipeline_rank
+    return config
+
+
+def _layers(config: Config) -> int:
+    return config.model.num_layers // config.parallel.pipeline_model_parallel_size
+
+
+def _unit(config: Config) -> int:
+    """Layers that repeat: of a recomputed unit, on every virtual stage."""
+    attention = config.attention
+    unit = attention.recompute_num_layers if attention.recompute_granularity == "full" else 1
+    return (unit or 1) * (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
+
+
+def _with_bubble(config: Config, world_size: int, seconds: float, reports: list[RankReport]) -> float:
+    """1F1B: each rank idles while the first micro-batch comes to it and the last one leaves (p - 1 of m)."""
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return seconds
+    ranks = stages * parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    batches = config.data.global_batch_size // config.data.micro_batch_size // (world_size // ranks)
+    passes = max(report.figures.seconds["passes"] for report in reports)
+    return seconds + passes * (stages - 1) / (batches * (parallel.num_virtual_stages_per_pipeline_rank or 1))
+
+
+def _too_full(config: Config, reports: list[RankReport], world_size: int, machine: Machine) -> Iterator[str]:
+    gib = 2**30
+    for report in reports:
+        device, host = report.figures.device_peak, report.figures.host_peak * min(machine.gpus, world_size)
+        if device > machine.usable_memory:
+            yield (
+                f"rank {report.rank} needs {device / gib:,.1f} GiB of device memory, {machine.name} has "
+                f"{machine.usable_memory / gib:,.1f} for a program"
+            )
+        if host > machine.host_memory:
+            yield (
+                f"rank {report.rank} and its neighbours need {host / gib:,.0f} GiB of host memory, a node has "
+                f"{machine.host_memory / gib:,.0f}"
+            )

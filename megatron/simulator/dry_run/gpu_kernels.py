@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU's kernels on a CPU: what is one kernel there and several operations here is recorded as the one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.positions import rope
+from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.dry_run.sharded_streams import sharded_streams
+
+# torch.compile makes one kernel of each (core's @jit_fuser).
+FUSED = (
+    (fused_bias_swiglu, ("swiglu", "bias_swiglu", "swiglu_back", "bias_swiglu_back")),
+    (fused_bias_dropout, ("bias_dropout_add_fused_train", "bias_dropout_add_fused_inference")),
+)
+
+
+@contextmanager
+def gpu_kernels(recorder: Recorder) -> Iterator[None]:
+    """Within, the kernels that a GPU fuses are recorded as one each, and their insides take no memory; attention runs
+    on the kernel that stands for a GPU's."""
+    with ExitStack() as stack:
+        for module, names in FUSED:
+            for name in names:
+                stack.enter_context(patch.object(module, name, _as_one(recorder, getattr(module, name))))
+        stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
+        stack.enter_context(sharded_streams(recorder))
+        stack.enter_context(patch.dict(rope.PIECE, clear=True))  # runs that suit a CPU's caches
+        stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
+        yield
+
+
+def _as_one(recorder: Recorder, function: Callable) -> Callable:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return recorder.fused(function, args, kwargs)
+
+    return run
+
+
+def _rms_norm(recorder: Recorder, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None):
+    """CUDA's: saves its input and one number a row."""
+    return _RmsNorm.apply(recorder, x, weight)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.recorder = recorder
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+
+        def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+            return torch.empty_like(x)
+
+        return recorder.fused(rms_norm, (x, weight), {})
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor]:
+        x, weight, rstd = ctx.saved_tensors
+
+        def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.empty_like(x), torch.empty_like(weight)
+
+        return None, *ctx.recorder.fused(rms_norm_backward, (dy, x, weight), {})

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of the real program on one simulated rank: its trace and its memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.context_parallel.layout.grid import Grid
+from megatron.platform import Platform, cpu
+from megatron.platform.simulation import fake_tensors, simulated_world
+from megatron.simulator.cost.trace import Trace
+from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
+from megatron.simulator.dry_run.recorder import Recorder, axes_of
+from megatron.simulator.dry_run.simulated_offload import simulated_offload
+from megatron.training.arguments.config import Config
+from megatron.training.report.memory_picture import DEVICE_KINDS, Profile, series
+
+
+@dataclass
+class Rehearsal:
+    """What one rank did in a step.
+
+    Attributes:
+        peaks: most device bytes in each phase (forward, backward, optimizer), by kind.
+        host_peak: most bytes of host memory.
+        profile: the step's memory over time, as --profile-memory records it.
+    """
+
+    rank: int
+    peaks: dict[str, dict[str, int]]
+    host_peak: int
+    trace: Trace
+    profile: Profile = field(repr=False)
+
+    @property
+    def device_peak(self) -> int:
+        return max(sum(kinds.values()) for kinds in self.peaks.values())
+
+    @property
+    def device_peak_by_kind(self) -> dict[str, int]:
+        return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+
+
+def rehearse(config: Config, world_size: int, rank: int, vocab_size: int, *, on_gpu: bool = False) -> Rehearsal:
+    """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
+
+    Args:
+        config: completed for ``world_size``; it is not changed.
+        vocab_size: real vocabulary size.
+        on_gpu: simulate a GPU's kernels, streams and fused operations; else what a CPU does.
+
+    Raises:
+        Refusal: kernel or grid cannot be had.
+    """
+    from megatron.training.model.build import build_model
+    from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
+    from megatron.training.report.memory_profile import MemoryProfile
+    from megatron.training.setup import start
+    from megatron.training.step import train_step
+
+    config = deepcopy(config)
+    cpu.run_core_on_cpu()
+    where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
+    recorder = Recorder({}, resized=config.parallel.zero_stage >= 2)
+    with simulated_world(world_size, rank), gpu_kernels(recorder) if on_gpu else nullcontext():
+        runtime = start(config, where, simulated_offload(recorder, on_gpu))
+        recorder.axes.update(axes_of(runtime.grid))
+        ends = _one_document(config) if runtime.by_documents else None
+        with fake_tensors(recorder.waited, gloo=not on_gpu):
+            chunks = build_model(
+                config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
+            )
+            wrapped = wrap_for_data_parallelism(chunks, config)
+            optimizer = build_optimizer(wrapped, config)
+            schedule = build_schedule(optimizer, config)
+            for chunk in wrapped:
+                chunk.train()
+            batches = [_batches(config, ends) if runtime.reads_data else None for _ in wrapped]
+            gc.collect()
+            with recorder:
+                profile = MemoryProfile(recorder, wrapped, optimizer)
+
+                def mark(phase: str) -> None:
+                    profile.mark(phase)
+                    recorder.mark(phase)
+
+                train_step(
+                    runtime,
+                    wrapped,
+                    optimizer,
+                    schedule,
+                    batches if len(wrapped) > 1 else batches[0],
+                    config,
+                    micro_batches(config, runtime.grid),
+                    mark,
+                )
+                timeline = profile.finish()
+            host_peak = max(recorder.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
+            dissolve(wrapped, optimizer)
+        return Rehearsal(rank, peaks_by_phase(timeline), host_peak, recorder.trace, timeline)
+
+
+def dissolve(chunks: list[nn.Module], optimizer: Any) -> None:
+    """Let go of all tensors: hooks of core's DDP tie modules to themselves through C++, where no collector looks."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    for module in modules:
+        vars(module).clear()
+    vars(optimizer).clear()
+
+
+def micro_batches(config: Config, grid: Grid) -> int:
+    return config.data.global_batch_size // (config.data.micro_batch_size * grid.data.size)
+
+
+def peaks_by_phase(profile: Profile) -> dict[str, dict[str, int]]:
+    """Most device bytes in the forward, backward and optimizer phases, by kind."""
+    times, sizes = series(profile)
+    device = sizes[:, : len(DEVICE_KINDS)]
+    totals = device.sum(axis=1)
+    bounds = [*profile["phases"], ("end", float("inf"))]
+    found: dict[str, dict[str, int]] = {}
+    for (name, begin), (_, end) in zip(bounds, bounds[1:]):
+        inside = ((times >= begin) & (times < end)).nonzero()[0]
+        if not len(inside):
+            continue
+        fullest = inside[totals[inside].argmax()]
+        if name not in found or totals[fullest] > sum(found[name].values()):
+            found[name] = {kind: int(size) for kind, size in zip(DEVICE_KINDS, device[fullest])}
+    return found
+
+
+def _one_document(config: Config) -> Tensor:
+    """Ends of packed documents: each sample is one, which takes the most work and memory."""
+    data = config.data
+    return torch.full((data.micro_batch_size, 1), data.seq_length)
+
+
+def _batches(config: Config, ends: Tensor | None) -> Iterator[dict[str, Tensor]]:
+    data = config.data
+    shape = (data.micro_batch_size, data.seq_length)
+    while True:
+        batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("tokens", "labels")}
+        batch["loss_mask"] = torch.empty(shape)
+        if ends is not None:
+            batch["document_ends"] = ends
+        yield batch

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dry run says: tables in the terminal, a JSON file, pictures of memory and time."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.simulator.cost.trace import AXES
+from megatron.simulator.dry_run.dry_run import DryRun, RankReport
+from megatron.simulator.dry_run.replay import duration
+from megatron.training.refusal import Refusal
+from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
+
+
+def show(result: DryRun, console: Console) -> None:
+    """Memory, communication and time of every rank that was rehearsed."""
+    console.print(_memory(result))
+    console.print(_communication(result))
+    if result.machine is None:
+        console.print(" > --gpu NAME adds the time of a step on that GPU, and whether it fits")
+        return
+    console.print(_time(result))
+    console.print(
+        f" > a step takes {duration(result.predicted_seconds)} on {result.world_size} x {result.machine.name} "
+        f"(simulated), MFU {100 * result.mfu:.1f} %"
+    )
+    for reason in result.reasons:
+        console.print(f" > does not fit: {reason}")
+    if result.fits:
+        fullest = max(report.figures.device_peak for report in result.ranks)
+        left = result.machine.usable_memory - fullest
+        console.print(f" > it fits, with {readable(left)} of device memory to spare")
+
+
+def _memory(result: DryRun) -> Table:
+    table = Table(title="memory of a rank at the fullest moment of a step", title_justify="left")
+    table.add_column("")
+    for report in result.ranks:
+        table.add_column(name(report), justify="right")
+    kinds = [report.figures.device_peak_by_kind for report in result.ranks]
+    for kind in DEVICE_KINDS:
+        table.add_row(kind, *(readable(found.get(kind, 0)) for found in kinds))
+    table.add_row("device, in all", *(readable(report.figures.device_peak) for report in result.ranks), style="bold")
+    table.add_row("host", *(readable(report.figures.host_peak) for report in result.ranks))
+    return table
+
+
+def _communication(result: DryRun) -> Table:
+    table = Table(title="bytes that a rank moves in a step, and its arithmetic", title_justify="left")
+    table.add_column("")
+    for report in result.ranks:
+        table.add_column(name(report), justify="right")
+    for axis in (*AXES, "other"):
+        sent = [report.figures.communication[axis] for report in result.ranks]
+        if any(sent):
+            table.add_row(f"sent over {axis}", *(readable(size) for size in sent))
+    for direction in ("to_host", "to_device"):
+        moved = [report.figures.copies[direction] for report in result.ranks]
+        if any(moved):
+            table.add_row(f"copied {direction.replace('_', ' ')}", *(readable(size) for size in moved))
+    table.add_row("TFLOP", *(f"{report.figures.flops / 1e12:,.3f}" for report in result.ranks))
+    return table
+
+
+def _time(result: DryRun) -> Table:
+    table = Table(title=f"where a rank's time goes on {result.machine.name}", title_justify="left")
+    table.add_column("")
+    for report in result.ranks:
+        table.add_column(name(report), justify="right")
+    names = sorted({kind for report in result.ranks for kind in report.figures.exposed})
+    for kind in names:
+        table.add_row(kind, *(duration(report.figures.exposed.get(kind, 0.0)) for report in result.ranks))
+    table.add_row("a step", *(duration(report.figures.seconds["step"]) for report in result.ranks), style="bold")
+    return table
+
+
+def name(report: RankReport) -> str:
+    return f"rank {report.rank} ({report.stage})"
+
+
+def as_json(result: DryRun) -> dict[str, Any]:
+    """As the design says; times in ms, memory in bytes."""
+    return {
+        "ranks": [
+            {
+                "rank": report.rank,
+                "stage": report.stage,
+                "device_peak_bytes": report.figures.device_peak,
+                "device_peak_by_kind": report.figures.device_peak_by_kind,
+                "host_peak_bytes": round(report.figures.host_peak),
+                "flops": report.figures.flops,
+                "communication_bytes": {axis: round(size) for axis, size in report.figures.communication.items()},
+                "host_copy_bytes": {to: round(size) for to, size in report.figures.copies.items()},
+                "exposed_ms": {kind: 1000 * seconds for kind, seconds in report.figures.exposed.items()},
+                "layers": report.layers[0],
+                "layers_run": report.layers[1],
+            }
+            for report in result.ranks
+        ],
+        "world_size": result.world_size,
+        "gpu": result.machine.name if result.machine else None,
+        "predicted_ms": None if result.predicted_seconds is None else 1000 * result.predicted_seconds,
+        "mfu": result.mfu,
+        "fits": result.fits,
+        "reasons": list(result.reasons),
+    }
+
+
+def check_output(path: str | None) -> None:
+    """Raises:
+    Refusal: --dry-run-json cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        folder = os.path.dirname(path) or "."
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refusal(f"--dry-run-json {path} cannot be written: {error.strerror}") from None
+    if os.path.isdir(path):
+        raise Refusal(f"--dry-run-json {path} is a folder: give a file")
+
+
+def write(result: DryRun, path: str) -> list[str]:
+    """The JSON file, and beside it a picture of memory, and one of time for each rank; returns what was written."""
+    Path(path).write_text(json.dumps(as_json(result), indent=1) + "\n")
+    written = [path]
+    stem = str(Path(path).with_suffix(""))
+    profiles = [report.profile for report in result.ranks]
+    titles = [f"{name(report)}{_ran(report)}" for report in result.ranks]
+    draw(profiles, titles, f"{stem}_memory.png", by="events")
+    written.append(f"{stem}_memory.png")
+    for report in result.ranks:
+        if report.replayed is not None and report.replayed.spans:
+            from megatron.simulator.dry_run import timeline
+
+            output = f"{stem}_time_rank{report.rank}.png"
+            timeline.draw(report.replayed, output, f"{name(report)} on {result.machine.name}{_ran(report)}")
+            written.append(output)
+    return written
+
+
+def _ran(report: RankReport) -> str:
+    layers, ran = report.layers
+    return "" if ran == layers else f", {ran} of {layers} layers"

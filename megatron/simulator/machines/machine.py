@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines as data files: a GPU, the node it sits in, the network between nodes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from math import exp, log
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a kind of kernel runs, by its size: points (size, FLOP/s), interpolated between their logarithms.
+
+    Below the first point the time, above the last the rate stays as it is.
+
+    Attributes:
+        power: of the size, that the FLOPs of a kernel grow with; says how the rate falls below the first point.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    power: float = 3.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_logs", [log(size) for size, _ in self.points])
+        object.__setattr__(self, "_log_rates", [log(rate) for _, rate in self.points])
+
+    def __call__(self, size: float) -> float:
+        first, last = self.points[0], self.points[-1]
+        if size <= first[0]:
+            return first[1] * (size / first[0]) ** self.power
+        if size >= last[0]:
+            return last[1]
+        logs, rates = self._logs, self._log_rates
+        x = log(size)
+        above = bisect_right(logs, x, 1, len(logs) - 1)
+        low, rate = logs[above - 1], rates[above - 1]
+        return exp(rate + (rates[above] - rate) * (x - low) / (logs[above] - low))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way out of a device: bytes a second and direction that one device gets, and the seconds a message takes.
+
+    ``bandwidth`` is what a device gets while all others of its node use theirs: a bus that they share counts in parts.
+    """
+
+    bandwidth: float
+    latency: float
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The few constants that are fitted to a cluster; each a share of what the file's other figures promise.
+
+    Attributes:
+        gemm, attention: of their rates. memory: of the memory's bandwidth, for kernels bound by it.
+        link: of a node's links, for collectives by rings. all_to_all, p2p: the same for these, in a node.
+        network, host: of these links.
+        overlap: of a transfer beside compute that compute does not feel; the rest stops it, for NCCL's kernels take
+            multiprocessors and memory bandwidth. Copies to and from the host take neither.
+        network_all_to_all: of what ``network`` leaves, for all_to_all between nodes.
+        interleaved: of the network cards that a collective's ranks on a node have (at least one is used), where the
+            ranks of the group are not neighbours, such as DP beside TP.
+    """
+
+    gemm: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0
+    link: float = 1.0
+    all_to_all: float = 1.0
+    p2p: float = 1.0
+    network: float = 1.0
+    host: float = 1.0
+    overlap: float = 1.0
+    network_all_to_all: float = 1.0
+    interleaved: float = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of GPU in its node and cluster.
+
+    Attributes:
+        memory: bytes of device memory; reserved: of these, taken by contexts, libraries and fragmentation.
+        peak: dense FLOP/s by dtype (``bf16``, ``fp32``): the data sheet's, what MFU is measured against.
+        memory_bandwidth: bytes a second.
+        gemm, attention, attention_backward: rates by size (see cost/seconds.py); of attention, counted
+            as causal (half the pairs), backward as five matrix products, 2.5 times the FLOPs of forward.
+        launch: seconds a kernel takes at least.
+        gpus: of a node. link: between them. host_link: to host memory, when all of a node copy at once.
+        host_memory: bytes of a node. network: between nodes, of one GPU.
+        sources: where each figure comes from.
+        collective: seconds any transfer takes at least, beside its links' latency.
+        head_size: share of the attention rates by head size.
+        dtype: that the rates are for; those of another differ as its peak does.
+    """
+
+    name: str
+    memory: float
+    reserved: float
+    peak: dict[str, float] = field(hash=False)
+    memory_bandwidth: float
+    gemm: Rate
+    attention: Rate
+    attention_backward: Rate
+    launch: float
+    gpus: int
+    link: Link
+    host_link: Link
+    host_memory: float
+    network: Link
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
+    collective: float = 0.0
+    head_size: Rate = Rate(((128.0, 1.0),), power=0.0)
+    dtype: str = "bf16"
+    calibration: Calibration = Calibration()
+
+    @property
+    def usable_memory(self) -> float:
+        """Bytes that a training program can fill."""
+        return self.memory - self.reserved

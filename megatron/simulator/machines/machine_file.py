@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON file of a machine: read, built upon another one, checked field by field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
+from megatron.training.refusal import Refusal
+
+MACHINES = Path(__file__).parent
+Json = dict[str, Any]
+
+POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
+REQUIRED = [f.name for f in fields(Machine) if f.name not in ("sources", "collective", "head_size", "dtype")]
+REQUIRED.remove("calibration")
+
+
+def known() -> list[str]:
+    """Names of the machines that come with the package."""
+    return sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+def load(name_or_path: str | Path) -> Machine:
+    """A machine by name (``A100-80G``, in any case), or from a JSON file of the user's own (docs/hardware.md).
+
+    Raises:
+        Refusal: nothing is known under this name; or the file is not what it should be, naming file and field.
+    """
+    return read_machine(find(name_or_path))
+
+
+def find(name_or_path: str | Path) -> Path:
+    """The file that a name or a path means.
+
+    Raises:
+        Refusal: there is none.
+    """
+    shipped = {path.stem.lower(): path for path in MACHINES.glob("*.json")}
+    text = str(name_or_path)
+    if text.lower() in shipped:
+        return shipped[text.lower()]
+    if text.endswith(".json") or Path(text).is_file():
+        return Path(text)
+    raise Refusal(f"--gpu {text}: unknown; known are {', '.join(known())}, or give the path of a JSON file of your own")
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine that a file describes.
+
+    Raises:
+        Refusal: the file cannot be read, or a field is missing, unknown or no such figure.
+    """
+    raw = read_merged(path)
+    refuse_unknown(path, "", raw, [f.name for f in fields(Machine)])
+    for name in REQUIRED:
+        if name not in raw:
+            raise Refusal(f'{path}: {name}: missing; give it, or build on a known machine with "extends"')
+    return Machine(**{name: READERS[name](path, name, value) for name, value in raw.items()})
+
+
+def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
+    """The fields of a file over those of the file that it extends; objects are merged, all else is replaced."""
+    if path.resolve() in below:
+        raise Refusal(f"{path}: extends: a file cannot build on itself")
+    raw = read_json(path)
+    raw.setdefault("name", path.stem)
+    base_name = raw.pop("extends", None)
+    if base_name is None:
+        return raw
+    if not isinstance(base_name, str):
+        raise Refusal(f"{path}: extends: give the name of a known machine or the path of a file, not {base_name!r}")
+    beside = path.parent / base_name
+    try:
+        found = beside if base_name.endswith(".json") and beside.is_file() else find(base_name)
+    except Refusal as refusal:
+        raise Refusal(f"{path}: extends: {str(refusal).removeprefix('--gpu ')}") from None
+    base = read_merged(found, (*below, path.resolve()))
+    sources = base.get("sources", {})
+    if isinstance(sources, dict):  # what is replaced no longer comes from there
+        base["sources"] = {key: text for key, text in sources.items() if not is_replaced(key, raw)}
+    return merge(base, raw)
+
+
+def is_replaced(key: str, over: Json) -> bool:
+    """Whether what has the source ``key`` (``gemm``, ``link``, ``link.latency``) is no longer the base's."""
+    name, _, inner = key.partition(".")
+    value = over.get(name)
+    return name in over and (not isinstance(value, dict) or not inner or inner in value)
+
+
+def merge(base: Json, over: Json) -> Json:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = merge(base[key], value) if both else value
+    return merged
+
+
+def read_json(path: Path) -> Json:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{path}: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise Refusal(f"{path}: holds {type(raw).__name__}, not the fields of a machine (docs/hardware.md)")
+    return raw
+
+
+def refuse_unknown(path: Path, where: str, raw: Json, names: list[str]) -> None:
+    for key in raw:
+        if key not in names:
+            close = get_close_matches(key, names, n=1)
+            hint = f"do you mean {close[0]}?" if close else f"fields are {', '.join(names)}"
+            raise Refusal(f"{path}: {where}{key}: no such field; {hint}")
+
+
+def number(path: Path, name: str, value: Any, *, above: bool = True) -> float:
+    """A number above 0; with ``above`` False, 0 will do."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (above and value == 0):
+        raise Refusal(f"{path}: {name}: must be a number {'above 0' if above else 'of 0 or more'}, not {value!r}")
+    return float(value)
+
+
+def seconds(path: Path, name: str, value: Any) -> float:
+    return number(path, name, value, above=False)
+
+
+def whole(path: Path, name: str, value: Any) -> int:
+    if number(path, name, value) % 1:
+        raise Refusal(f"{path}: {name}: must be a whole number, not {value!r}")
+    return int(value)
+
+
+def text(path: Path, name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise Refusal(f"{path}: {name}: must be text, not {value!r}")
+    return value
+
+
+def share(path: Path, name: str, value: Any) -> float:
+    if not 0 <= number(path, name, value, above=not name.endswith("overlap")) <= 2:
+        raise Refusal(f"{path}: {name}: is a share of another figure, at most 2, not {value!r}")
+    return float(value)
+
+
+def rate(path: Path, name: str, value: Any) -> Rate:
+    """Points [[size, FLOP/s], ...], sizes rising."""
+    if not isinstance(value, list) or not value or any(not isinstance(p, list) or len(p) != 2 for p in value):
+        raise Refusal(f"{path}: {name}: must be a list of [size, rate] pairs, not {str(value)[:60]}")
+    points = tuple((number(path, name, size), number(path, name, speed)) for size, speed in value)
+    if any(low[0] >= high[0] for low, high in zip(points, points[1:])):
+        raise Refusal(f"{path}: {name}: sizes must rise, these are {', '.join(f'{size:g}' for size, _ in points)}")
+    return Rate(points, POWERS[name])
+
+
+def peak(path: Path, name: str, value: Any) -> dict[str, float]:
+    for dtype in ("bf16", "fp32"):
+        if not isinstance(value, dict) or dtype not in value:
+            raise Refusal(f"{path}: {name}.{dtype}: missing; give FLOP/s for bf16 and fp32")
+    return {dtype: number(path, f"{name}.{dtype}", speed) for dtype, speed in value.items()}
+
+
+def dtype_name(path: Path, name: str, value: Any) -> str:
+    if value not in ("bf16", "fp32"):
+        raise Refusal(f"{path}: {name}: must be bf16 or fp32, not {value!r}")
+    return value
+
+
+def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = ()) -> Callable:
+    """A reader of a JSON object as a dataclass."""
+
+    def read(path: Path, name: str, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise Refusal(f"{path}: {name}: must be an object with {', '.join(readers)}, not {value!r}")
+        refuse_unknown(path, f"{name}.", value, list(readers))
+        for key in needed:
+            if key not in value:
+                raise Refusal(f"{path}: {name}.{key}: missing")
+        return kind(**{key: readers[key](path, f"{name}.{key}", item) for key, item in value.items()})
+
+    return read
+
+
+def notes(path: Path, name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise Refusal(f"{path}: {name}: must be an object, field by field, not {value!r}")
+    return {key: text(path, f"{name}.{key}", item) for key, item in value.items()}
+
+
+LINK = record(Link, {"bandwidth": number, "latency": seconds, "name": text}, ("bandwidth", "latency"))
+READERS: dict[str, Callable] = {
+    "name": text,
+    "memory": number,
+    "reserved": seconds,
+    "peak": peak,
+    "memory_bandwidth": number,
+    "gemm": rate,
+    "attention": rate,
+    "attention_backward": rate,
+    "launch": seconds,
+    "gpus": whole,
+    "link": LINK,
+    "host_link": LINK,
+    "host_memory": number,
+    "network": LINK,
+    "sources": notes,
+    "collective": seconds,
+    "head_size": rate,
+    "dtype": dtype_name,
+    "calibration": record(Calibration, {f.name: share for f in fields(Calibration)}),
+}

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what processes can send each other: collectives in a node, between nodes, and copies to the host at once.
+
+Under torchrun the processes are there; else :func:`measure_in_processes` starts some of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from megatron.simulator.machines.measure import Effort, host_copy, settle
+from megatron.training.refusal import Refusal
+
+KINDS = ("all_gather", "all_to_all", "p2p")
+SMALL = 4096  # bytes of a message that measures latency
+CALLS = 200  # at most, in a batch
+
+
+@dataclass(frozen=True)
+class Figures:
+    """(Seconds of a small message, bytes a second of a large one) by kind; and of copies to the host, by all at once.
+
+    ``network`` is that of p2p between nodes, None with one node.
+    """
+
+    node: dict[str, tuple[float, float]]
+    network: tuple[float, float] | None
+    host: tuple[float, float]
+    processes: int
+    nodes: int
+
+
+def transfer(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], None], float]:
+    """A call that makes every rank send about ``size`` bytes to others, and how many they are exactly."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    part = max(1, size // ranks)
+    mine, whole = (torch.zeros(n, dtype=torch.uint8, device=device) for n in (part, part * ranks))
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, mine, group=group), part * (ranks - 1)
+    if kind == "all_to_all":
+        out = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(out, whole, group=group), part * (ranks - 1)
+    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    to, of = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+
+    def hop() -> None:
+        ops = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, received, of, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return hop, size
+
+
+def seconds_together(call: Callable[[], None], group: dist.ProcessGroup, device: torch.device, window: float) -> float:
+    """Seconds of a call that all ranks make: the slowest rank's best batch."""
+    call()
+
+    def batch(calls: int) -> float:
+        settle(device)
+        dist.barrier(group=group)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        settle(device)
+        took = torch.tensor([(time.perf_counter() - start) / calls], device=device)
+        dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
+        return float(took)
+
+    once = batch(1)
+    calls = max(1, min(CALLS, int(window / 3 / once)))
+    return min(once, *(batch(calls) for _ in range(3)))
+
+
+def both_ends(
+    kind: str, group: dist.ProcessGroup, device: torch.device, size: int, window: float
+) -> tuple[float, float]:
+    """(Seconds of a small message, bytes a second of a large one.)"""
+    call, _ = transfer(kind, SMALL, group, device)
+    latency = seconds_together(call, group, device, window / 3)
+    call, sent = transfer(kind, size, group, device)
+    took = seconds_together(call, group, device, window)
+    return latency, sent / max(took - latency, 0.1 * took)
+
+
+def figures(device: torch.device, per_node: int, plan: Effort, tell: Callable[[str], None]) -> Figures:
+    """All figures of the processes of this job, which all call this; ranks of a node are numbered in a row."""
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*")  # its name before torch 2.13
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    nodes = ranks // per_node
+    group, _ = dist.new_subgroups(per_node)
+    found = {}
+    if per_node > 1:
+        for kind in KINDS:
+            tell(f"{kind} among {per_node} processes")
+            found[kind] = both_ends(kind, group, device, plan.message_bytes, plan.window)
+    network = None
+    if nodes > 1:
+        tell(f"sending between {nodes} nodes")
+        for first in range(per_node):
+            members = list(range(first, ranks, per_node))
+            across = dist.new_group(members)
+            if rank in members:
+                mine = across
+        network = both_ends("p2p", mine, device, plan.message_bytes, plan.window)
+    tell("copies to the host, all at once")
+    dist.barrier()
+    copied = torch.tensor(host_copy(plan.copy_bytes, device, plan.window), dtype=torch.float64, device=device)
+    bandwidth, latency = copied.tolist() if per_node == 1 else slowest(copied, group)
+    return Figures(found, network, (bandwidth, latency), per_node, nodes)
+
+
+def slowest(copied: Tensor, group: dist.ProcessGroup) -> list[float]:
+    copied[0] *= -1
+    dist.all_reduce(copied, dist.ReduceOp.MAX, group=group)
+    return [-copied[0].item(), copied[1].item()]
+
+
+def work(rank: int, processes: int, device: str, plan: Effort, store: str, timeout: float, said: mp.Queue) -> None:
+    """One of the processes that :func:`measure_in_processes` starts; rank 0 says how it goes."""
+    torch.set_num_threads(1)
+    where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    try:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=processes,
+            timeout=timedelta(seconds=timeout),
+        )
+        tell = (lambda text: said.put(text)) if rank == 0 else (lambda text: None)
+        result = figures(where, processes, plan, tell)
+        if rank == 0:
+            said.put(result)
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        said.put(RuntimeError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
+        os._exit(1)  # nobody waits for the others
+
+
+def measure_in_processes(
+    processes: int, device: str, plan: Effort, timeout: float, tell: Callable[[str], None]
+) -> Figures:
+    """
+    Raises:
+        Refusal: they did not come to an end, or one of them failed; says so and names the way out.
+    """
+    context = mp.get_context("spawn")
+    said = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (processes, device, plan, os.path.join(folder, "store"), timeout, said)
+        started = [context.Process(target=work, args=(rank, *arguments), daemon=True) for rank in range(processes)]
+        for process in started:
+            process.start()
+        try:
+            result = listen(started, said, timeout, tell)
+            for process in started:
+                process.join(5)
+            return result
+        finally:
+            for process in started:
+                process.kill()  # does nothing to those that have ended
+                process.join()
+
+
+def listen(started: list[BaseProcess], said: mp.Queue, timeout: float, tell: Callable[[str], None]) -> Figures:
+    """What the processes say, until it is their figures."""
+    end = time.monotonic() + timeout
+    way_out = "give --processes 1 to leave the links out"
+    while time.monotonic() < end:
+        try:
+            message = said.get(timeout=0.5)
+        except queue.Empty:
+            dead = [process.exitcode for process in started if process.exitcode]
+            if dead:
+                raise Refusal(f"--processes {len(started)}: one ended with code {dead[0]}; {way_out}") from None
+            continue
+        if isinstance(message, Figures):
+            return message
+        if isinstance(message, Exception):
+            raise Refusal(f"--processes {len(started)}: {message}; {way_out}")
+        tell(message)
+    raise Refusal(f"--processes {len(started)}: not done after {timeout:.0f} s; give --timeout more, or {way_out}")

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan against a dry run of it: one simulated step of the real program, with the plan's own flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.planner.report import Report
+from megatron.simulator.planner.search import Plan, Problem
+from megatron.simulator.planner.words import GIB
+from megatron.training.refusal import Refusal
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """A plan, and what its dry run came to: the largest of all ranks in bytes, and seconds a step."""
+
+    plan: Plan
+    device: int
+    host: int
+    seconds: float
+    mfu: float
+    fits: bool
+
+    def table(self) -> Table:
+        table = Table("", "planned", "dry run", "difference", title="Plan and dry run", title_justify="left")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        plan = self.plan
+        sizes = (("device memory", plan.memory.total, self.device), ("host memory", plan.memory.host, self.host))
+        for name, ours, theirs in sizes:
+            if ours or theirs:
+                table.add_row(name, f"{ours / GIB:.2f} GiB", f"{theirs / GIB:.2f} GiB", _difference(ours, theirs))
+        times = duration(plan.seconds), duration(self.seconds), _difference(plan.seconds, self.seconds)
+        table.add_row("a step", *times)
+        table.add_row("MFU", f"{100 * plan.estimate.mfu:.1f} %", f"{100 * self.mfu:.1f} %", "")
+        table.add_row("fits", "yes", "yes" if self.fits else "no", "")
+        return table
+
+    def narrowed(self, problem: Problem) -> Problem:
+        """The problem with less memory: what the dry run took beyond the plan is set aside."""
+        machine, node = problem.machine, problem.gpus_per_node
+        more = max(self.device - self.plan.memory.total, 0)
+        host = max(self.host - self.plan.memory.host, 0) * node
+        lent = replace(machine, reserved=machine.reserved + more, host_memory=machine.host_memory - host)
+        return replace(problem, machine=lent)
+
+
+def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
+    """Takes as long as the dry run does.
+
+    Raises:
+        Refusal: the program refuses the plan, or the dry run fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "dry_run.json"
+        entry, *flags = report.program(plan.strategy)
+        dry = ["--dry-run", "--world-size", str(report.problem.gpus), "--gpu", gpu, "--dry-run-json", str(file)]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        command = [sys.executable, str(ROOT / entry), *flags, *dry]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if not file.exists():  # with a file, code 1 says that it does not fit
+            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            raise Refusal(f"--confirm: the dry run ended with code {done.returncode}: {last.removeprefix('error: ')}")
+        found = json.loads(file.read_text())
+    device = max(rank["device_peak_bytes"] for rank in found["ranks"])
+    host = max(rank["host_peak_bytes"] for rank in found["ranks"])
+    return Confirmation(plan, device, host, found["predicted_ms"] / 1e3, found["mfu"], found["fits"])
+
+
+def _difference(ours: float, theirs: float) -> str:
+    return f"{100 * (ours / theirs - 1):+.1f} %" if theirs else "-"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans as a table, as JSON and as a command."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from megatron.formulas.strategy import Strategy
+from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.planner.command import environment, launcher, training_flags
+from megatron.simulator.planner.request import JOB, Request
+from megatron.simulator.planner.search import Plan, Problem
+from megatron.simulator.planner.words import GIB, count, grid_words, losing, saving_words, winning
+
+
+@dataclass(frozen=True)
+class Report:
+    """Ranked plans of a request."""
+
+    request: Request
+    problem: Problem
+    plans: list[Plan]
+
+    def program(self, strategy: Strategy) -> list[str]:
+        """Program and flags, without the launcher."""
+        length = self.problem.workload.seq_length
+        flags = training_flags(self.problem.workload, strategy)
+        return [self.request.entry, *self.request.program_flags(length), *flags, *JOB[2:]]
+
+    def command(self, strategy: Strategy) -> str:
+        """A line for a shell; variables in it are the shell's."""
+        words = [*launcher(self.problem.gpus, self.problem.gpus_per_node), *self.program(strategy)]
+        quoted = (word if word.startswith("$") else shlex.quote(word) for word in words)
+        return " ".join([*environment(strategy), *quoted])
+
+    def reason(self, plan: Plan) -> str:
+        winner = self.plans[0]
+        return winning(plan, self.problem) if plan is winner else losing(plan, winner)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The JSON of ``tools/plan.py --json``; ``host_bytes`` are of one GPU, ``margin_bytes`` of the device."""
+        return [self._row(plan) for plan in self.plans]
+
+    def _row(self, plan: Plan) -> dict[str, Any]:
+        s = plan.strategy
+        axes = {name: getattr(s, name) for name in ("tensor", "ulysses", "ring", "data", "pipeline")}
+        return axes | {
+            "zero": s.zero,
+            "recompute": s.recompute,
+            "fpdt_chunk": s.fpdt_chunk,
+            "offload": s.offload_checkpoints or bool(s.fpdt_chunk and s.fpdt_offload),
+            "predicted_ms": 1e3 * plan.seconds,
+            "mfu": plan.estimate.mfu,
+            "device_peak_bytes": plan.memory.total,
+            "command": self.command(s),
+            "reason": self.reason(plan),
+            "margin_bytes": int(plan.margin),
+            "host_bytes": plan.memory.host,
+            "micro_batch": s.micro_batch,
+            "virtual": s.virtual,
+            "fpdt_offload": bool(s.fpdt_chunk and s.fpdt_offload),
+            "offload_checkpoints": s.offload_checkpoints,
+            "loss_chunks": s.loss_chunks,
+            "tokens_per_second": plan.estimate.tokens_per_second,
+            "seconds_by_part": plan.estimate.parts,
+        }
+
+    def table(self, top: int) -> Table:
+        problem = self.problem
+        title = (
+            f"{self.name()} at {count(problem.workload.seq_length)} tokens on {problem.gpus} x {problem.machine.name}, "
+            f"global batch {problem.workload.global_batch}"
+        )
+        table = Table(title=title, title_justify="left")
+        for column in ("", "grid", "micro-batch", "ZeRO", "saves memory by"):
+            table.add_column(column, justify="right" if column in ("", "micro-batch", "ZeRO") else "left")
+        for column in ("a step", "MFU", "GiB", "to OOM", "host, GiB"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for number, plan in enumerate(self.plans[:top], 1):
+            s, memory = plan.strategy, plan.memory
+            grid = grid_words(s) + (f" ({s.virtual} virtual)" if s.virtual > 1 else "")
+            fit = (f"{memory.total / GIB:.1f}", f"{plan.margin / GIB:.1f}", f"{memory.host / GIB:.1f}")
+            sizes = (str(number), grid, str(s.micro_batch), str(s.zero), saving_words(s))
+            table.add_row(*sizes, duration(plan.seconds), f"{100 * plan.estimate.mfu:.1f} %", *fit)
+        return table
+
+    def name(self) -> str:
+        flags = self.request.flags
+        return flags[flags.index("--model") + 1] if "--model" in flags else "a model"

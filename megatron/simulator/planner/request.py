@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner is asked: a model by name or by the training program's own flags, and how many tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from megatron.formulas.strategy import Workload
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import LLAMA, model_shape
+from megatron.training.arguments.parser import parse
+from megatron.training.refusal import Refusal
+
+JOB = "--micro-batch-size 1 --train-iters 1000 --lr 3e-4 --mock-data".split()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, as flags of the training program.
+
+    Attributes:
+        flags: ``--model NAME``, or sizes; those that are not given are a Llama's.
+    """
+
+    flags: tuple[str, ...]
+    global_batch: int = 1
+
+    @property
+    def entry(self) -> str:
+        """The program that trains it: ``pretrain_llama.py`` or ``pretrain_gpt.py``."""
+        name = _config(self.flags, 1024).model.model
+        return "pretrain_llama.py" if name is None or name.startswith("llama") else "pretrain_gpt.py"
+
+    def workload(self, seq_length: int) -> Workload:
+        """
+        Raises:
+            Refusal: the flags are wrong, not about a model, or about something that the planner does not know.
+        """
+        config = _config(self.flags, seq_length)
+        # One more than --vocab-size: a run without a tokenizer of its own counts the end of a document.
+        return Workload(model_shape(config.model, config.model.vocab_size + 1), seq_length, self.global_batch)
+
+    def program_flags(self, seq_length: int) -> list[str]:
+        """The model's flags, as they go into a command."""
+        named = _config(self.flags, seq_length).model.model
+        given = any(flag.partition("=")[0] == "--max-position-embeddings" for flag in self.flags)
+        return [*self.flags, *([] if named or given else ["--max-position-embeddings", str(seq_length)])]
+
+
+@lru_cache(maxsize=256)
+def _config(flags: tuple[str, ...], seq_length: int) -> Config:
+    defaults = {f"model.{name}": value for name, value in LLAMA.items()}
+    read = parse(list(flags), defaults)
+    plain = Config()
+    for section in fields(Config):
+        if section.name in ("model", "notes"):
+            continue
+        given, usual = getattr(read, section.name), getattr(plain, section.name)
+        for setting in fields(given):
+            if getattr(given, setting.name) != getattr(usual, setting.name):
+                flag = "--" + setting.name.replace("_", "-")
+                raise Refusal(f"{flag} is not about the model, and the planner chooses it: --help has its own options")
+    words = [*flags, "--seq-length", str(seq_length), *JOB]
+    if read.model.model is None and read.model.max_position_embeddings is None:
+        words += ["--max-position-embeddings", str(seq_length)]
+    if read.model.model is None and read.model.vocab_size is None:
+        raise Refusal("missing: --vocab-size; --model names a whole shape, for example --model llama3-8b")
+    config = parse(words, defaults, world_size=1)
+    _known(config)
+    return config
+
+
+def _known(config: Config) -> None:
+    """Refuse what neither memory nor time are known of."""
+    model = config.model
+    wrong = {
+        "--fp8-format": model.fp8_format is not None,
+        "--position-embedding-type alibi": model.position_embedding_type == "alibi",
+        "--hidden-dropout": model.hidden_dropout > 0,
+        "--qk-layernorm": model.qk_layernorm,
+    }
+    for flag in (flag for flag, given in wrong.items() if given):
+        raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")
+
+
+def tokens(text: str, flag: str) -> int:
+    """A count, such as ``120K`` (K = 1024, M = 1024 K).
+
+    Raises:
+        Refusal: it is none, or not above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip().replace(",", ""))
+    size = float(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0.0
+    if size < 1 or size % 1 or size > 2**40:
+        raise Refusal(f"{flag} {text}: give a whole number above 0, such as 122880 or 120K")
+    return int(size)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a planner may choose from: grids that the program accepts, and ways to save memory on them.
+
+What is refused is what training/validate*.py refuse; tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, lcm
+
+from megatron.formulas.strategy import Shape, Strategy, Workload
+
+FPDT_CHUNKS = tuple(2**power for power in range(14, 20))  # 16K to 512K tokens
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+LOSS_ROWS = 1024  # tokens of a rank that a chunk of the loss has, where logits are not to be whole
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user has settled; None and True leave the choice open.
+
+    Attributes:
+        tensor, ulysses, ring, data, pipeline, virtual, micro_batch, zero, recompute, fpdt_chunk: the values allowed;
+            of ``fpdt_chunk``, 0 is no FPDT.
+        offload: whether host memory may be used.
+        loss_chunks: whether the loss may be computed in chunks without FPDT.
+        overlap: whether gradients and weights travel beside compute.
+    """
+
+    tensor: tuple[int, ...] | None = None
+    ulysses: tuple[int, ...] | None = None
+    ring: tuple[int, ...] | None = None
+    data: tuple[int, ...] | None = None
+    pipeline: tuple[int, ...] | None = None
+    virtual: tuple[int, ...] | None = None
+    micro_batch: tuple[int, ...] | None = None
+    zero: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] | None = None
+    fpdt_chunk: tuple[int, ...] | None = None
+    offload: bool = True
+    loss_chunks: bool = True
+    overlap: bool = True
+
+
+def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """Every grid of exactly ``gpus`` ranks that the program accepts, with its micro-batch and virtual stages; ZeRO and
+    memory savings are left at their defaults."""
+    shape, batch = workload.shape, workload.global_batch
+    for tensor in chosen(divisors(gpus), limits.tensor):
+        if not tensor_divides(shape, tensor):
+            continue
+        for ulysses in chosen(divisors(gpus // tensor), limits.ulysses):
+            if shape.heads // tensor % ulysses:
+                continue
+            for pipeline in chosen(divisors(gpus // tensor // ulysses), limits.pipeline):
+                if shape.layers % pipeline:
+                    continue
+                for data in chosen(divisors(gpus // tensor // ulysses // pipeline), limits.data):
+                    ring = gpus // tensor // ulysses // pipeline // data
+                    if batch % data or not allowed(ring, limits.ring):
+                        continue
+                    if workload.seq_length % length_unit(tensor, ulysses, ring):
+                        continue
+                    sizes = (tensor, ulysses, ring, data, pipeline)
+                    overlap = {name: limits.overlap for name in ("overlap_grad_reduce", "overlap_param_gather")}
+                    base = Strategy(*sizes, **overlap)
+                    yield from _schedules(base, workload, limits)
+
+
+def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
+    samples = workload.global_batch // base.data
+    layers = workload.shape.layers // base.pipeline
+    for micro_batch in limits.micro_batch or MICRO_BATCHES:
+        if samples % micro_batch:
+            continue
+        interleaved = base.pipeline > 1 and samples // micro_batch % base.pipeline == 0
+        for virtual in chosen(divisors(layers), limits.virtual):
+            if virtual == 1 or interleaved:
+                yield replace(base, micro_batch=micro_batch, virtual=virtual)
+
+
+def tensor_divides(shape: Shape, tensor: int) -> bool:
+    """Whether TP of this degree can split heads and MLP; key/value heads are copied where there are too few."""
+    groups = shape.kv_heads
+    return shape.heads % tensor == 0 and shape.ffn % tensor == 0 and (groups % tensor == 0 or tensor % groups == 0)
+
+
+def length_unit(tensor: int, ulysses: int, ring: int) -> int:
+    """Sequence lengths are a multiple of this: as context_parallel/layout.py, zigzag and with sequence parallelism."""
+    return lcm(2 * ring if ring > 1 else 1, ulysses * ring * tensor)
+
+
+def zero_stages(grid: Strategy, limits: Limits = Limits()) -> list[int]:
+    """Stages of ZeRO: they need something to split over; 2 and 3 do not go with pipeline stages."""
+    stages = [0] if grid.group("dp").size == 1 else [0, 1] if grid.pipeline > 1 else [0, 1, 2, 3]
+    if limits.zero is None:
+        return stages
+    # With one rank to split over, stage 1 is accepted and splits nothing.
+    return [stage for stage in limits.zero if stage <= 1 or grid.pipeline == 1]
+
+
+def savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """``grid`` with every combination of recompute, offloading and chunks; nothing saved comes first."""
+    rows = workload.seq_length // grid.context // grid.tensor
+    pieces = ceil(rows / LOSS_ROWS)
+    for recompute in chosen(("none", "selective", "full"), limits.recompute):
+        for loss_chunks in (0, pieces) if limits.loss_chunks and pieces > 1 else (0,):
+            if allowed(0, limits.fpdt_chunk):
+                plain = replace(grid, recompute=recompute, loss_chunks=loss_chunks)
+                yield plain
+                if recompute == "full" and limits.offload:
+                    yield replace(plain, offload_checkpoints=True)
+        if recompute != "selective":
+            yield from _chunked(replace(grid, recompute=recompute), workload, limits)
+
+
+def _chunked(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
+    least = grid.ring * grid.ulysses * grid.tensor
+    for chunk in FPDT_CHUNKS if limits.fpdt_chunk is None else limits.fpdt_chunk:
+        if not least <= chunk <= workload.seq_length:
+            continue
+        for offload in (False, True) if limits.offload else (False,):
+            for checkpoints in (False, True) if limits.offload else (False,):
+                yield replace(grid, fpdt_chunk=chunk, fpdt_offload=offload, offload_checkpoints=checkpoints)
+
+
+def within(grid: Strategy, limits: Limits) -> bool:
+    """Whether the limits allow a grid, its micro-batch and virtual stages."""
+    names = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")
+    return all(allowed(getattr(grid, name), getattr(limits, name)) for name in names)
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def allowed(value: int | str, choice: tuple | None) -> bool:
+    return choice is None or value in choice
+
+
+def chosen(values, choice: tuple | None) -> list:
+    return [value for value in values if allowed(value, choice)]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named model shapes for ``--model``, and how many parameters a model has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.formulas.strategy import Shape
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.refusal import Refusal
+
+LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+# Values of --position-embedding-type that rotate queries and keys.
+ROTARY = ("rope", "yarn")
+
+# Learned positions: as many as --seq-length asks for, unless --max-position-embeddings is given.
+GPT: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def shape(name: str) -> dict[str, Any]:
+    """The settings of :class:`ModelConfig` that a named model fixes.
+
+    The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere, since attention
+    dropout is not supported.
+
+    The GenSLM page gives sizes (25B, 33B) and a learned position embedding, not shapes. Taken here: width 5760 with 64
+    and 80 layers, as in Argonne's public launch scripts; that gives 25.8B and 32.1B, and the page's 10 GB for 100K
+    positions (16 bytes a parameter: 9.2 GB). 80 heads of 72, since flash kernels want head sizes in multiples of 8; add
+    ``--num-attention-heads 64`` for the page's runs on TP 32.
+
+    Raises:
+        Refusal: no such model.
+    """
+    shapes = {
+        "gpt-2.7b": GPT | _size(32, 2560, 32),
+        "gpt-6.7b": GPT | _size(32, 4096, 32),
+        "gpt-13b": GPT | _size(40, 5120, 40),
+        "gpt-30b": GPT | _size(48, 7168, 56),
+        "llama2-7b": LLAMA | _size(32, 4096, 32, 11008) | {"max_position_embeddings": 4096},
+        "llama3-8b": LLAMA | _size(32, 4096, 32, 14336) | _llama3(),
+        "llama3-70b": LLAMA | _size(80, 8192, 64, 28672) | _llama3(),
+        "genslm-25b": GPT | _size(64, 5760, 80),
+        "genslm-33b": GPT | _size(80, 5760, 80),
+    }
+    if name not in shapes:
+        raise Refusal(f"--model {name}: not a known shape; choose from {', '.join(shapes)}, or give the sizes by flags")
+    return shapes[name]
+
+
+def vocabulary(name: str) -> int:
+    """The vocabulary a named model was published with. A run's own is its tokenizer's."""
+    return 128256 if name.startswith("llama3") else 32000 if name.startswith("llama2") else 50257
+
+
+def derive_shape(model: ModelConfig) -> ModelConfig:
+    """A copy with Megatron-LM's defaults for head size, MLP width and key/value heads."""
+    width = model.hidden_size
+    ffn = int(4 * width * 2 / 3 / 64) * 64 if model.swiglu else 4 * width
+    return replace(
+        model,
+        kv_channels=model.kv_channels or width // model.num_attention_heads,
+        ffn_hidden_size=model.ffn_hidden_size or ffn,
+        num_query_groups=model.num_query_groups if model.group_query_attention else model.num_attention_heads,
+    )
+
+
+def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
+    """What the closed forms know of a model. Learned positions count ``max_position_embeddings`` rows."""
+    model = derive_shape(model)
+    learned = model.position_embedding_type == "learned_absolute"
+    return Shape(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_hidden_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        vocab=vocab_size,
+        gated=model.swiglu,
+        bias=model.add_bias_linear,
+        layer_norm=model.normalization == "LayerNorm",
+        tied=not model.untie_embeddings_and_output_weights,
+        positions=(model.max_position_embeddings or 0) if learned else 0,
+    )
+
+
+def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # else 4 * width, also of another --hidden-size
+
+
+def _llama3() -> dict[str, Any]:
+    return {
+        "group_query_attention": True,
+        "num_query_groups": 8,
+        "rotary_base": 500000,
+        "max_position_embeddings": 8192,
+    }
+
+
+def count_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the model with an embedding of ``vocab_size`` rows (padded or not, as given).
+
+    Learned positions count ``max_position_embeddings`` rows, none where that is not set.
+    """
+    model = derive_shape(model)
+    width, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    size, ffn = model.kv_channels, model.ffn_hidden_size
+    bias = int(model.add_bias_linear)
+    norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight alone
+    gates = 2 if model.swiglu else 1
+
+    qkv = (heads + 2 * groups) * size
+    attention = width * qkv + heads * size * width + width * bias + qkv * (bias or int(model.add_qkv_bias))
+    if model.qk_layernorm:
+        attention += 2 * norm * size
+    mlp = (gates + 1) * width * ffn + (gates * ffn + width) * bias
+    layer = attention + mlp + 2 * norm * width
+
+    embeddings = vocab_size * width * (2 if model.untie_embeddings_and_output_weights else 1)
+    if model.position_embedding_type == "learned_absolute":
+        embeddings += (model.max_position_embeddings or 0) * width
+    return model.num_layers * layer + norm * width + embeddings

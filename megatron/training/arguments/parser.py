@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a command line to a :class:`Config`. The parser is built from the dataclasses of `config.py`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
+
+from megatron.training.arguments import megatron_flags
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.dry_run import processes, settle
+from megatron.training.arguments.models import shape
+from megatron.training.arguments.validate import complete
+from megatron.training.refusal import Refusal
+
+USAGE = "%(prog)s --model NAME | --num-layers N --hidden-size N ... [flags]"
+EPILOG = (
+    "Megatron-LM's other flags are known by name: those that cannot change the result are accepted with a note, "
+    "the rest are refused with the reason. Flags win over --model, --model wins over the defaults."
+)
+
+
+def parse(
+    argv: list[str] | None = None, defaults: dict[str, Any] | None = None, world_size: int | None = None
+) -> Config:
+    """Read a command line; with ``world_size``, also complete and check it.
+
+    Flags that were given win over the shape of ``--model``, which wins over ``defaults`` ({"section.field": value},
+    from an entry point), which win over the dataclasses' defaults. ``--help`` prints and exits.
+
+    Args:
+        world_size: processes of this run; a dry run has its own --world-size.
+        argv: the words after the program's name; None reads them from ``sys.argv``.
+
+    Raises:
+        Refusal: anything that cannot be read or is not supported.
+    """
+    parser = build_parser()
+    namespace, words = parser.parse_known_args(argv)
+    given = dict(vars(namespace))
+    others = given.pop("others", [])
+    megatron_flags.unknown(words, supported_flags())
+    notes = megatron_flags.judge(others)
+    _check_choices(given)
+
+    named = given.get("model.model") or (defaults or {}).get("model.model")
+    preset = {f"model.{name}": value for name, value in shape(named).items()} if named else {}
+    config = Config(notes=notes)
+    for name, value in {**(defaults or {}), **preset, **given}.items():
+        section, field = name.split(".")
+        if not hasattr(getattr(config, section), field):
+            raise KeyError(f"no setting {name}")
+        setattr(getattr(config, section), field, list(value) if isinstance(value, list) else value)
+    if "--no-position-embedding" in dict(others) and config.model.position_embedding_type == "learned_absolute":
+        raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
+    if world_size is None:
+        return config
+    config = settle(config)
+    return complete(config, processes(config, world_size))
+
+
+def settings() -> Iterator[tuple[str, str, Field]]:
+    """Every setting as (section, its description, field)."""
+    config = Config()
+    for section in fields(config):
+        part = getattr(config, section.name)
+        if is_dataclass(part):
+            for field in fields(part):
+                yield section.name, (type(part).__doc__ or "").splitlines()[0].replace("``", ""), field
+
+
+def spellings(field: Field) -> list[str]:
+    """Every way to write a setting's flag; the first is its name."""
+    own = field.metadata.get("flags") or ["--" + field.name.replace("_", "-")]
+    return [*own, *field.metadata.get("aliases", [])]
+
+
+def supported_flags() -> list[str]:
+    """Every flag that sets a setting."""
+    return [*(flag for _, _, field in settings() for flag in spellings(field)), *megatron_flags.SPELLINGS]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; what was not given is left out of the namespace, other programs' flags are listed in ``others``."""
+    parser = _Parser(
+        usage=USAGE,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
+    )
+    groups: dict[str, Any] = {}
+    for section, about, field in settings():
+        group = groups.get(section)
+        if group is None:
+            group = groups[section] = parser.add_argument_group(about.rstrip("."))
+        _add(group, section, field)
+    for flag, (name, value) in megatron_flags.SPELLINGS.items():
+        parser.add_argument(flag, dest=name, action="store_const", const=value, help=argparse.SUPPRESS)
+    counts = {"0": 0, "1": 1, "3": 3, "+": "+", "*": "*"}
+    for flag, row in megatron_flags.rows().items():
+        parser.add_argument(flag, dest="others", action=_Note, nargs=counts[row.values], help=argparse.SUPPRESS)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors become refusals."""
+
+    def error(self, message: str) -> Any:
+        raise Refusal(" ".join(message.removeprefix("argument ").split()))
+
+
+class _Note(argparse.Action):
+    """Keeps (flag, values) in the order given."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        listed = [*getattr(namespace, self.dest, []), (option_string, [] if values is None else list(values))]
+        setattr(namespace, self.dest, listed)
+
+
+def _add(group: Any, section: str, field: Field) -> None:
+    meta, text = field.metadata, field.metadata["help"]
+    dest = f"{section}.{field.name}"
+    if field.type == "bool":
+        off = field.default and "flags" in meta  # a setting that is on is switched off by flags of its own
+        group.add_argument(*spellings(field), dest=dest, action="store_const", const=not off, help=text)
+        return
+    kind = (
+        meta.get("type") or {"int": int, "float": float, "str": str}[field.type.split("[")[-1].split()[0].rstrip("]")]
+    )
+    metavar = {int: "N", float: "X", str: "TEXT"}.get(kind, "LEFT,RIGHT")
+    if choices := meta.get("choices"):
+        metavar = "{" + ",".join(map(str, choices)) + "}"
+    if isinstance(field.default, (int, float, str)):
+        text += f" (default {field.default:g})" if isinstance(field.default, float) else f" (default {field.default})"
+    group.add_argument(
+        *spellings(field),
+        dest=dest,
+        type=number if kind is float else kind,
+        nargs=meta.get("nargs"),
+        metavar=metavar,
+        help=text.replace("%", "%%"),
+    )
+
+
+def number(text: str) -> float:
+    """A finite float."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _check_choices(given: dict[str, Any]) -> None:
+    for section, _, field in settings():
+        value, choices = given.get(f"{section}.{field.name}"), field.metadata.get("choices")
+        if choices is None or value is None or value in choices:
+            continue
+        flag = spellings(field)[0]
+        raise Refusal(f"{flag} {value}: not supported; choose from {', '.join(map(str, choices))}")

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completes a :class:`Config` and refuses what cannot run, before anything is built.
+
+Each refusal is one line that names the options and the way out. Kernels and data files are checked where they are
+opened.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from copy import deepcopy
+from dataclasses import fields
+from math import gcd
+
+from megatron.training.arguments.config import Config, ModelConfig
+from megatron.training.arguments.models import ROTARY, derive_shape
+from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
+from megatron.training.arguments.validate_chunks import check_chunks
+from megatron.training.arguments.validate_job import check_batch, check_job, check_memory, check_ranges, near
+from megatron.training.refusal import Refusal
+
+__all__ = ["Refusal", "complete", "data_parallel_size", "transformer_engine_installed"]
+
+
+def complete(config: Config, world_size: int) -> Config:
+    """A copy of ``config`` with everything derived that the flags leave open; idempotent.
+
+    Remarks for the user are added to ``config.notes``.
+
+    Raises:
+        Refusal: the settings contradict each other or do not fit ``world_size`` processes.
+    """
+    config = deepcopy(config)
+    _required(config)
+    check_ranges(config)
+    config.model = _model(config)
+    _context(config)
+    check_attention(config)
+    _grid(config, world_size)
+    _heads(config)
+    _sequence(config)
+    _pipeline(config)
+    _precision(config)
+    check_partitioned_positions(config)
+    check_memory(config)
+    check_chunks(config)
+    check_batch(config, data_parallel_size(config, world_size))
+    check_job(config)
+    config.notes = list(dict.fromkeys(config.notes))
+    return config
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Data-parallel ranks of a completed configuration."""
+    parallel = config.parallel
+    model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return world_size // (model * (parallel.context_parallel_size or 1))
+
+
+def transformer_engine_installed() -> bool:
+    """Whether Transformer Engine can be imported."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _required(config: Config) -> None:
+    model, data = config.model, config.data
+    if model.model and model.max_position_embeddings is None:
+        model.max_position_embeddings = data.seq_length
+    names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    missing = [name for name in names if getattr(model, name) is None]
+    missing += [name for name in ("seq_length", "micro_batch_size") if getattr(data, name) is None]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        shape = "" if model.model else "; --model names a whole shape, for example --model llama3-8b"
+        raise Refusal(f"missing: {flags}{shape}")
+
+
+def _model(config: Config) -> ModelConfig:
+    model, heads = config.model, config.model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        raise Refusal(
+            f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads}: "
+            f"use {near(model.hidden_size, heads)}, or give --kv-channels"
+        )
+    groups = model.num_query_groups
+    if not model.group_query_attention and groups not in (1, heads):
+        raise Refusal(f"--num-query-groups {groups} needs --group-query-attention: add it, or leave both out")
+    if model.group_query_attention and heads % groups:
+        raise Refusal(
+            f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}: "
+            f"use --num-query-groups {gcd(heads, groups)}"
+        )
+    if model.attention_dropout != 0:
+        raise Refusal(f"--attention-dropout {model.attention_dropout:g} is not supported: pass --attention-dropout 0")
+    if model.swiglu and model.squared_relu:
+        raise Refusal("--swiglu and --squared-relu are two activations: leave one out")
+    model = derive_shape(model)
+    if model.ffn_hidden_size < 1:
+        raise Refusal(
+            f"--swiglu with --hidden-size {model.hidden_size} gives an MLP of width 0: give --ffn-hidden-size"
+        )
+    _positions(model)
+    return model
+
+
+def _positions(model: ModelConfig) -> None:
+    rotated, kind = int(model.kv_channels * model.rotary_percent), model.position_embedding_type
+    if kind in ROTARY and (rotated < 2 or rotated % 2):
+        raise Refusal(
+            f"RoPE rotates pairs, and --rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} is "
+            f"{rotated}: use another --rotary-percent or --kv-channels"
+        )
+    if kind != "yarn":
+        names = [field.name for field in fields(model) if field.name.startswith("yarn_")]
+        given = [name for name in names if getattr(model, name) != getattr(ModelConfig, name)]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-").replace("yarn-corr", "no-yarn-corr") for name in given)
+            raise Refusal(f"{flags} without --position-embedding-type yarn: add it, or leave out what is YaRN's")
+        return
+    for flag in ("rotary_seq_len_interpolation_factor", "use_rope_scaling"):
+        if getattr(model, flag):
+            raise Refusal(
+                f"--{flag.replace('_', '-')} and --position-embedding-type yarn both lower frequencies: leave one out"
+            )
+    if model.yarn_rotary_scaling_factor <= 1:
+        raise Refusal(
+            f"--position-embedding-type yarn with --yarn-rotary-scaling-factor {model.yarn_rotary_scaling_factor:g} "
+            "changes nothing: give a factor above 1, or use --position-embedding-type rope"
+        )
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        raise Refusal(
+            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}: "
+            "the defaults are 32 and 1"
+        )
+    if model.rotary_base < 2:
+        raise Refusal(f"--rotary-base {model.rotary_base} leaves YaRN no slow pairs: use 2 or more")
+
+
+def _context(config: Config) -> None:
+    """Settle Ulysses x Ring = context parallel, from whichever of the three was given."""
+    parallel, model = config.parallel, config.model
+    total, ulysses, ring = parallel.context_parallel_size, parallel.ulysses_parallel_size, parallel.ring_parallel_size
+    if sizes := parallel.hierarchical_context_parallel_sizes:
+        if len(sizes) != 2 or ulysses not in (None, sizes[0]) or ring not in (None, sizes[1]):
+            raise Refusal(
+                f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} must be two sizes, Ulysses then "
+                "Ring, and agree with --ulysses-parallel-size and --ring-parallel-size: give only one spelling"
+            )
+        ulysses, ring = sizes
+    given = (ulysses or 1) * (ring or 1)
+    if total is not None and (total % given or (ulysses and ring and total != given)):
+        sizes = {"--ulysses-parallel-size": ulysses, "--ring-parallel-size": ring}
+        product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size)
+        relation = "not" if ulysses and ring else "no multiple of"
+        raise Refusal(f"--context-parallel-size {total} is {relation} {product}: leave one out, or make them agree")
+    if total is not None and ulysses is None and ring is None:
+        ulysses = _choose_ulysses(total, config)
+        if total > 1:
+            config.notes.append(
+                f"--context-parallel-size {total} is split into Ulysses {ulysses} x Ring {total // ulysses}, as far as "
+                f"{model.num_attention_heads} query and {model.num_query_groups} key/value heads over TP "
+                f"{parallel.tensor_model_parallel_size} go without copies; --ulysses-parallel-size decides otherwise"
+            )
+    if ulysses is None:
+        ulysses = (total or ring or 1) // (ring or 1)
+    if ring is None:
+        ring = (total or ulysses) // ulysses
+    parallel.ulysses_parallel_size, parallel.ring_parallel_size = ulysses, ring
+    parallel.context_parallel_size = ulysses * ring
+
+
+def _choose_ulysses(total: int, config: Config) -> int:
+    """The largest degree that divides ``total`` and a TP rank's query and key/value heads."""
+    tensor = config.parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads // tensor
+    kv_heads = max(config.model.num_query_groups // tensor, 1)
+    return max(gcd(total, gcd(heads, kv_heads)), 1)
+
+
+def _grid(config: Config, world_size: int) -> None:
+    parallel = config.parallel
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--ulysses-parallel-size": parallel.ulysses_parallel_size,
+        "--ring-parallel-size": parallel.ring_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+    }
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    if world_size < 1 or world_size % ranks:
+        grid = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        verb = "is larger than" if ranks > world_size else "does not divide"
+        raise Refusal(
+            f"{grid} = {ranks} ranks {verb} the {world_size} processes: start a multiple of {ranks}, or lower one"
+        )
+
+
+def _heads(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    heads, groups, tensor = model.num_attention_heads, model.num_query_groups, parallel.tensor_model_parallel_size
+    if heads % tensor:
+        raise Refusal(
+            f"--num-attention-heads {heads} is no multiple of --tensor-model-parallel-size {tensor}: "
+            f"use --tensor-model-parallel-size {gcd(heads, tensor)}"
+        )
+    if groups % tensor and tensor % groups:
+        raise Refusal(
+            f"--num-query-groups {groups} is neither multiple nor divisor of --tensor-model-parallel-size {tensor}: "
+            f"use --tensor-model-parallel-size {gcd(heads, gcd(groups, tensor))}"
+        )
+    if model.ffn_hidden_size % tensor:
+        raise Refusal(
+            f"--ffn-hidden-size {model.ffn_hidden_size} is no multiple of --tensor-model-parallel-size {tensor}: "
+            f"use {near(model.ffn_hidden_size, tensor)}"
+        )
+    ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
+    if (heads // tensor) % ulysses:
+        fits = gcd(heads // tensor, ulysses)
+        raise Refusal(
+            f"--ulysses-parallel-size {ulysses} does not divide the {heads // tensor} query heads of a TP rank "
+            f"(--num-attention-heads {heads}, TP {tensor}): use --ulysses-parallel-size {fits} "
+            f"--ring-parallel-size {ring * ulysses // fits}"
+        )
+
+
+def _sequence(config: Config) -> None:
+    from megatron.context_parallel.layout.sequence_layout import (
+        length_unit,  # imports torch, which reading flags does not need
+    )
+
+    model, parallel, length = config.model, config.parallel, config.data.seq_length
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        parallel.sequence_parallel = False
+        config.notes.append(
+            "--sequence-parallel has nothing to split with --tensor-model-parallel-size 1: switched off"
+        )
+    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    ulysses, ring, balance = (
+        parallel.ulysses_parallel_size,
+        parallel.ring_parallel_size,
+        parallel.context_parallel_balance,
+    )
+    unit = length_unit(ulysses, ring, balance, tensor)
+    if length % unit:
+        split = f"Ulysses {ulysses} x Ring {ring} ({balance})" + (
+            f" x TP {tensor} sequence-parallel" if tensor > 1 else ""
+        )
+        raise Refusal(
+            f"--seq-length {length} cannot be cut over {split}: use a multiple of {unit}, {near(length, unit)}"
+        )
+    if model.max_position_embeddings < length:
+        if model.position_embedding_type == "learned_absolute":
+            raise Refusal(
+                f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}, and "
+                f"learned positions end there: use {length}, or --position-embedding-type rope"
+            )
+        config.notes.append(
+            f"--seq-length {length} is beyond --max-position-embeddings {model.max_position_embeddings}, the length "
+            "the model is made for"
+        )
+
+
+def _pipeline(config: Config) -> None:
+    """Settle the number of virtual stages from either of its spellings."""
+    parallel, layers = config.parallel, config.model.num_layers
+    stages, depth = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    if layers % stages:
+        raise Refusal(
+            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {stages}: "
+            f"use {near(layers, stages)}"
+        )
+    layers //= stages
+    if depth and (layers % depth or virtual not in (None, layers // depth)):
+        raise Refusal(
+            f"--num-layers-per-virtual-pipeline-stage {depth} does not cut the {layers} layers of a stage evenly, or "
+            "not into --num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor"
+        )
+    virtual = layers // depth if depth else virtual or 1
+    if layers % virtual:
+        raise Refusal(
+            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the {layers} layers of a pipeline "
+            f"stage: use {gcd(layers, virtual)}"
+        )
+    if virtual > 1 and stages == 1:
+        raise Refusal(
+            "virtual pipeline stages need --pipeline-model-parallel-size above 1: raise it, or leave them out"
+        )
+    parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
+    parallel.num_layers_per_virtual_pipeline_stage = layers // virtual if virtual > 1 else None
+
+
+def _precision(config: Config) -> None:
+    model, optimizer = config.model, config.optimizer
+    if optimizer.bf16 and optimizer.fp16:
+        raise Refusal("--bf16 and --fp16 are two precisions: leave one out")
+    installed = transformer_engine_installed()
+    if model.transformer_impl == "transformer_engine" and not installed:
+        raise Refusal(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install the [gpu] extra, or "
+            "use --transformer-impl local"
+        )
+    if model.fp8_format and (model.transformer_impl == "local" or not installed):
+        raise Refusal(
+            f"--fp8-format {model.fp8_format} needs Transformer Engine: install the [gpu] extra and use "
+            "--transformer-impl transformer_engine, or leave --fp8-format out"
+        )
+    if model.fp8_format:
+        model.transformer_impl = "transformer_engine"
+    if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
+        raise Refusal("--grad-reduce-in-bf16 needs --bf16: add it, or leave --grad-reduce-in-bf16 out")

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of `validate.py` about memory, batches, schedule, data, checkpoints and plain ranges of numbers."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import vocabulary
+from megatron.training.refusal import Refusal
+
+# Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
+POSITIVE = {
+    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size fp8_amax_history_len "
+    "yarn_original_max_position_embeddings",
+    "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
+    "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank ddp_bucket_size distributed_timeout_minutes",
+    "attention": "recompute_num_layers",
+    "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
+    "optimizer": "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
+    "data": "micro_batch_size global_batch_size seq_length num_dataset_builder_threads",
+    "checkpoint": "save_interval save_retain_interval",
+    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
+    "run": "train_iters train_samples eval_interval exit_interval exit_duration_in_mins",
+}
+NOT_NEGATIVE = {
+    "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
+    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum "
+    "decoupled_min_lr",
+    "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
+    "checkpoint": "ckpt_step",
+    "run": "seed eval_iters manual_gc_interval",
+}
+ABOVE_ZERO = {
+    "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
+    "yarn_beta_fast yarn_beta_slow",
+    "optimizer": "lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window",
+    "logging": "peak_tflops",
+}
+BELOW_ONE = {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2 lr_warmup_fraction"}
+
+
+def check_ranges(config: Config) -> None:
+    """Refuse single numbers that make no sense."""
+    rules = (
+        (POSITIVE, lambda value: value >= 1, "must be at least 1"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
+        (ABOVE_ZERO, lambda value: value > 0, "must be above 0"),
+        (BELOW_ONE, lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1"),
+    )
+    for names, holds, text in rules:
+        for section, fields in names.items():
+            for field in fields.split():
+                value = getattr(getattr(config, section), field)
+                for number in value if isinstance(value, list) else [value]:
+                    if number is not None and not holds(number):
+                        raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
+    if config.model.rotary_percent > 1:
+        raise Refusal(f"--rotary-percent {config.model.rotary_percent:g} must be at most 1")
+
+
+def near(value: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``value``, as words."""
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def check_memory(config: Config) -> None:
+    """Settle recompute and ZeRO."""
+    _recompute(config)
+    _zero(config)
+
+
+def _recompute(config: Config) -> None:
+    attention = config.attention
+    if attention.recompute_activations:
+        if attention.recompute_granularity == "full":
+            raise Refusal("--recompute-activations means --recompute-granularity selective, not full: leave one out")
+        attention.recompute_granularity = "selective"
+    method, layers = attention.recompute_method, attention.recompute_num_layers
+    if attention.recompute_granularity == "full":
+        if method is None or layers is None:
+            raise Refusal(
+                "--recompute-granularity full needs --recompute-method and --recompute-num-layers: "
+                "for the least memory add --recompute-method uniform --recompute-num-layers 1"
+            )
+        stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+        stage //= config.parallel.num_virtual_stages_per_pipeline_rank or 1
+        if layers > stage:
+            raise Refusal(
+                f"--recompute-num-layers {layers} is more than the {stage} layers of a stage: use at most {stage}"
+            )
+    elif method is not None or layers is not None:
+        raise Refusal("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")
+
+
+def _zero(config: Config) -> None:
+    parallel, optimizer = config.parallel, config.optimizer
+    if parallel.zero_stage is None:
+        parallel.zero_stage = int(parallel.use_distributed_optimizer)
+    stage = parallel.zero_stage
+    if stage != 1 and parallel.use_distributed_optimizer:
+        raise Refusal(f"--use-distributed-optimizer is --zero-stage 1, not {stage}: leave one out")
+    if stage > 1:
+        _fsdp(config)
+    parallel.use_distributed_optimizer = stage == 1
+    if stage == 1 and optimizer.optimizer == "sgd":
+        raise Refusal("--optimizer sgd has no state to split over --zero-stage 1: use --zero-stage 0")
+    if parallel.overlap_param_gather and not (stage == 1 and parallel.overlap_grad_reduce):
+        raise Refusal(
+            "--overlap-param-gather needs --zero-stage 1 (or --use-distributed-optimizer) and --overlap-grad-reduce: "
+            "add them, or leave it out"
+        )
+
+
+def _fsdp(config: Config) -> None:
+    """ZeRO 2 and 3 are PyTorch's FSDP2."""
+    parallel = config.parallel
+    zero = f"--zero-stage {parallel.zero_stage}"
+    if parallel.pipeline_model_parallel_size > 1:
+        raise Refusal(
+            f"{zero} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported: "
+            "use --zero-stage 1, or --pipeline-model-parallel-size 1"
+        )
+    if config.optimizer.fp16:
+        raise Refusal(f"{zero} with --fp16 is not supported: use --bf16, or --zero-stage 1")
+    if config.model.fp8_format:
+        raise Refusal(f"{zero} with --fp8-format is not supported: use --bf16 alone, or --zero-stage 1")
+    hints = {
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
+        "--overlap-param-gather": parallel.overlap_param_gather,
+        "--ddp-bucket-size": parallel.ddp_bucket_size,
+    }
+    given = [flag for flag, value in hints.items() if value]
+    if given:
+        config.notes.append(f"{', '.join(given)}: no effect with {zero}, where FSDP overlaps messages layer by layer")
+    parallel.overlap_grad_reduce = parallel.overlap_param_gather = False
+
+
+def check_batch(config: Config, data_parallel: int) -> None:
+    """Settle the global batch: a whole number of micro-batches on every data-parallel rank."""
+    data, parallel = config.data, config.parallel
+    unit = data.micro_batch_size * data_parallel
+    virtual = parallel.num_virtual_stages_per_pipeline_rank is not None
+    if data.global_batch_size is None:
+        data.global_batch_size = unit * (parallel.pipeline_model_parallel_size if virtual else 1)
+        config.notes.append(f"--global-batch-size was not given: {data.global_batch_size}")
+    sizes = {"--global-batch-size": data.global_batch_size}
+    if data.rampup_batch_size:
+        start, step, _ = data.rampup_batch_size
+        if start < 1 or step < 1 or start >= data.global_batch_size or (data.global_batch_size - start) % step:
+            raise Refusal(
+                f"--rampup-batch-size {start} {step} does not lead to --global-batch-size {data.global_batch_size} in "
+                "whole steps: use a start below it and an increment that divides the difference"
+            )
+        if config.run.train_iters is not None:
+            raise Refusal("--rampup-batch-size needs --train-samples: give it in place of --train-iters")
+        sizes |= {"--rampup-batch-size (start)": start, "--rampup-batch-size (increment)": step}
+    for flag, size in sizes.items():
+        if size % unit:
+            raise Refusal(
+                f"{flag} {size} is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} "
+                f"data-parallel ranks: use a multiple of {unit}, {near(size, unit)}"
+            )
+        stages = parallel.pipeline_model_parallel_size
+        if virtual and size // unit % stages:
+            raise Refusal(
+                f"{flag} {size} is {size // unit} micro-batches, and virtual pipeline stages need a multiple of "
+                f"--pipeline-model-parallel-size {stages}: use a multiple of {lcm(unit, unit * stages)}"
+            )
+
+
+def check_job(config: Config) -> None:
+    """Duration, schedule, data and checkpoints."""
+    _duration(config)
+    _profile(config)
+    if not config.run.skip_train:
+        _schedule(config)
+    _data(config)
+    _checkpoint(config)
+
+
+def _duration(config: Config) -> None:
+    run, optimizer = config.run, config.optimizer
+    if run.train_iters is not None and run.train_samples is not None:
+        raise Refusal("--train-iters and --train-samples are two lengths of the run: leave one out")
+    if run.train_iters is None and run.train_samples is None and not run.skip_train:
+        raise Refusal("missing: --train-iters, or --train-samples, or --skip-train to evaluate only")
+    if run.train_samples is not None and run.train_samples < config.data.global_batch_size:
+        raise Refusal(f"--train-samples {run.train_samples} is less than one --global-batch-size: use a multiple of it")
+    own, other = ("iters", "samples") if run.train_samples is None else ("samples", "iters")
+    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+        if getattr(optimizer, name):
+            flag = "--" + name.replace("_", "-")
+            raise Refusal(f"{flag} does not go with --train-{own}: use {flag.removesuffix(other)}{own}")
+
+
+def _schedule(config: Config) -> None:
+    optimizer, run = config.optimizer, config.run
+    if optimizer.lr is None:
+        raise Refusal("missing: --lr")
+    own = "iters" if run.train_samples is None else "samples"
+    for flag, low in (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)):
+        if low > optimizer.lr:
+            raise Refusal(f"{flag} {low:g} is above --lr {optimizer.lr:g}: lower it")
+    low, high = optimizer.decoupled_min_lr, optimizer.decoupled_lr
+    if low is not None and (high is None or low > high):
+        raise Refusal("--decoupled-min-lr needs a --decoupled-lr that is not below it: add it, or leave both out")
+    if getattr(optimizer, f"lr_decay_{own}") is None:
+        setattr(optimizer, f"lr_decay_{own}", getattr(run, f"train_{own}"))
+    decay, warmup = getattr(optimizer, f"lr_decay_{own}"), getattr(optimizer, f"lr_warmup_{own}")
+    if warmup and optimizer.lr_warmup_fraction is not None:
+        raise Refusal(f"--lr-warmup-fraction and --lr-warmup-{own} are two lengths of warm-up: leave one out")
+    if warmup >= decay:
+        raise Refusal(f"--lr-warmup-{own} {warmup} must be below --lr-decay-{own} {decay} (default --train-{own})")
+    if optimizer.lr_decay_style == "WSD":
+        last = getattr(optimizer, f"lr_wsd_decay_{own}")
+        if last is None or last > decay:
+            raise Refusal(f"--lr-decay-style WSD needs --lr-wsd-decay-{own}, at most --lr-decay-{own} {decay}: add it")
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        if (start, end) != (None, None):
+            raise Refusal("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
+    elif start is None or end is None or not 0 <= start <= end:
+        raise Refusal(
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay, the end not below the start: add them"
+        )
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
+
+
+def _profile(config: Config) -> None:
+    logging = config.logging
+    if logging.profile_memory is None:
+        if logging.profile_memory_step is not None:
+            raise Refusal("--profile-memory-step does nothing without --profile-memory: add it, or leave it out")
+        return
+    if config.run.skip_train:
+        raise Refusal("--profile-memory records a training step, and --skip-train has none: leave one out")
+    if logging.profile_memory_step is None:
+        logging.profile_memory_step = 2
+
+
+def _data(config: Config) -> None:
+    data, model = config.data, config.model
+    splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
+    if sum((bool(data.data_path), splits, data.mock_data)) != 1:
+        raise Refusal(
+            "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
+            "or --mock-data"
+        )
+    if splits and data.split is not None:
+        raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
+    if data.split is not None:
+        data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
+    if data.tokenizer_type is None and data.vocab_file and data.merge_file:
+        data.tokenizer_type = "GPT2BPETokenizer"  # as in Megatron's pretrain_gpt.py
+    if data.tokenizer_type is None and data.mock_data and (model.vocab_size or model.model):
+        data.tokenizer_type = "NullTokenizer"
+    if data.tokenizer_type == "NullTokenizer" and model.vocab_size is None and model.model:
+        model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
+
+
+def _checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    save, load = checkpoint.save, checkpoint.load
+    needs = (
+        ("--save-interval", checkpoint.save_interval, save, "--save"),
+        ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
+        ("--log-progress", config.logging.log_progress, save, "--save"),
+        ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
+        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
+        ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
+        ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
+    )
+    for flag, value, other, need in needs:
+        if value and not other:
+            raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
+    if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
+        raise Refusal(
+            f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "
+            f"{checkpoint.save_interval}"
+        )

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and resume through megatron-core's dist_checkpointing: any grid writes, any grid reads.
+
+A checkpoint is written beside its final name and renamed when it is whole, so a full disk or a kill never harms the
+ones before it. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import random as core_random
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.training.arguments.config import CheckpointConfig, Config
+from megatron.training.arguments.validate import Refusal
+from megatron.training.checkpoint.sharded_state import (
+    METADATA,
+    Places,
+    core_optimizer_state,
+    find_places,
+    load_core_optimizer,
+    load_optimizer,
+    load_weights,
+    optimizer_state,
+    weights_state,
+)
+from megatron.training.model.precision import compute_dtype
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+# Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
+SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+
+
+# Settings that change the network but no shape: weights may be taken over on purpose, a run may not go on.
+FORMULAS = (
+    "squared_relu",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+)
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+
+
+def save(
+    folder: str,
+    progress: Progress,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    schedule: OptimizerParamScheduler | None,
+    config: Config,
+    *,
+    name: str | None = None,
+) -> Path:
+    """Write ``folder/iter_NNNNNNN`` (or ``folder/name``) and point the tracker at it. All ranks call it.
+
+    Raises:
+        OSError: the checkpoint could not be written; earlier ones are untouched.
+    """
+    name = name or f"iter_{progress.iteration:07d}"
+    final, partial = Path(folder) / name, Path(folder) / f".{name}.partial"
+    # Only the words of an error are kept: the exception's frames would hold process groups of core's.
+    error: str | None = None
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    except OSError as problem:
+        error = _words(problem)
+    _raise_together(error, folder)
+    try:
+        gather_parameters(chunks, config)
+        state = _state(chunks, optimizer, schedule, progress, config, loading=False)
+        dist_checkpointing.save(state, str(partial), content_metadata=dict(METADATA))
+    except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
+        error = _words(problem)
+    try:
+        _raise_together(error, folder)
+        if dist.get_rank() == 0:
+            _publish(partial, final, Path(folder) / TRACKER, name)
+    except OSError as problem:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        error = error or _words(problem)
+    _raise_together(error, folder)
+    return final
+
+
+def _publish(partial: Path, final: Path, tracker: Path, name: str) -> None:
+    old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    beside = tracker.with_name(f".{tracker.name}.partial")
+    with open(beside, "w") as file:
+        file.write(name.removeprefix("iter_").lstrip("0") or "0")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(tracker)
+
+
+def remove_older(folder: str, keep_multiple_of: int, latest: int) -> None:
+    """Remove checkpoints before ``latest`` whose iteration is not a multiple of ``keep_multiple_of`` (rank 0)."""
+    for path in Path(folder).glob("iter_[0-9]*"):
+        number = path.name.removeprefix("iter_")
+        iteration = int(number) if number.isdigit() else latest  # not ours: iter_0000010.bak
+        if iteration < latest and iteration % keep_multiple_of:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find(settings: CheckpointConfig) -> Path | None:
+    """The checkpoint that ``--load`` (or else ``--pretrained-checkpoint``) means, None where there is none.
+
+    Raises:
+        Refusal: it was asked for by name and is not there.
+    """
+    if settings.load:
+        found = _latest(Path(settings.load), settings.ckpt_step)
+        if found:
+            return found
+        if settings.exit_on_missing_checkpoint:
+            raise Refusal(f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is set")
+    if settings.pretrained_checkpoint:
+        found = _latest(Path(settings.pretrained_checkpoint), None)
+        if found is None:
+            raise Refusal(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
+        return found
+    return None
+
+
+def _latest(folder: Path, step: int | None) -> Path | None:
+    tracker = folder / TRACKER
+    if step is None:
+        if not tracker.exists():
+            return None
+        text = tracker.read_text().strip()
+        name = f"iter_{int(text):07d}" if text.isdigit() else text
+    else:
+        name = f"iter_{step:07d}"
+    if not (folder / name / "metadata.json").exists():
+        raise Refusal(f"checkpoint {folder / name} is missing or incomplete: choose another one with --ckpt-step")
+    return folder / name
+
+
+def load(
+    path: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler | None,
+    config: Config,
+) -> Progress:
+    """Load weights and, unless only weights are wanted, optimizer, schedule, random state and progress.
+
+    Raises:
+        Refusal: the checkpoint is of another model.
+    """
+    settings = config.checkpoint
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
+    weights_only = settings.finetune or pretrained
+    _check_model(common.get("config", {}).get("model", {}), config, path, weights_only)
+    saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
+    if saved is not None and saved != here:
+        raise Refusal(
+            f"checkpoint {path} has a vocabulary of {saved} tokens, the tokenizer here {here}: use its tokenizer"
+        )
+    with_optimizer = settings.load_optim and not weights_only
+    if with_optimizer and "optimizer" not in common:
+        raise Refusal(
+            f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to go on without it"
+        )
+    there = common.get("config", {}).get("optimizer", {}).get("optimizer")
+    if with_optimizer and there not in (None, config.optimizer.optimizer):
+        raise Refusal(f"checkpoint {path} has the states of --optimizer {there}: use it, or pass --no-load-optim")
+    with_rng = settings.load_rng and not weights_only and common.get("rng_world_size") == dist.get_world_size()
+    state = _state(
+        chunks,
+        optimizer if with_optimizer else None,
+        schedule if with_optimizer else None,
+        Progress(),
+        config,
+        loading=True,
+        with_rng=with_rng,
+    )
+    places = _places(chunks, config)
+    loaded = dist_checkpointing.load(state, str(path))
+    for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
+        if config.parallel.zero_stage < 2:
+            unwrap(chunk).load_state_dict(loaded[key])
+        elif not with_optimizer:
+            load_weights(loaded[key], places[index])
+    if with_optimizer:
+        if config.parallel.zero_stage == 1:
+            load_core_optimizer(optimizer, loaded["optimizer"])
+        else:
+            load_optimizer(optimizer, loaded["optimizer"], places)
+        if schedule is not None:
+            _load_schedule(schedule, loaded["schedule"], path)
+    else:
+        optimizer.reload_model_params()
+    if with_rng:
+        _set_random_state(loaded["rng"])
+    return Progress() if weights_only else Progress(**loaded["progress"])
+
+
+def gather_parameters(chunks: Sequence[nn.Module], config: Config) -> None:
+    """Under --overlap-param-gather a step's new weights arrive with the next forward pass only: fetch them now."""
+    if config.parallel.overlap_param_gather:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def unwrap(chunk: nn.Module) -> nn.Module:
+    """The model inside data-parallel and half-precision wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _state(
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    schedule: OptimizerParamScheduler | None,
+    progress: Progress,
+    config: Config,
+    *,
+    loading: bool,
+    with_rng: bool | None = None,
+) -> dict[str, Any]:
+    """Everything a checkpoint holds, as megatron-core's sharded state."""
+    state: dict[str, Any] = {
+        "config": asdict(config),
+        "progress": asdict(progress),
+        "vocab_size": getattr(unwrap(chunks[0]), "real_vocab_size", None),  # the weights' vocabulary is padded
+        "rng_world_size": dist.get_world_size() if config.checkpoint.save_rng else None,
+    }
+    models, places = {}, _places(chunks, config)
+    for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
+        if config.parallel.zero_stage < 2:
+            models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
+        elif not loading or optimizer is None:  # FSDP's weights are the optimizer's main weights
+            models[key] = weights_state(places[index], compute_dtype(config))
+    state.update(models)
+    if optimizer is not None and (loading or config.checkpoint.save_optim):
+        if config.parallel.zero_stage == 1:
+            state["optimizer"] = core_optimizer_state(optimizer, models, loading=loading)
+        else:
+            state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
+        if schedule is not None:
+            state["schedule"] = schedule.state_dict()
+    if config.checkpoint.save_rng if with_rng is None else with_rng:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        state["rng"] = ShardedObject("rng", _random_state(), (world,), (rank,), replica_id=0)
+    return state
+
+
+def _places(chunks: Sequence[nn.Module], config: Config) -> list[Places]:
+    """Where parameters lie in a checkpoint; core's distributed optimizer (ZeRO 1) finds out by itself."""
+    return [] if config.parallel.zero_stage == 1 else [find_places(unwrap(chunk)) for chunk in chunks]
+
+
+def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": core_random._get_cuda_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    core_random._set_cuda_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _load_schedule(schedule: OptimizerParamScheduler, saved: dict[str, Any], path: Path) -> None:
+    try:
+        schedule.load_state_dict(saved)
+    except AssertionError as error:  # core's way to say that the flags differ from the checkpoint's
+        raise Refusal(
+            f"checkpoint {path} has another schedule ({' '.join(str(error).split())}): pass "
+            "--override-opt-param-scheduler to take the flags, or --use-checkpoint-opt-param-scheduler"
+        ) from None
+
+
+def _check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:
+    """Refuse weights of other shapes, and a run that would go on as another network; new ones may start from them."""
+
+    def differing(names: Sequence[str]) -> list[str]:
+        return [
+            f"--{name.replace('_', '-')} {saved[name]} there, {getattr(config.model, name)} here"
+            for name in names
+            if name in saved and saved[name] != getattr(config.model, name)
+        ]
+
+    positions = "position_embedding_type"
+    learned = "learned_absolute" in (saved.get(positions), getattr(config.model, positions))  # the kind with weights
+    shapes, formulas = (SHAPES, (positions, *FORMULAS))
+    if learned:
+        shapes, formulas = (*SHAPES, positions, "max_position_embeddings"), FORMULAS
+    wrong = differing(shapes if weights_only else (*shapes, *formulas))
+    if wrong:
+        raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
+    config.notes += [f"weights of another network: {change}" for change in differing(formulas)]
+
+
+def _raise_together(error: str | None, folder: str) -> None:
+    """If any rank has failed, every rank raises: nobody is left waiting."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, error)
+    failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
+    if failed:
+        rank, reason = failed[0]
+        raise OSError(f"no checkpoint was written to {folder} (rank {rank}: {reason})")
+
+
+def _words(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"

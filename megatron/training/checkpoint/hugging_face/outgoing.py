@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""To Hugging Face: the folder of a Llama from a checkpoint of ours, read and written a layer at a time."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.training.arguments.config import CheckpointConfig, ModelConfig
+from megatron.training.checkpoint.hugging_face import files, llama, tensors
+from megatron.training.checkpoint.hugging_face.files import Header
+from megatron.training.checkpoint.hugging_face.folders import (
+    EMBEDDING,
+    HEADERS,
+    IGNORED,
+    LM_HEAD,
+    OTHERS,
+    Done,
+    companions,
+    copy_files,
+    dtype_name,
+    new_folder,
+    one_process,
+    readable,
+    some,
+    write_json,
+)
+from megatron.training.checkpoint.hugging_face.tensors import Piece
+from megatron.training.refusal import Refusal
+
+with warnings.catch_warnings():  # core reports at import that apex is missing
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.hugging_face.lazy_save import sharded
+
+ROWS = "embedding.word_embeddings.weight"
+
+
+def to_hugging_face(
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    bar: Callable[[int], Done],
+    step: int | None = None,
+    along: Path | None = None,
+) -> list[str]:
+    """Write a checkpoint of ours as a Hugging Face folder; returns the closing lines.
+
+    Args:
+        dtype: of the weights; default the checkpoint's.
+        bar: starts a progress bar of so many tensors.
+        step: iteration; default the latest.
+        along: folder with config.json, tokenizer and the like; default ``source/hf``, and without it a new config.json.
+
+    Raises:
+        Refusal: as above.
+    """
+    path = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
+    if path is None:
+        raise Refusal(f"--from {source}: no checkpoint there ({checkpoint.TRACKER} is missing)")
+    along = along or source / "hf"
+    original = llama.read_config(along / "config.json") if (along / "config.json").exists() else None
+    with one_process(), new_folder(target) as folder:
+        with readable(path):
+            common = dist_checkpointing.load_common_state_dict(str(path))
+            stored = dist_checkpointing.load_tensors_metadata(str(path))
+        if "model" not in common.get("config", {}):
+            raise Refusal(f"checkpoint {path} was not written by this program: it holds no settings of its model")
+        model = llama.saved_settings(common["config"]["model"])
+        vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
+        pieces = list(tensors.pieces(model, vocab_size))
+        config = llama.config_json(model, vocab_size, torch.float32)  # refuses what is no Llama
+        kept = _check_stored(path, stored, pieces, model)
+        dtype = dtype or kept
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        headers, then = _headers(along, pieces, dtype, tied=not model.untie_embeddings_and_output_weights)
+        notes = []
+        if original is not None:
+            copy_files(companions(along), folder)
+            config = llama.updated_config(original, along / "config.json", then, config)
+            notes = [
+                f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"
+                for name in sorted({*original, *config})
+                if original.get(name) != config.get(name)
+            ]
+        if config != original:
+            write_json(folder / "config.json", config)
+        if then != dtype:  # else these files and their index are the original's
+            (folder / files.INDEX).unlink(missing_ok=True)
+            if len(headers) > 1:
+                write_json(folder / files.INDEX, files.index_json(headers))
+        names = {name for header in headers.values() for name in header.entries}
+        with files.writing(folder, headers) as put:
+            for name, tensor in _weights(path, pieces, model, kept, bar(len(pieces))):
+                put(name, tensor.to(dtype))
+                if name == EMBEDDING and LM_HEAD in names and not model.untie_embeddings_and_output_weights:
+                    put(LM_HEAD, tensor.to(dtype))
+            if others := [name for name in names if name.endswith(IGNORED)]:
+                with files.reading(along, {OTHERS: files.read_header(along / OTHERS)}) as read:
+                    for name in others:
+                        put(name, read(name))
+    size = sum(header.size for header in headers.values())
+    summary = (
+        f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
+    )
+    return [summary, *notes]
+
+
+def _vocabulary(
+    path: Path, trained: int | None, original: dict[str, Any] | None, stored: dict[str, ShardedTensor]
+) -> int:
+    """The rows to write: the original's, where the tokenizer of the training had fewer ids; the rest is padding."""
+    there = (original or {}).get("vocab_size")
+    if trained is None and there is None:
+        raise Refusal(f"{path} does not say how large its vocabulary is: give --hf-files, a folder with a config.json")
+    rows = stored[ROWS].global_shape[0] if ROWS in stored else 0
+    return there if trained is None or (there and trained < there <= rows) else trained
+
+
+def _check_stored(path: Path, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig) -> torch.dtype:
+    """The dtype of a checkpoint's weights, if all are there in the shapes of its settings."""
+    wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
+    there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
+    if odd := sorted(there ^ wanted.keys()):
+        raise Refusal(f"{path}: its tensors are not those of a Llama with its settings: {some(odd)}")
+    for key, tensor in wanted.items():
+        found, shape = stored[key].global_shape, tensor.global_shape
+        padded = tensor.allow_shape_mismatch and found[0] >= shape[0] and found[1:] == shape[1:]
+        if found != shape and not padded:
+            raise Refusal(f"{path}: {key} is {list(found)}, and {list(shape)} by its settings")
+    return stored[pieces[0].key].dtype
+
+
+def _headers(
+    along: Path, pieces: list[Piece], dtype: torch.dtype, tied: bool
+) -> tuple[dict[str, Header], torch.dtype | None]:
+    """(headers of the files to write, dtype of the original's weights if the files are cut as the original's were)."""
+    wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
+    name_of = files.NAMES[dtype]
+    if (along / HEADERS).exists():
+        texts = llama.read_config(along / HEADERS)
+        try:
+            headers = {name: files.parse_header(text) for name, text in texts.items()}
+        except ValueError as error:
+            raise Refusal(f"{along / HEADERS}: {error}") from None
+        entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
+        same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
+        twin = {LM_HEAD} if tied else set()
+        if same and all(name.endswith(IGNORED) for name in entries.keys() - wanted.keys() - twin):
+            then = files.TORCH_DTYPES[entries[EMBEDDING].dtype]
+            if then == dtype:
+                return headers, then
+            return {
+                file: files.make_header(
+                    {
+                        name: (e.dtype if name.endswith(IGNORED) else name_of, e.shape)
+                        for name, e in header.entries.items()
+                    },
+                    header.metadata,
+                )
+                for file, header in headers.items()
+            }, then
+    return files.plan_files((name, name_of, shape) for name, shape in wanted.items()), None
+
+
+def _weights(
+    path: Path, pieces: list[Piece], model: ModelConfig, dtype: torch.dtype, done: Done
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face's name, tensor) of all weights of a checkpoint, read a layer at a time."""
+    for _, group in itertools.groupby(pieces, key=lambda piece: piece.layer):
+        layer = list(group)
+        state = {str(number): sharded(piece, model.num_layers, dtype, "cpu") for number, piece in enumerate(layer)}
+        with readable(path):
+            loaded = dist_checkpointing.load({"pieces": state}, str(path), validate_access_integrity=False)["pieces"]
+        for number, piece in enumerate(layer):
+            rows = loaded[str(number)].view(piece.shape)
+            yield from zip(piece.names, tensors.split(piece, rows, model.num_query_groups))
+            done()

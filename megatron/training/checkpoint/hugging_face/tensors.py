@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama's weights: Hugging Face's names and layouts beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.training.arguments.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one of our tensors, and the Hugging Face tensors they are made of.
+
+    Our checkpoints hold the layers of a kind as one tensor [layers, ...]; in ``mlp.linear_fc1`` the gate's rows lie
+    above the other half's.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the Hugging Face tensors
+    layer: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of these rows."""
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+
+def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
+    """All weights of a model, layer by layer."""
+    hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    heads, groups = model.num_attention_heads * size, model.num_query_groups * size
+    yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
+    for layer in range(model.num_layers):
+
+        def piece(
+            ours: str,
+            theirs: Sequence[str],
+            *shapes: tuple[int, ...],
+            layer: int = layer,
+            part: tuple[int, int] = (0, 1),
+        ) -> Piece:
+            names = tuple(f"model.layers.{layer}.{name}" for name in theirs)
+            return Piece(f"decoder.layers.{ours}", names, shapes, layer, *part)
+
+        kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
+        yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
+        for kind in kinds:
+            tail = (hidden,) if kind == "weight" else ()
+            qkv = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
+            yield piece(f"self_attention.linear_qkv.{kind}", qkv, (heads, *tail), (groups, *tail), (groups, *tail))
+            tail = (heads,) if kind == "weight" else ()
+            yield piece(f"self_attention.linear_proj.{kind}", [f"self_attn.o_proj.{kind}"], (hidden, *tail))
+        yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))
+        for kind in kinds:
+            tail = (hidden,) if kind == "weight" else ()
+            for part, name in enumerate(("gate_proj", "up_proj")):
+                yield piece(f"mlp.linear_fc1.{kind}", [f"mlp.{name}.{kind}"], (ffn, *tail), part=(part, 2))
+            tail = (ffn,) if kind == "weight" else ()
+            yield piece(f"mlp.linear_fc2.{kind}", [f"mlp.down_proj.{kind}"], (hidden, *tail))
+    yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
+    if model.untie_embeddings_and_output_weights:
+        yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
+
+
+def fuse(tensors: Sequence[Tensor], groups: int) -> Tensor:
+    """Our rows from a piece's Hugging Face tensors: q, k and v go by query group [its queries, its key, its value]."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat([x.unflatten(0, (groups, -1)) for x in tensors], dim=1).flatten(0, 1)
+
+
+def split(piece: Piece, rows: Tensor, groups: int) -> list[Tensor]:
+    """A piece's Hugging Face tensors from our rows; the way back of :func:`fuse`."""
+    if len(piece.names) == 1:
+        return [rows]
+    parts = rows.unflatten(0, (groups, -1)).split([shape[0] // groups for shape in piece.shapes], dim=1)
+    return [part.flatten(0, 1) for part in parts]

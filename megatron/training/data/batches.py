@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets through megatron-core, micro-batches in an order that no grid changes, and a rank's share of a batch.
+
+Three steps, each a function: `build_datasets` (every rank calls it, it holds a barrier), `micro_batches` (only on
+pipeline stages that read tokens or labels, the first and the last, and there on *every* rank of a tensor- and
+context-parallel group: each reads for itself, nothing is broadcast), `shard_batch` (only what this rank holds goes to
+its device). Sample n is a function of the data, the seed, the sequence length and the number of samples asked for;
+never of the grid.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.training.arguments.config import Config
+from megatron.training.data import files as data_files
+from megatron.training.data.mock import MockDataset
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.refusal import Refusal, together
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "valid", "test")
+KEYS = ("tokens", "labels", "loss_mask")
+Batch = dict[str, torch.Tensor]
+
+
+def build_datasets(
+    config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int], *, needed: bool = True
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """Train, valid and test datasets with at least ``samples`` samples each; None where 0 are asked for.
+
+    Valid and test are None, too, where the flags name no data for them: then there is no evaluation, as in Megatron.
+    Every rank calls it; a rank with ``needed=False`` (a middle pipeline stage) only takes part in the barrier.
+    """
+    data = config.data
+    if data.mock_data:
+        if any((data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)):
+            raise Refusal("--mock-data and --data-path exclude each other")
+        return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(samples))
+    blend, blends = data_files.parse_blends(data)
+    settings = {
+        "random_seed": config.run.seed,
+        "sequence_length": data.seq_length,
+        "blend": blend,
+        "blend_per_split": blends,
+        "split": data_files.parse_split(data.split) if blend else None,
+        "eod_mask_loss": data.eod_mask_loss,
+    }
+    core = GPTDatasetConfig(
+        **settings,
+        path_to_cache="",
+        mmap_bin_files=data.mmap_bin_files,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        create_attention_mask=False,
+    )
+    samples = list(samples)
+
+    def plan() -> list:
+        packed = data.reset_attention_mask or data.reset_position_ids
+        return _plan(core, tokenizer, samples, default_split=data.split is None, packed=packed)
+
+    files = together(plan) if torch.distributed.is_initialized() else plan()
+    if not any(samples):
+        return None, None, None
+    folder = data_files.cache_folder(data, files, {**settings, "samples": samples})
+    _build_cache(core, samples, folder)
+    if not needed:
+        return None, None, None
+    datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
+    for name, dataset, n in zip(SPLITS, datasets, samples):
+        if n and len(dataset) < n:  # a blend without weights is read once
+            raise Refusal(
+                f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed; "
+                "a blend is repeated only where weights are given: --data-path 1 PREFIX 1 PREFIX"
+            )
+    return tuple(datasets)
+
+
+def _sources(core: GPTDatasetConfig, split: int) -> tuple[data_files.Blend | None, tuple[float, float] | None, str]:
+    """The blend of a split, the share of its documents, and the flag that gave it."""
+    if core.blend:
+        return core.blend, core.split_matrix[split], "--data-path"
+    return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-data-path"
+
+
+def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
+    """Check every file that will be read: whole, of this vocabulary, with something in each split that is needed.
+
+    As in Megatron, a run without validation or test data is a run without evaluation: ``samples`` becomes 0 there.
+    """
+    files: dict[str, data_files.DataFile] = {}
+    for i, name in enumerate(SPLITS):
+        blend, share, flag = _sources(core, i)
+        if samples[i] and (blend is None or share is None):
+            if i == 0:
+                raise Refusal(f"no training data: give {'train a share in --split' if core.blend else flag}")
+            samples[i] = 0
+        for prefix in blend[0] if samples[i] else ():
+            if prefix not in files:
+                files[prefix] = data_files.open_prefix(prefix, flag)
+                data_files.check_token_ids(files[prefix], tokenizer.vocab_size, tokenizer.source)
+                if packed:
+                    data_files.check_document_ends(files[prefix], tokenizer.eod)
+            if i and default_split and core.blend and not data_files.documents_of(files[prefix], share):
+                logger.warning("%s has too few documents for a %s split: no %s data", prefix, name, name)
+                samples[i] = 0
+                break
+            read_once = blend[1] is None and len(blend[0]) > 1
+            data_files.check_share(files[prefix], share, core.sequence_length + 1 if read_once else 1, name, flag)
+        if not samples[i]:
+            (core.split_matrix if core.blend else core.blend_per_split)[i] = None  # core does not build it
+    return list(files.values())
+
+
+def _build_cache(core: GPTDatasetConfig, samples: list[int], folder: str) -> None:
+    """Rank 0 builds the indices and the others wait; where no cache can be written, each rank builds in memory.
+
+    The folder appears whole or not at all, so an interrupted run leaves no broken cache behind.
+    """
+    distributed = torch.distributed.is_initialized()
+    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
+    try:
+        if not (distributed and torch.distributed.get_rank() > 0) and not os.path.isdir(folder):
+            os.makedirs(temporary)
+            _build(core, samples, temporary)
+            os.rename(temporary, folder)
+    except OSError as error:
+        if not os.path.isdir(folder):  # else another run was faster
+            logger.warning("no index cache in %s (%s): every rank builds in memory", folder, error.strerror)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if distributed:
+            torch.distributed.barrier()
+
+
+def _build(core: GPTDatasetConfig, samples: list[int], cache: str) -> list[Dataset | None]:
+    """Build on this rank, with indices from or for a cache, or "" for none.
+
+    Core draws a little more from each part of a blend than it thinks it needs, and fails where that was too little: few
+    samples, as long sequences have, and unequal weights. Then more is drawn; the first try keeps Megatron's order.
+    """
+    config = copy.copy(core)
+    config.path_to_cache = cache
+    parts = max(len(blend[0]) for blend in [core.blend, *(core.blend_per_split or ())] if blend)
+    for surplus in (core.mid_level_dataset_surplus, 0.5, parts + 1):
+        config.mid_level_dataset_surplus = surplus
+        try:
+            return LocalBuilder(GPTDataset, samples, lambda: True, config).build()
+        except (IndexError, FileNotFoundError):  # too little was drawn; nothing cached, for that reason
+            if surplus > parts:
+                raise
+    return []
+
+
+class LocalBuilder(BlendedMegatronDatasetBuilder):
+    """Core's builder without its barriers and its rule that only rank 0 builds: `_build_cache` does both once."""
+
+    @staticmethod
+    def build_generic_dataset(cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+        """Build on this rank. Core's BlendedDataset asks for the rank even without a process group."""
+        if cls is BlendedDataset and not torch.distributed.is_initialized():
+            args = (*args[:-1], copy.copy(args[-1]))
+            args[-1].path_to_cache = ""
+        return cls(*args)
+
+    def _build_megatron_datasets_parallel(self, prefixes: list, split: list, sizes_per_dataset: list) -> list:
+        """For each split, the datasets of all prefixes."""
+        with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
+            build = self._build_megatron_dataset_splits
+            built = list(pool.map(lambda job: build(job[0], split, job[1], False), zip(prefixes, sizes_per_dataset)))
+        return [list(datasets) for datasets in zip(*built)]
+
+
+class MicroBatchSampler(Sampler[list[tuple[int, bool]]]):
+    """The samples of this data-parallel rank, micro-batch by micro-batch.
+
+    All ranks together take the next ``micro_batch_size * data_parallel_size`` samples of one order each time, rank d
+    the d-th piece; so a global batch of G samples is samples nG to (n+1)G - 1, however it is cut. The order is the
+    dataset's own ("single"), or an endless one that is shuffled anew each epoch ("cyclic").
+    """
+
+    def __init__(
+        self,
+        total: int,
+        consumed: int,
+        micro_batch: int,
+        rank: int,
+        ranks: int,
+        cyclic: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self.total, self.consumed, self.cyclic, self.seed, self.drop_last = total, consumed, cyclic, seed, drop_last
+        self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
+
+    def __iter__(self) -> Iterator[list[tuple[int, bool]]]:
+        """Lists of (sample, real); not real: a filler of an incomplete last micro-batch, without loss."""
+        together = self.micro_batch * self.ranks
+        epoch, order = -1, torch.empty(0)
+        start = self.consumed
+        while self.cyclic or start < self.total:
+            if not self.cyclic and self.drop_last and start + together > self.total:
+                return
+            mine = range(start + self.rank * self.micro_batch, start + (self.rank + 1) * self.micro_batch)
+            if self.cyclic:
+                batch = []
+                for position in mine:
+                    if position // self.total != epoch:
+                        epoch = position // self.total
+                        order = torch.randperm(self.total, generator=torch.Generator().manual_seed(self.seed + epoch))
+                    batch.append((int(order[position % self.total]), True))
+                yield batch
+            else:
+                yield [(min(i, self.total - 1), i < self.total) for i in mine]
+            start += together
+
+
+class _Samples(Dataset):
+    """A dataset by (index, real), where a sample that is not real has no loss."""
+
+    def __init__(self, dataset: Dataset, eod: int | None) -> None:
+        self.dataset, self.eod = dataset, eod
+
+    def __getitem__(self, item: tuple[int, bool]) -> Batch:
+        index, real = item
+        sample = self.dataset[index]
+        loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
+        taken = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
+        if self.eod is not None:
+            taken["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod))
+        return taken
+
+
+def _stack(samples: list[Batch]) -> Batch:
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    if "document_ends" in samples[0]:  # rows of one length, filled up with the length of the sequence
+        ends = [sample["document_ends"] for sample in samples]
+        batch["document_ends"] = batch["tokens"].new_full((len(ends), max(map(len, ends))), batch["tokens"].size(1))
+        for row, found in zip(batch["document_ends"], ends):
+            row[: len(found)] = found
+    return batch
+
+
+def _start_worker(_: int) -> None:
+    """Leave the trainer's process group: a SIGTERM to the group, which it answers by saving, must not end its data."""
+    os.setpgid(0, 0)
+
+
+def micro_batches(
+    dataset: Dataset,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int = 0,
+    dataloader_type: str = "single",
+    seed: int = 0,
+    drop_last: bool = True,
+    eod: int | None = None,
+) -> Iterator[Batch]:
+    """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
+
+    With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end.
+
+    Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows
+    nothing of the global batch, which may grow: take as many micro-batches as a step needs. "single" ends with the
+    data; "cyclic" does not.
+    """
+    total, cyclic = len(dataset), dataloader_type == "cyclic"
+    if not cyclic and consumed_samples > total:
+        raise Refusal(f"{consumed_samples} samples were consumed before, and the data hold {total}: other data?")
+    sampler = MicroBatchSampler(
+        total, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, cyclic, seed, drop_last
+    )
+    loader = DataLoader(
+        _Samples(dataset, eod),
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_stack,
+        worker_init_fn=_start_worker,
+        multiprocessing_context="fork" if num_workers else None,
+        generator=torch.Generator(),  # its own: the loader would draw from the generator of the weights and dropout
+    )
+    return iter(loader)
+
+
+def shard_batch(
+    batch: Batch, layout: SequenceLayout, device: torch.device | str, *, reset_positions: bool = False
+) -> Batch:
+    """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
+
+    ``position_ids`` [b, s_local] are the global positions; with ``reset_positions`` those within the documents that
+    ``document_ends`` [b, n] bound, which stay in host memory. A tensor that is not in the batch is left out.
+    """
+    device, ends = torch.device(device), batch.get("document_ends")
+    rows = next(iter(batch.values())).shape[0]
+    documents = [] if ends is None else document_rows(ends)
+    if documents:
+        layout = layout.of_documents(documents[0])
+    positions = layout.positions
+    local = {key: batch[key].index_select(1, positions) for key in KEYS if key in batch}
+    local["position_ids"] = positions[None]
+    if reset_positions:
+        local["position_ids"] = torch.stack([restart(positions, row) for row in documents])
+    if device.type == "cuda":
+        local = {key: tensor.pin_memory() for key, tensor in local.items()}
+    local = {key: tensor.to(device, non_blocking=True) for key, tensor in local.items()}
+    local["position_ids"] = local["position_ids"].expand(rows, -1)
+    if documents:
+        local["document_ends"] = ends
+    return local

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's .bin/.idx files, checked before anything is built on them, and the index caches beside them.
+
+megatron-core finds a missing or truncated file late or never (short reads, an endless loop on an empty split), and its
+index cache goes by path alone: data written anew under an old name would be read through the old indices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.training.arguments.config import DataConfig
+from megatron.training.refusal import Refusal
+
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
+MAGIC = b"MMIDIDX\x00\x00"
+TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One prefix whose .bin and .idx are whole."""
+
+    prefix: str
+    dtype: type[np.integer]
+    sequences: int
+    identity: tuple  # changes when the data does
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.memmap(f"{self.prefix}.idx", np.int32, "r", HEADER.size, (self.sequences,))
+
+    def starts(self) -> np.ndarray:
+        """Where each document begins in the .bin, in bytes."""
+        return np.memmap(f"{self.prefix}.idx", np.int64, "r", HEADER.size + 4 * self.sequences, (self.sequences,))
+
+
+def parse_blend(values: list[str], flag: str) -> Blend:
+    """Prefixes, or weights and prefixes in turn, as Megatron reads them."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    if not values:
+        raise Refusal(f"{flag} is empty: give a prefix, or weights and prefixes")
+    prefixes, weights = get_blend_from_list(values)
+    for prefix, weight in zip(prefixes, weights or []):
+        if not (math.isfinite(weight) and weight > 0):
+            raise Refusal(f"{flag}: weight {weight:g} of {prefix} must be above 0")
+    return prefixes, weights
+
+
+def parse_blends(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | None]:
+    """The blend of --data-path, or one blend each for train, valid and test; never both."""
+    paths = [data.train_data_path, data.valid_data_path, data.test_data_path]
+    flags = ["--train-data-path", "--valid-data-path", "--test-data-path"]
+    given = [flag for flag, path in zip(flags, paths) if path is not None]
+    if data.data_path is not None:
+        if given:
+            raise Refusal(f"--data-path and {given[0]} exclude each other: split one blend, or give one a split")
+        return parse_blend(data.data_path, "--data-path"), None
+    if not given:
+        raise Refusal("no data: give --data-path, or --train-data-path, or --mock-data")
+    if data.split is not None:
+        raise Refusal(f"--split and {given[0]} exclude each other: --split divides --data-path")
+    return None, [None if path is None else parse_blend(path, flag) for flag, path in zip(flags, paths)]
+
+
+def parse_split(split: str | None) -> str:
+    """Megatron's train,valid,test shares; core would read "9,-1" as 9,1 and "0,0,0" as NaN."""
+    if split is None:
+        return "969,30,1"
+    number = r"\s*(\d+\.?\d*|\.\d+)\s*"
+    if not re.fullmatch(f"{number}(,{number}){{0,2}}", split) or not any(map(float, split.split(","))):
+        raise Refusal(f"--split {split}: give up to three shares, for example 969,30,1")
+    return split
+
+
+def open_prefix(prefix: str, flag: str) -> DataFile:
+    """Check that both files of a prefix exist and are whole: cheap, whatever their size."""
+    paths = {extension: f"{prefix}.{extension}" for extension in ("bin", "idx")}
+    for path in paths.values():
+        if not os.path.isfile(path):
+            raise Refusal(f"{flag} {prefix}: no such file: {path}")
+    idx, idx_stat, bin_stat = paths["idx"], os.stat(paths["idx"]), os.stat(paths["bin"])
+    with open(idx, "rb") as file:
+        head = file.read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise Refusal(f"{flag} {prefix}: {idx} is not a Megatron index")
+        _, version, code, sequences, documents = HEADER.unpack(head)
+        if version != 1 or code not in TOKEN_TYPES:
+            raise Refusal(f"{flag} {prefix}: {idx} has version {version} and data type {code}, which we do not read")
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if idx_stat.st_size not in (expected, expected + sequences):  # a byte a sequence more: multimodal
+            raise Refusal(f"{flag} {prefix}: {idx} holds {idx_stat.st_size} bytes, expected {expected}: damaged")
+        if sequences == 0:
+            raise Refusal(f"{flag} {prefix}: {idx} holds no documents")
+        file.seek(HEADER.size + 4 * (sequences - 1))
+        (last_length,) = struct.unpack("<i", file.read(4))
+        file.seek(HEADER.size + 4 * sequences + 8 * (sequences - 1))
+        (last_start,) = struct.unpack("<q", file.read(8))
+    expected = last_start + last_length * np.dtype(TOKEN_TYPES[code]).itemsize
+    if bin_stat.st_size != expected:
+        what = "truncated" if bin_stat.st_size < expected else "not the file of this .idx"
+        raise Refusal(
+            f"{flag} {prefix}: {paths['bin']} holds {bin_stat.st_size} bytes, expected {expected} from the .idx: {what}"
+        )
+    identity = (prefix, bin_stat.st_size, bin_stat.st_mtime_ns, idx_stat.st_size, idx_stat.st_mtime_ns)
+    return DataFile(prefix, TOKEN_TYPES[code], sequences, identity)
+
+
+def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int = 64, tokens: int = 4096) -> None:
+    """Look for ids outside the vocabulary in a sample of the documents, first and last included."""
+    lengths, starts = file.lengths(), file.starts()
+    chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
+    with open(f"{file.prefix}.bin", "rb") as stream:
+        for document in chosen:
+            stream.seek(int(starts[document]))
+            ids = np.fromfile(stream, file.dtype, min(int(lengths[document]), tokens))
+            if ids.size and not (0 <= ids.min() and ids.max() < vocab_size):
+                bad = ids.max() if ids.max() >= vocab_size else ids.min()
+                raise Refusal(
+                    f"{file.prefix}.bin: document {document} holds token id {bad}, outside the {vocab_size} ids of "
+                    f"{source}: made with another tokenizer"
+                )
+
+
+def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
+    """Look whether any of a sample of the documents ends as packed ones have to, with the end-of-document token."""
+    lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
+    chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
+    with open(f"{file.prefix}.bin", "rb") as stream:
+        for document in chosen:
+            if lengths[document]:
+                stream.seek(int(starts[document]) + (int(lengths[document]) - 1) * size)
+                if np.fromfile(stream, file.dtype, 1)[0] == eod:
+                    return
+    raise Refusal(
+        f"{file.prefix}.bin: no document ends with token {eod}, the tokenizer's end of document, where "
+        "--reset-attention-mask and --reset-position-ids look for it: write the data with "
+        "tools/preprocess_data.py --append-eod, or leave them out"
+    )
+
+
+def documents_of(file: DataFile, share: tuple[float, float]) -> range:
+    """The documents of a split, rounded as core does."""
+    return range(*(round(bound * float(file.sequences)) for bound in share))
+
+
+def check_share(file: DataFile, share: tuple[float, float], need: int, name: str, flag: str) -> None:
+    """Check that a split's documents hold at least ``need`` tokens; core loops forever where there are none."""
+    documents, found = documents_of(file, share), 0
+    if documents:
+        starts, size = file.starts(), np.dtype(file.dtype).itemsize
+        found = int(starts[documents[-1]] - starts[documents[0]]) // size + int(file.lengths()[documents[-1]])
+    if found < need:
+        raise Refusal(
+            f"{flag} {file.prefix}: the {name} split gets {len(documents)} of {file.sequences} documents with {found} "
+            f"tokens, at least {need} are needed: change --split, or give --{name}-data-path"
+        )
+
+
+def cache_folder(data: DataConfig, files: list[DataFile], parts: dict) -> str:
+    """The folder of one set of indices: next to the data unless told otherwise, named by all that they depend on."""
+    root = data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(files[0].prefix)), "index-cache")
+    text = json.dumps({"files": [file.identity for file in files], **parts}, sort_keys=True)
+    return os.path.join(root, hashlib.sha256(text.encode()).hexdigest()[:24])

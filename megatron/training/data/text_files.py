@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text as it comes: JSON lines, .txt and FASTA, plain or .gz or .zst; and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import glob
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+from megatron.training.data import genome
+from megatron.training.refusal import Refusal
+
+PACKED = (".gz", ".zst")
+
+
+class Record(NamedTuple):
+    """One line of a JSON-lines file, one whole .txt file (``line`` 0), or one record of a FASTA file."""
+
+    path: str
+    line: int
+    content: bytes | bytearray
+
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.path}, line {self.line}" if self.line else self.path
+
+
+class BadRecord(ValueError):
+    """What is wrong with one record."""
+
+
+def expand(patterns: list[str]) -> list[str]:
+    """The files that names and globs mean: as given, each glob in alphabetical order; nothing missing, none twice."""
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [path for path in found if path == pattern or os.path.isfile(path)]
+        if not found:
+            raise Refusal(f"--input {pattern}: no such file")
+        paths += found
+    seen = set()
+    for path in paths:
+        if os.path.isdir(path):
+            raise Refusal(f"--input {path}: a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
+        if _kind(path) in genome.PROTEIN:
+            raise Refusal(f"--input {path}: amino acids; genomes are read from {', '.join(genome.SUFFIXES)}")
+        if os.path.realpath(path) in seen:
+            raise Refusal(f"--input: {path} is named twice")
+        seen.add(os.path.realpath(path))
+    return paths
+
+
+def is_plain_text(path: str) -> bool:
+    """Whether the file is one document (.txt)."""
+    return _kind(path) == ".txt"
+
+
+def is_fasta(path: str) -> bool:
+    """Whether the file holds genomes, a document a record."""
+    return _kind(path) in genome.SUFFIXES
+
+
+def _kind(path: str) -> str:
+    """The end of a file's name, without .gz and .zst."""
+    return os.path.splitext(os.path.splitext(path)[0] if path.endswith(PACKED) else path)[1].lower()
+
+
+class Reader:
+    """The records of some files in order; ``bytes_read`` of ``bytes_total`` bytes on disk are done."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+        self.bytes_total = sum(os.path.getsize(path) for path in paths)
+        self.bytes_read = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        before = 0
+        for path in self.paths:
+            try:
+                with open(path, "rb") as raw, _unpacked(path, raw) as stream:
+                    size = os.path.getsize(path)  # 0 for a pipe, which cannot tell its position
+                    if is_plain_text(path):
+                        content = stream.read()
+                        self.bytes_read = before + size
+                        yield Record(path, 0, content)
+                    else:
+                        records = _fasta if is_fasta(path) else enumerate
+                        for number, content in records(stream, 1):
+                            self.bytes_read = before + (raw.tell() if size else 0)
+                            yield Record(path, number, content)
+                    before += size
+            except (OSError, EOFError, zlib.error) as error:
+                raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
+
+
+def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
+    """The records of a FASTA file, each with its first line; blank lines before the first are nothing."""
+    record, begun = bytearray(), first
+    for number, line in enumerate(stream, first):
+        if number == first:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line[:1] == b">" and record:
+            yield begun, record
+            record = bytearray()
+        if not record:
+            if not line.strip():
+                continue
+            begun = number
+        record += line
+    if record:
+        yield begun, record
+
+
+def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
+    """The texts of a record by key, None for a blank line; raises BadRecord."""
+    if is_fasta(record.path):
+        try:
+            return {keys[0]: genome.read_fasta_record(record.content, record.line)}
+        except ValueError as error:
+            raise BadRecord(error) from None
+    try:
+        text = record.content.decode("utf-8-sig" if record.line <= 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 at byte {error.start}") from None
+    if not record.line:
+        return {keys[0]: text}
+    if not text.strip():
+        return None
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadRecord("not a JSON object")
+    for key in keys:
+        if key not in fields:
+            raise BadRecord(f'no key "{key}"')
+        if not isinstance(fields[key], str):
+            raise BadRecord(f'key "{key}" is not a string')
+        try:
+            fields[key].encode()
+        except UnicodeEncodeError:
+            raise BadRecord(f'key "{key}" holds half of a surrogate pair, which is no text') from None
+    return {key: fields[key] for key in keys}
+
+
+@contextlib.contextmanager
+def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
+    """Temporary names beside some files; all are put in place at the end, or none, whatever happens in between."""
+    existing = [path for path in paths if os.path.exists(path)]
+    if existing and not overwrite:
+        raise Refusal(f"{existing[0]} exists: give --overwrite to replace it")
+    temporary = [f"{path}.{os.getpid()}.tmp" for path in paths]
+    try:
+        for path in paths:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        yield temporary
+        for path in temporary:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        for path in reversed(existing):  # a kill in between leaves a missing file, never a wrong pair
+            os.unlink(path)
+        for source, target in zip(temporary, paths):
+            os.rename(source, target)
+    except OSError as error:
+        name = error.filename or paths[0]
+        raise Refusal(f"cannot write {name.removesuffix(f'.{os.getpid()}.tmp')}: {_reason(error)}") from error
+    finally:
+        for path in temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _unpacked(path: str, raw: IO[bytes]) -> IO[bytes]:
+    """The stream of a file's content."""
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if path.endswith(".zst"):
+        return io.BufferedReader(_Zstd(raw), 1 << 20)
+    return raw
+
+
+class _Zstd(io.RawIOBase):
+    """A .zst of any number of frames. zstandard's own stream ends in silence where a file is cut off."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise Refusal("--input of .zst files needs the package zstandard: pip install zstandard") from None
+        self.raw, self.error, self.new = raw, zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
+        self.frame: Any = None
+        self.packed = self.ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.ready:
+            self.packed = self.packed or self.raw.read(1 << 17)
+            if not self.packed:
+                if self.frame is not None:
+                    raise EOFError("cut off in the middle of a zstd frame")
+                return 0
+            self.frame = self.frame or self.new()
+            try:
+                self.ready = self.frame.decompress(self.packed)
+            except self.error as error:
+                raise OSError(f"not zstd: {error}") from error
+            self.packed = self.frame.unused_data if self.frame.eof else b""
+            if self.frame.eof:
+                self.frame = None
+        count = min(len(self.ready), len(buffer))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count

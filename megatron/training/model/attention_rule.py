@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From flags to what attention computes: the mask, ALiBi, the kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.layout.block_sparse import (
+    BigBirdBlocks,
+    BlockList,
+    BlockSparse,
+    LongformerBlocks,
+    Pattern,
+    StridedBlocks,
+)
+from megatron.context_parallel.layout.grid import Grid
+from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
+from megatron.context_parallel.positions.alibi import alibi_slopes
+from megatron.training.arguments.config import AttentionConfig, Config
+from megatron.training.refusal import Refusal
+
+
+def attention_rule(config: Config, grid: Grid) -> AttentionRule:
+    """The rule of a completed configuration; documents come with the batches and go around its mask.
+
+    Raises:
+        Refusal: a file that a flag names cannot be read, or is not what the flag needs.
+    """
+    attention, model = config.attention, config.model
+    slopes = None
+    if model.position_embedding_type == "alibi":
+        local = model.num_attention_heads // grid.tensor.size
+        slopes = alibi_slopes(model.num_attention_heads)[grid.tensor.rank * local : (grid.tensor.rank + 1) * local]
+    return AttentionRule(
+        attention_mask(config),
+        attention.attention_kernel,
+        alibi_slopes=slopes,
+        mask_cpu_threshold=attention.mask_cpu_threshold,
+    )
+
+
+def attention_mask(config: Config) -> Mask:
+    """The mask inside a document."""
+    attention, length = config.attention, config.data.seq_length
+    if attention.attention_mask == "full":
+        return Full()
+    if attention.attention_mask == "window":
+        left, right = attention.window_size
+        return Window(length if left < 0 else left, length if right < 0 else right, attention.window_global_tokens)
+    if attention.attention_mask == "block-sparse":
+        return BlockSparse(attention.sparse_block_size, sparse_pattern(attention, length), length)
+    if attention.attention_mask == "function":
+        return MaskFunction(mask_function(attention.mask_function))
+    return Causal()
+
+
+def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
+    """The pattern that ``--sparse-pattern`` names, or the list of blocks in the file it names."""
+    window, start = attention.sparse_window_blocks, attention.sparse_global_blocks
+    if attention.sparse_pattern == "longformer":
+        return LongformerBlocks(window, start)
+    if attention.sparse_pattern == "bigbird":
+        return BigBirdBlocks(window, start, attention.sparse_random_blocks)
+    if attention.sparse_pattern == "strided":
+        return StridedBlocks(attention.sparse_stride)
+    name, blocks = attention.sparse_pattern, -(-length // attention.sparse_block_size)
+    try:
+        rows = json.loads(Path(name).read_text())
+        found = BlockList(tuple(tuple(int(block) for block in row) for row in rows))
+    except (OSError, ValueError, TypeError) as error:
+        raise Refusal(
+            f"--sparse-pattern {name}: {getattr(error, 'strerror', None) or error}; use longformer, bigbird, strided, "
+            "or a JSON file with a list of key blocks for each query block"
+        ) from None
+    if len(found.rows) != blocks or any(not 0 <= block < blocks for row in found.rows for block in row):
+        raise Refusal(
+            f"--sparse-pattern {name} must have {blocks} rows (--seq-length {length} in --sparse-block-size "
+            f"{attention.sparse_block_size}) of block numbers from 0 to {blocks - 1}; it has {len(found.rows)} rows"
+        )
+    return found
+
+
+def mask_function(spec: str) -> Callable:
+    """The function that ``--mask-function FILE.py:NAME`` names."""
+    path, _, name = spec.rpartition(":")
+    if not path or not name:
+        raise Refusal(f"--mask-function {spec}: give a file and a function in it, FILE.py:NAME")
+    if not Path(path).is_file():
+        raise Refusal(f"--mask-function {spec}: there is no file {path}; give FILE.py:NAME")
+    module_spec = importlib.util.spec_from_file_location("mask_function_of_the_user", path)
+    if module_spec is None or module_spec.loader is None:
+        raise Refusal(f"--mask-function {spec}: {path} is not a Python file; give FILE.py:NAME")
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise Refusal(f"--mask-function {spec}: {path} cannot be run: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise Refusal(f"--mask-function {spec}: {path} has no function {name}; give FILE.py:NAME")
+    return getattr(module, name)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO 2 and 3: gradients and weights split over DP x CP by PyTorch's FSDP2.
+
+megatron-core has a wrapper of its own (TorchFullyShardedDataParallel). It does not serve here: it averages gradients
+where ours are sums over tokens, scales none of them by the tokens of the batch, and shards a tied embedding apart from
+the output layer that reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import get_data_parallel_group
+from megatron.core.utils import to_local_if_dtensor
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron.training.arguments.config import Config
+from megatron.training.model.precision import compute_dtype
+
+
+class FullySharded(_BaseDataParallel):
+    """A model whose weights, gradients and optimizer states are split over DP x CP, row by row.
+
+    The shards are fp32, so they are the optimizer's main weights as well; a layer is gathered in the compute dtype when
+    it runs, its gradients are summed into the shards when its backward pass is over. Stage 2 keeps gathered weights
+    until then, stage 3 frees them after the forward pass.
+    """
+
+    def __init__(self, chunk: GPTModel, config: Config) -> None:
+        super().__init__(chunk.config, chunk)
+        self.ddp_config = DistributedDataParallelConfig()  # core asks it whether its own FSDP is in use
+        self.units = shard(chunk, config)
+        self.partitioned = partitioned_parameters(chunk)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = self.module(*inputs, **kwargs)
+        if not torch.is_grad_enabled():  # FSDP frees the rest in the backward pass, and here is none
+            for unit in self.units:
+                unit.reshard()
+        return output
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """FSDP has summed its gradients at the end of every backward pass; partitioned positions are left, over DP."""
+        for parameter in self.partitioned:
+            dist.all_reduce(parameter.grad, group=get_data_parallel_group())
+
+    @torch.no_grad()
+    def scale_gradients(self, scaling_factor: Tensor) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                to_local_if_dtensor(parameter.grad).mul_(scaling_factor)
+
+
+def partitioned_parameters(chunk: nn.Module) -> set[nn.Parameter]:
+    """Partitioned positions: each rank has rows of its own already, and FSDP leaves them alone."""
+    return {parameter for parameter in chunk.parameters() if not getattr(parameter, "allreduce", True)}
+
+
+def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
+    """Make each layer, the embedding, the output layer and what is left (the root) a unit that is gathered at once.
+
+    A layer is never cut further: parts of it may run again outside of its own forward pass, with its weights gathered.
+    """
+    attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
+    narrow = compute_dtype(config) != torch.float32
+    device = next(chunk.parameters()).device
+    settings = {
+        "mesh": DeviceMesh.from_group(get_data_parallel_group(with_context_parallel=True), device.type),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype(config) if narrow else None,
+            reduce_dtype=torch.float32 if narrow and not config.parallel.grad_reduce_in_bf16 else None,
+            cast_forward_inputs=False,  # hidden states come in the compute dtype
+        ),
+    }
+    free = config.parallel.zero_stage == 3
+    ignored = partitioned_parameters(chunk)
+    layers, units = list(chunk.decoder.layers), []
+
+    def make_unit(module: nn.Module, *, free: bool) -> None:
+        module.float()
+        fully_shard(module, reshard_after_forward=free, ignored_params=ignored, **settings)
+        units.append(module)
+
+    for layer in layers:
+        make_unit(layer, free=free)
+    # A tied embedding is read by the output layer too, a streamed one runs again chunk by chunk, and a loss in chunks
+    # reads the output layer's weight without calling it: these stay with the root, which is gathered all step long.
+    streamed = chunk.chunks is not None and chunk.chunks.streamed
+    if not chunk.share_embeddings_and_output_weights and not streamed:
+        make_unit(chunk.embedding, free=free)
+        chunk.embedding.set_unshard_in_backward(False)  # a lookup's gradient does not need the table
+    if not chunk.share_embeddings_and_output_weights and not chunk.loss_chunks:
+        make_unit(chunk.output_layer, free=False)  # its backward pass comes next
+    make_unit(chunk, free=False)
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)  # sums: the division by tokens comes last
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no average and no scaled sum
+    if config.attention.recompute_granularity is not None:
+        # Layers that run again in the backward pass would confuse the order that FSDP has recorded.
+        for layer, before in zip(layers, [chunk, *layers]):
+            layer.set_modules_to_backward_prefetch([before])
+    for name, parameter in chunk.named_parameters():
+        vars(parameter).update(attributes[name])  # FSDP drops them: github.com/pytorch/pytorch/issues/136929
+    return units

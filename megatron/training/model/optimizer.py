@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient buckets, optimizer and learning-rate schedule, all of them megatron-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from megatron.training.arguments.config import Config
+from megatron.training.model.fsdp import FullySharded
+from megatron.training.model.precision import compute_dtype
+
+
+def wrap_for_data_parallelism(
+    chunks: Sequence[nn.Module], config: Config
+) -> list[DistributedDataParallel | FullySharded]:
+    """Put each model chunk into core's DDP, with ZeRO 2 and 3 into FSDP: gradients are summed over DP x CP."""
+    parallel = config.parallel
+    if parallel.zero_stage >= 2:
+        return [FullySharded(chunk, config) for chunk in chunks]
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not parallel.grad_reduce_in_bf16,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.zero_stage == 1,
+        bucket_size=parallel.ddp_bucket_size,
+        check_for_nan_in_grad=False,  # the loop looks at the loss and the gradient norm, on all ranks together
+    )
+    return [
+        DistributedDataParallel(chunk.config, settings, _in_compute_dtype(chunk, config), disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def _in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
+    """Float16Module casts parameters, inputs and outputs; fp32 models stay as they are."""
+    if compute_dtype(config) == torch.float32:
+        return chunk
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(chunk.config, chunk)
+
+
+def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], config: Config) -> MegatronOptimizer:
+    """Adam or SGD; with ZeRO 1 its states are split over DP x CP, with ZeRO 2 and 3 they follow the weights."""
+    settings, parallel = config.optimizer, config.parallel
+    fsdp = parallel.zero_stage >= 2  # its weights are fp32 for the optimizer, whatever the layers compute in
+    core_settings = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        decoupled_lr=settings.decoupled_lr,
+        decoupled_min_lr=settings.decoupled_min_lr,
+        weight_decay=settings.weight_decay,
+        fp16=settings.fp16,
+        bf16=settings.bf16 and not fsdp,
+        params_dtype=torch.float32 if fsdp else compute_dtype(config),
+        loss_scale=settings.loss_scale,
+        initial_loss_scale=settings.initial_loss_scale,
+        min_loss_scale=settings.min_loss_scale,
+        loss_scale_window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=settings.sgd_momentum,
+        use_distributed_optimizer=parallel.zero_stage == 1,
+        overlap_param_gather=parallel.overlap_param_gather,
+        clip_grad=settings.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+    optimizer = get_megatron_optimizer(
+        core_settings,
+        list(chunks),
+        config_overrides=get_standard_config_overrides(core_settings),
+        use_gloo_process_groups=dist.get_backend() != "gloo",
+    )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        fill_states(part)
+    core = chunks[0].module.config
+    if settings.fp16:  # else it would multiply by 1, and tie a knot that no garbage collection undoes: with ZeRO 1 in
+        core.grad_scale_func = optimizer.scale_loss  # fp32 the optimizer holds views, and they hold the weights, in C++
+    core.finalize_model_grads_func = finalize_model_grads
+    if parallel.overlap_grad_reduce:
+        core.no_sync_func = _for_each_chunk([chunk.no_sync for chunk in chunks])
+    return optimizer
+
+
+def fill_states(optimizer: MegatronOptimizer) -> None:
+    """Give PyTorch's Adam or SGD the states that it would make in its first step.
+
+    core's checkpoints read and write them, and take for granted that they are there; with SGD core has no function of
+    its own for that. A step from these zeros is the step from no state at all.
+    """
+    inner = optimizer.optimizer
+    adam = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+    if not adam and not isinstance(inner, torch.optim.SGD):
+        return
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if adam:
+                state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
+                inner.state[parameter] = {**state, "exp_avg_sq": torch.zeros_like(parameter)}
+            else:
+                inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    optimizer.init_state_fn = lambda *_: None
+    if adam and isinstance(optimizer, DistributedOptimizer):
+        _let_steps_load(optimizer)
+
+
+def _let_steps_load(optimizer: DistributedOptimizer) -> None:
+    """Work around two faults of core 0.16.1 with PyTorch's Adam: ``step`` is missing where it copies loaded states, and
+    after loading all parameters share one ``step`` tensor, which each of them then counts up."""
+    copy_states = optimizer._set_main_param_and_optimizer_states
+
+    def copy_states_with_step(model_param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = optimizer.model_param_group_index_map[model_param]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][index]]
+        state["step"] = state["step"].clone()
+        copy_states(model_param, {"step": state["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = copy_states_with_step
+
+
+def _for_each_chunk(functions: list) -> object:
+    """What the schedules expect: the function itself, or a list of one a virtual stage."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+    """Learning rate and weight decay as functions of the samples consumed."""
+    settings, batch = config.optimizer, config.data.global_batch_size
+    if config.run.train_samples is not None:
+        decay = settings.lr_decay_samples or config.run.train_samples
+        warmup, wsd, total = settings.lr_warmup_samples, settings.lr_wsd_decay_samples, config.run.train_samples
+    else:
+        decay = (settings.lr_decay_iters or config.run.train_iters) * batch
+        warmup, total = settings.lr_warmup_iters * batch, config.run.train_iters * batch
+        wsd = settings.lr_wsd_decay_iters and settings.lr_wsd_decay_iters * batch
+    if settings.lr_warmup_fraction is not None:
+        warmup = settings.lr_warmup_fraction * decay
+    start = settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay
+    end = settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr_warmup_init,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=start,
+        end_wd=end,
+        wd_incr_steps=total,
+        wd_incr_style=settings.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=settings.override_opt_param_scheduler,
+        wsd_decay_steps=wsd,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+    )

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initial weights that do not depend on the grid.
+
+Every parameter is drawn from a generator of its own, seeded by (seed, canonical name); a TP rank draws the whole
+parameter and keeps its part. A parameter's canonical name counts layers over the whole model, not over a stage. A table
+of learned positions may be as long as the sequence, so it is drawn in runs of rows, each from a generator of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron.context_parallel.layout.spans import Span
+from megatron.training.arguments.config import Config
+
+ROWS_DRAWN = 4096
+OUTPUT_LAYERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+POSITIONS = "embedding.position_embeddings.weight"
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(canonical name, parameter) of a chunk: global layer numbers, tied output weights named as the embedding."""
+    tied = getattr(chunk, "share_embeddings_and_output_weights", False)
+    for name, parameter in chunk.named_parameters():
+        match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if match:
+            layer = chunk.decoder.layers[int(match[1])]
+            name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+        elif tied and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+@torch.no_grad()
+def initialize_weights(
+    chunk: nn.Module, core: TransformerConfig, config: Config, vocab_size: int, device: torch.device
+) -> None:
+    """Move a model chunk to ``device`` and draw its weights: normal(0, std), output layers with std / sqrt(2 layers).
+
+    Norms keep their ones and biases their zeros; rows that pad the vocabulary are zero.
+    """
+    chunk.to(device)
+    for name, parameter in canonical_parameters(chunk):
+        if parameter.dim() < 2:
+            if name.endswith("bias") and "norm" not in name:
+                parameter.zero_()
+            continue
+        if name == POSITIONS:
+            whole = (config.model.max_position_embeddings, parameter.size(1))
+            draw_rows(parameter, getattr(parameter, "spans", ((0, whole[0]),)), name, whole, core, config)
+            continue
+        whole_shape = list(parameter.shape)
+        parallel = getattr(parameter, "tensor_model_parallel", False)
+        if parallel:
+            whole_shape[parameter.partition_dim] *= core.tensor_model_parallel_size
+        if name in VOCABULARY:
+            whole_shape[0] = vocab_size
+        whole = draw(name, whole_shape, core, config, device)
+        if name in VOCABULARY:
+            part = _vocabulary_part(whole, parameter.size(0), core, chunk.pg_collection.tp.rank())
+        elif parallel:
+            stride = getattr(parameter, "partition_stride", 1)
+            part = tensor_parallel_part(
+                whole, parameter.partition_dim, stride, core.tensor_model_parallel_size, chunk.pg_collection.tp.rank()
+            )
+        else:
+            part = whole
+        parameter.copy_(part)
+
+
+def draw(
+    name: str,
+    shape: Sequence[int],
+    core: TransformerConfig,
+    config: Config,
+    device: torch.device,
+    rows: Span | None = None,
+) -> Tensor:
+    """The initial value of one parameter of ``shape`` [n, m], fp32: all of it, or a run of its rows.
+
+    A run that does not start at 0 has a generator of its own, so only the very runs that were drawn once come again.
+    """
+    start, stop = rows or (0, shape[0])
+    seed = f"{config.run.seed}/{name}/{start}" if start else f"{config.run.seed}/{name}"
+    digest = hashlib.sha256(seed.encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+    values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device=device)
+    if config.model.init_method_xavier_uniform:
+        bound = math.sqrt(3.0) * math.sqrt(2.0 / (shape[0] + shape[1]))
+        return values.uniform_(-bound, bound, generator=generator)
+    std = config.model.init_method_std
+    if name.endswith(OUTPUT_LAYERS):
+        std /= math.sqrt(2.0 * core.num_layers)
+    return values.normal_(0.0, std, generator=generator)
+
+
+def draw_rows(
+    part: Tensor,
+    spans: Sequence[Span],
+    name: str,
+    shape: Sequence[int],
+    core: TransformerConfig,
+    config: Config,
+    at_once: int = ROWS_DRAWN,
+) -> None:
+    """Draw the rows ``spans`` of a parameter of ``shape`` [n, m] into ``part``, without ever holding all n.
+
+    The parameter is drawn in runs of ``at_once`` rows; who needs any row of a run draws all of it.
+    """
+    row, drawn, values = 0, None, None
+    for start, stop in spans:
+        while start < stop:
+            first = start // at_once * at_once
+            if first != drawn:
+                values = draw(name, shape, core, config, part.device, (first, min(first + at_once, shape[0])))
+                drawn = first
+            end = min(stop, first + at_once)
+            part[row : row + end - start] = values[start - first : end - first]
+            row, start = row + end - start, end
+
+
+def tensor_parallel_part(whole: Tensor, dim: int, stride: int, size: int, rank: int) -> Tensor:
+    """What TP rank ``rank`` holds of a parameter cut along ``dim``.
+
+    With ``stride`` 2 (SwiGLU's first layer: gate above up) each half is cut on its own.
+    """
+    return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(stride, dim)], dim)
+
+
+def _vocabulary_part(whole: Tensor, rows: int, core: TransformerConfig, rank: int) -> Tensor:
+    part = whole.new_zeros((rows, whole.size(1)))
+    real = whole[rank * rows : (rank + 1) * rows]
+    part[: real.size(0)] = real
+    return part

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of a step, and what a device could do: the two sides of MFU."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megatron.formulas.flops import forward_flops
+from megatron.training.arguments.config import Config
+from megatron.training.model.attention_rule import attention_mask
+
+# Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a word of its name.
+GPU_PEAKS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "L40S": 362.0,
+    "L20": 119.5,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "V100": 125.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one sample of ``seq_length`` tokens, forward and backward.
+
+    ``model`` counts the pairs that the mask allows (a causal one: half; packed documents: as if they were one) and no
+    recompute. ``old_papers`` counts the full mask, and the
+    forward pass twice under full recompute, as older papers report.
+    """
+
+    model: float
+    old_papers: float
+
+
+def step_flops(config: Config, vocab_size: int) -> StepFlops:
+    """FLOPs a sample: backward is twice forward."""
+    model = config.model
+    forward = forward_flops(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_hidden_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        vocab=vocab_size,
+        gated=model.swiglu,
+        seq_length=config.data.seq_length,
+    )
+    recompute = 4 if config.attention.recompute_granularity == "full" else 3
+    return StepFlops(
+        3 * (forward.gemm + attended_share(config) * forward.attention), recompute * (forward.gemm + forward.attention)
+    )
+
+
+def attended_share(config: Config) -> float:
+    """Pairs of query and key that the mask inside a document allows, as a share of all."""
+    if config.attention.attention_mask in ("causal", "function", None):  # a function narrows what nobody has counted
+        return 0.5
+    whole = (0, config.data.seq_length)
+    bands = attention_mask(config).bands(whole, whole)
+    return sum(piece.pairs for band in bands for piece in band.clip(whole)) / whole[1] ** 2
+
+
+def peak_flops(config: Config, device: torch.device) -> float:
+    """FLOP/s that one device could do: --peak-tflops, the GPU's data sheet, or this CPU's measured GEMM rate."""
+    if config.logging.peak_tflops:
+        return config.logging.peak_tflops * 1e12
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for word, peak in GPU_PEAKS.items():
+            if word.lower() in name.lower():
+                return peak * 1e12
+        return gemm_rate(device, torch.bfloat16, size=8192)
+    dtype = torch.bfloat16 if config.optimizer.bf16 else torch.float32
+    return gemm_rate(device, dtype)
+
+
+def gemm_rate(device: torch.device, dtype: torch.dtype = torch.float32, size: int = 1024, windows: int = 3) -> float:
+    """Measured FLOP/s of a square matrix product: the best of some windows of a quarter of a second.
+
+    A window is long enough for processes that share cores to get their share of them, and no more; several of them
+    keep a passing disturbance out.
+    """
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    torch.mm(a, b)
+    best = 0.0
+    for _ in range(windows):
+        _wait(device)
+        products, start = 0, time.perf_counter()
+        while products == 0 or time.perf_counter() - start < 0.25:
+            torch.mm(a, b)
+            _wait(device)
+            products += 1
+        best = max(best, 2 * size**3 * products / (time.perf_counter() - start))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--profile-memory: a timeline of one training step's memory, by what it is used for."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, nn
+
+from megatron.training.arguments.config import Config
+from megatron.training.refusal import Refusal
+from megatron.training.report.memory import Block, TensorMeter
+from megatron.training.report.memory_picture import KINDS, Profile, draw, peak_of, readable
+
+
+class MemoryProfile:
+    """Watches one step: made before it, told its phases, finished after it, all while the recording meter is active.
+
+    A storage has one kind for all its life, found out when the step is over: what it belongs to, else whether it was
+    made in a forward pass and still there when a backward pass began.
+    """
+
+    def __init__(self, meter: TensorMeter, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
+        self.meter, self.chunks, self.optimizer = meter, chunks, optimizer
+        self.kinds: dict[int, str] = {}  # by number of the block
+        self.phases: list[tuple[float, int, str]] = []  # time, events before it, name
+        self._find_owners()
+        self.started, self.first_event = time.perf_counter(), len(meter.history.events)
+
+    def mark(self, phase: str) -> None:
+        """A phase begins: forward, backward or optimizer."""
+        if not self.phases or self.phases[-1][2] != phase or phase == "forward":
+            self.phases.append((time.perf_counter(), len(self.meter.history.events), phase))
+
+    def _find_owners(self) -> None:
+        for kind, tensor in owned(self.chunks, self.optimizer):
+            block = self.meter.see(tensor)
+            if block is not None:
+                self.kinds.setdefault(block.number, kind)
+
+    def finish(self) -> Profile:
+        """The step is over: everything that happened, as it is written to the JSON file."""
+        ended = time.perf_counter()
+        self._find_owners()  # again: gradients and states may have been made in this step
+        history, self.meter.history = self.meter.history, None
+        born: dict[int, int] = {}
+        changed: dict[int, int] = {}
+        for index, (_, number, _) in enumerate(history.events):
+            born.setdefault(number, index)
+            changed[number] = index
+        kinds = {number: self._kind(history.blocks[number], born[number], changed[number]) for number in born}
+        sizes = {kind: 0 for kind in KINDS}
+        events = []
+        for index, (seconds, number, change) in enumerate(history.events):
+            if history.blocks[number].place == "elsewhere":
+                continue
+            kind = kinds[number]
+            if index < self.first_event:
+                sizes[kind] += change
+            else:
+                events.append((round(seconds - self.started, 6), KINDS.index(kind), change))
+        return {
+            "kinds": list(KINDS),
+            "seconds": round(ended - self.started, 6),
+            "phases": [(name, round(seconds - self.started, 6)) for seconds, _, name in self.phases],
+            "start": sizes,
+            "events": events,
+        }
+
+    def _kind(self, block: Block, born: int, changed: int) -> str:
+        """What a block is for, by its first event and its last."""
+        if block.place == "host":
+            return "host"
+        if block.number in self.kinds:
+            return self.kinds[block.number]
+        before = bisect_right(self.phases, born, key=lambda phase: phase[1])
+        if before == 0 or self.phases[before - 1][2] != "forward":
+            return "temporary"
+        following = next((index for _, index, name in self.phases[before:] if name == "backward"), None)
+        survives = following is not None and (block.size > 0 or changed >= following)
+        return "activations" if survives else "temporary"
+
+
+def owned(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of all that lives from step to step. Many share a storage: the first kind is the storage's."""
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    buffers = [
+        buffer
+        for chunk in chunks
+        for name in ("buffers", "expert_parallel_buffers")  # of core's DDP; of a plain module the first is a method
+        if isinstance(getattr(chunk, name, None), list)
+        for buffer in getattr(chunk, name)
+    ]
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    main = [
+        parameter for part in parts if part is not None for group in part.param_groups for parameter in group["params"]
+    ]
+    states = [state for part in parts if part is not None for state in part.state.values()]
+    found: list[tuple[str, Any]] = [("parameters", parameter) for parameter in parameters]
+    found += [("parameters", buffer.param_data) for buffer in buffers]
+    found += [("gradients", buffer.grad_data) for buffer in buffers]
+    for parameter in (*parameters, *main):
+        found += [("gradients", parameter.grad), ("gradients", getattr(parameter, "main_grad", None))]
+    found += [("optimizer", parameter) for parameter in main]
+    found += [("optimizer", value) for state in states for value in state.values()]
+    return ((kind, tensor) for kind, tensor in found if isinstance(tensor, torch.Tensor))
+
+
+def check_profile(config: Config, steps: int) -> None:
+    """Settle --profile-memory before the first step; ``steps`` are those that this run will do.
+
+    Raises:
+        Refusal: the folder cannot be written, or the step to record will not come.
+    """
+    folder, wanted = config.logging.profile_memory, config.logging.profile_memory_step
+    if folder is None:
+        return
+    if wanted > steps and config.checkpoint.load is None:
+        raise Refusal(
+            f"--profile-memory records step {wanted} of the run, which has {steps}: use --profile-memory-step {steps}, "
+            "or train longer"
+        )
+    if wanted > steps:  # a run that is started again with the same flags until it is done
+        config.notes.append(f"--profile-memory: nothing to record, step {wanted} of the {steps} left will not come")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refusal(f"--profile-memory {folder} cannot be written: {error.strerror}") from None
+
+
+def write_profile(folder: str, iteration: int, profile: Profile, device: str) -> str:
+    """Write this rank's JSON file and picture; returns a line for the console. A full disk does not end the run."""
+    rank = dist.get_rank()
+    profile = {"rank": rank, "iteration": iteration, "device": device, **profile}
+    path = os.path.join(folder, f"memory_rank{rank}.json")
+    most, kinds = peak_of(profile)
+    parts = ", ".join(f"{kind} {readable(size)}" for kind, size in kinds.items())
+    try:
+        with open(path, "w") as file:
+            json.dump(profile, file, separators=(",", ":"))
+        draw([profile], [f"Memory of step {iteration} on rank {rank}"], path.removesuffix("json") + "png")
+    except OSError as error:
+        return f" WARNING: --profile-memory {folder}: {error.strerror}; going on without it"
+    return f" > memory of step {iteration}: at most {readable(most)} on the device ({parts}), see {path}"

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run tells: console lines, progress with time left, one JSON object a step, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.validate import Refusal
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Writes on one rank; on the others every method does nothing."""
+
+    def __init__(self, config: Config, *, active: bool, first_iteration: int, last_iteration: int) -> None:
+        self.active, self.config = active, config
+        self.first, self.last = first_iteration, last_iteration
+        self.started = self.window_started = time.perf_counter()
+        self.window: list[dict[str, Any]] = []
+        self.jsonl: TextIO | None = None
+        self.bar: tqdm | None = None
+        self.tensorboard: Any = None
+        self.wandb: Any = None
+        self.skipped = 0
+        if active:
+            self._open()
+
+    def _open(self) -> None:
+        settings = self.config.logging
+        if settings.log_jsonl:
+            self.jsonl = _open_for_rows(settings.log_jsonl, self.first)
+        if settings.progress and sys.stderr.isatty():
+            self.bar = tqdm(total=self.last, initial=self.first, unit="step", dynamic_ncols=True)
+        if settings.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+        if settings.wandb_project:
+            self.wandb = _start_wandb(self.config)
+
+    def say(self, line: str) -> None:
+        """One line on the console, above the progress bar."""
+        if self.active:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def step(self, row: dict[str, Any], *, learning_rate: float, loss_scale: float, extra: dict[str, float]) -> None:
+        """Report one training step; ``row`` is what goes to --log-jsonl."""
+        if not self.active:
+            return
+        self._write_row(row)
+        iteration = row["iteration"]
+        self.window.append(row)
+        self.skipped += bool(extra.pop("skipped", False))
+        if self.bar is not None:
+            self.bar.update(1)
+            self.bar.set_postfix(loss=f"{row['lm_loss']:.4f}")
+        scalars = {**{k: v for k, v in row.items() if k != "iteration"}, "learning_rate": learning_rate, **extra}
+        self._scalars(scalars, iteration)
+        if iteration % self.config.logging.log_interval == 0 or iteration == self.last:
+            self.say(self._line(row, learning_rate, loss_scale, extra))
+            self.window, self.skipped, self.window_started = [], 0, time.perf_counter()
+
+    def evaluation(self, iteration: int, name: str, loss: float) -> None:
+        """Report the loss on validation or test data."""
+        if not self.active:
+            return
+        perplexity = math.exp(min(loss, 20.0))
+        self.say(f" {name} loss at iteration {iteration}: lm loss {loss:.6E} | perplexity {perplexity:.6E}")
+        self._scalars({f"{name}_loss": loss}, iteration)
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        """Write a row; where that fails (a full disk) the run goes on without the log."""
+        if self.jsonl is None:
+            return
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        try:
+            self.jsonl.write(json.dumps(finite) + "\n")
+            self.jsonl.flush()
+        except OSError as error:
+            self.say(f" WARNING: --log-jsonl {self.jsonl.name}: {error.strerror}; going on without it")
+            with contextlib.suppress(OSError):
+                self.jsonl.close()
+            self.jsonl = None
+
+    def close(self) -> None:
+        for writer in (self.bar, self.tensorboard, self.jsonl):
+            if writer is not None:
+                writer.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def _scalars(self, values: dict[str, float], iteration: int) -> None:
+        if self.tensorboard is not None and iteration % self.config.logging.tensorboard_log_interval == 0:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name.replace("_", "-"), value, iteration)
+        if self.wandb is not None:
+            self.wandb.log(values, step=iteration)
+
+    def _line(self, row: dict[str, Any], learning_rate: float, loss_scale: float, extra: dict[str, float]) -> str:
+        losses = [step["lm_loss"] for step in self.window]
+        milliseconds = sum(step["iteration_ms"] for step in self.window) / len(self.window)
+        since = time.perf_counter() - self.started
+        left = since / max(row["iteration"] - self.first, 1) * (self.last - row["iteration"])
+        parts = [
+            f" iteration {row['iteration']:8d}/{self.last:8d}",
+            f"elapsed time per iteration (ms): {milliseconds:.1f}",
+            f"tokens per second: {row['tokens'] / milliseconds * 1000:.0f}",
+            f"learning rate: {learning_rate:.6E}",
+            f"lm loss: {sum(losses) / len(losses):.6E}",
+            f"grad norm: {row['grad_norm']:.3f}",
+        ]
+        if self.config.optimizer.fp16:
+            parts.append(f"loss scale: {loss_scale:.1f} | skipped iterations: {self.skipped}")
+        if self.config.logging.log_throughput:
+            parts.append(f"TFLOP/s/device: {row['model_tflops_per_device']:.3f} | MFU: {100 * row['mfu']:.1f} %")
+        parts += [f"{name.replace('_', ' ')}: {value:g}" for name, value in extra.items()]
+        return " | ".join([*parts, f"time left: {duration(left)}"])
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss."""
+    minutes, rest = divmod(int(round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _open_for_rows(path: str, first_iteration: int) -> TextIO:
+    """Open a JSONL file to go on after ``first_iteration``: rows that this run will write again are dropped."""
+    kept: list[str] = []
+    beside = f"{path}.partial"
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        if os.path.exists(path) and first_iteration > 0:
+            with open(path) as file:
+                kept = [line for line in file if _iteration_of(line) <= first_iteration]
+        with open(beside, "w") as file:
+            file.writelines(kept)
+        os.replace(beside, path)
+        return open(path, "a")
+    except OSError as error:
+        raise Refusal(f"--log-jsonl {path} cannot be written: {error.strerror}") from None
+
+
+def _iteration_of(line: str) -> float:
+    """The iteration of a row; a torn last line (of a killed run) counts as never."""
+    try:
+        return json.loads(line)["iteration"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _start_wandb(config: Config) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise Refusal("--wandb-project needs Weights & Biases: pip install wandb, or leave the flag out") from None
+    settings = config.logging
+    return wandb.init(
+        project=settings.wandb_project,
+        name=settings.wandb_exp_name,
+        dir=settings.wandb_save_dir,
+        entity=settings.wandb_entity,
+        config=asdict(config),
+    )
