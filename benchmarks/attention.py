@@ -30,7 +30,7 @@ import megatron.context_parallel as cp
 from benchmarks.machine import QUIET
 from benchmarks.parallel_attention import Problem, Sample, Team, largest_error, run_kernel, time_local
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.ring import RingPlan, ring_plan
+from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
 from megatron.platform.cpu import processor_name
 from megatron.training.report.flops import gemm_rate
 

@@ -28,7 +28,8 @@ from torch import Tensor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import tiled_attention
-from megatron.context_parallel.attention.ring import KeyBlock, RingPlan, ring_plan
+from megatron.context_parallel.attention.ring import KeyBlock
+from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.tiles import Rows, tiles
 from megatron.platform.cpu import processor_name

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.context_parallel.attention.ring import Hop, RingPlan, ring_plan
+from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.context_parallel.attention.ring import ring_plan
+from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, positions

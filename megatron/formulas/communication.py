@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron.context_parallel.attention.ring import ring_plan
+from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.attention.ulysses import head_plan
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.masks import Causal, Full

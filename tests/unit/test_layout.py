@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.context_parallel.attention.ring import ring_plan
+from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit

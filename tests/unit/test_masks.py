@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention.ring import ring_plan
+from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.layout.documents import UNEVEN, deal, document_ends, document_rows, restart
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import positions

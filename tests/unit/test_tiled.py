@@ -7,7 +7,8 @@ import torch
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import Accumulator, tiled_attention
 from megatron.context_parallel.attention.kernels import select
-from megatron.context_parallel.attention.ring import RingSource, ring_plan
+from megatron.context_parallel.attention.ring import RingSource
+from megatron.context_parallel.attention.ring_plan import ring_plan
 
 
 def tiles_of(dtype: torch.dtype, pieces: int):

@@ -44,7 +44,7 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
 def part_bytes(length: int, threshold: int) -> int:
     """Bytes at the peak of forward and backward of one part of the largest tile, beside q, k, v and their gradients."""
     import megatron.context_parallel as cp
-    from megatron.context_parallel.attention.ring import ring_plan
+    from megatron.context_parallel.attention.ring_plan import ring_plan
     from megatron.training.report.memory import TensorMeter
 
     layout = cp.SequenceLayout(length, cp.abstract_grid())

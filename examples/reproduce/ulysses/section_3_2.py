@@ -65,7 +65,7 @@ def sent_by_a_layer(method: str, ranks: int, kv_heads: int, rank: int | None = N
 def busiest(ranks: int) -> int:
     """The ring rank that sends most keys."""
     import megatron.context_parallel as cp
-    from megatron.context_parallel.attention.ring import ring_plan
+    from megatron.context_parallel.attention.ring_plan import ring_plan
     from megatron.context_parallel.layout.tiles import count
 
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=ranks))

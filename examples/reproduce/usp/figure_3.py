@@ -28,7 +28,7 @@ PUBLISHED = {("contiguous", 4): 7.0, ("zigzag", 4): 1.0}  # "almost 7 times"; "p
 def plans_of(ring: int, balance: str, length: int = LENGTH) -> list:
     """Every rank's plan."""
     import megatron.context_parallel as cp
-    from megatron.context_parallel.attention.ring import ring_plan
+    from megatron.context_parallel.attention.ring_plan import ring_plan
 
     layout = cp.SequenceLayout(length, cp.abstract_grid(ring=ring), balance)
     return [ring_plan(layout, cp.Causal(), rank) for rank in range(ring)]

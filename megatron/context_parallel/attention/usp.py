@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import tiled_attention
-from megatron.context_parallel.attention.ring import RingSource, ring_plan
+from megatron.context_parallel.attention.ring import RingSource
+from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.attention.tile import AttentionRule
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import Accumulator, sum_dtype
-from megatron.context_parallel.attention.ring import KeyBlock, RingSource, ring_plan
+from megatron.context_parallel.attention.ring import KeyBlock, RingSource
+from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.attention.tile import TileKernel
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, pieces

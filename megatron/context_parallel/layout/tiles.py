@@ -159,6 +159,16 @@ def packed(span: Span, rows: Rows) -> Span:
     raise ValueError(f"rows {span} are not among {rows}")
 
 
+def unpacked(span: tuple[int, int], rows: Rows) -> tuple[int, int]:
+    """The inverse of :func:`packed`: original row numbers of packed rows."""
+    offset = 0
+    for start, stop in rows:
+        if offset <= span[0] and span[1] <= offset + stop - start:
+            return start + span[0] - offset, start + span[1] - offset
+        offset += stop - start
+    raise ValueError(f"packed rows {span} are not within one run of {rows}")
+
+
 def _rows(spans: Sequence[Span]) -> list[tuple[int, Span]]:
     """Each span with the local number of its first row."""
     first, out = 0, []
