@@ -74,7 +74,7 @@ def watch(flags, llama):
 
 @pytest.mark.parametrize("name", CASES)
 def test_dry_run_equals_the_run(pool, name):
-    from megatron.simulator.dry_run.one_rank import rehearse
+    from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.training.arguments.parser import parse
 
     ranks, llama, flags = CASES[name]
@@ -83,7 +83,7 @@ def test_dry_run_equals_the_run(pool, name):
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, ranks)
     for rank in {0, ranks - 1} if "pipeline" in name or "Ring" in name else {ranks - 1}:
         device, host, communication, flops = real[rank]
-        dry = rehearse(config, ranks, rank, config.model.vocab_size + 1)
+        dry = run_rank(config, ranks, rank, config.model.vocab_size + 1)
         assert dry.trace.communication_bytes() == communication, rank
         assert dry.host_peak == host, rank
         assert dry.trace.flops() == flops, rank

@@ -64,9 +64,9 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
 
 def test_a_gpu_copies_on_streams_of_its_own():
     config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1", 1)
-    from megatron.simulator.dry_run.one_rank import rehearse
+    from megatron.simulator.dry_run.one_rank import run_rank
 
-    gpu, cpu = (rehearse(config, 1, 0, 301, on_gpu=on_gpu) for on_gpu in (True, False))
+    gpu, cpu = (run_rank(config, 1, 0, 301, on_gpu=on_gpu) for on_gpu in (True, False))
     copies, on_cpu = ([e for e in x.trace.events if isinstance(e, HostCopy)] for x in (gpu, cpu))
     waited = {ticket for e in gpu.trace.events if isinstance(e, Wait) for ticket in e.tickets}
     assert sum(e.bytes for e in copies) == sum(e.bytes for e in on_cpu) > 0
@@ -77,10 +77,10 @@ def test_a_gpu_copies_on_streams_of_its_own():
 def test_layer_inputs_leave_the_device_before_the_backward_pass():
     flags = f"--fpdt --fpdt-chunk-size 512 --no-fpdt-offload --bf16 {RECOMPUTE} --seq-length 1024 --num-layers 4"
     flags += " --max-position-embeddings 1024 --global-batch-size 1"
-    from megatron.simulator.dry_run.one_rank import rehearse
+    from megatron.simulator.dry_run.one_rank import run_rank
 
     kept, left = (
-        rehearse(config_of(f"{flags} {more}", 1), 1, 0, 301, on_gpu=True) for more in ("", "--offload-checkpoints")
+        run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, on_gpu=True) for more in ("", "--offload-checkpoints")
     )
     hidden = 1024 * 64 * 2
     # Of four inputs, the one in use and the one that comes are there; the other two are not.
@@ -92,10 +92,10 @@ def test_weights_come_while_the_layer_before_computes():
     """FSDP's transfers hide behind compute that is long enough, but for the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
     config = config_of(f"{wide} --zero-stage 3 --bf16 --ulysses-parallel-size 4 --global-batch-size 1", 4)
-    from megatron.simulator.dry_run.one_rank import rehearse
+    from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.simulator.dry_run.replay import replay
 
-    trace = rehearse(config, 4, 0, 301, on_gpu=True).trace
+    trace = run_rank(config, 4, 0, 301, on_gpu=True).trace
     replayed = replay(trace, replace(load("A100-80G"), calibration=Calibration()))
     assert 0 < replayed.exposed["dp"] < 0.5 * replayed.busy["dp"]
     tickets = [e.ticket for e in trace.events if isinstance(e, Transfer) and e.axis == "dp" and e.ticket]

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from megatron.simulator.cost.trace import HostCopy
-from megatron.simulator.dry_run.one_rank import Rehearsal, rehearse
+from megatron.simulator.dry_run.one_rank import RankStep, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
@@ -106,7 +106,7 @@ def dry_run(
     every_layer: bool = False,
     workers: int = 1,
 ) -> DryRun:
-    """Rehearse the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
+    """Run the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
 
     Args:
         machine: simulate its GPUs; None: processes on a CPU, as this program runs there.
@@ -176,12 +176,12 @@ def _do(jobs: list[Job], workers: int) -> list[Done]:
 
 def _run(job: Job) -> Done:
     config, world_size, rank, vocab_size, machine = job
-    done = rehearse(config, world_size, rank, vocab_size, on_gpu=machine is not None)
+    done = run_rank(config, world_size, rank, vocab_size, on_gpu=machine is not None)
     replayed = replay(done.trace, machine) if machine else None
     return figures(done, replayed), done.profile, replayed
 
 
-def figures(done: Rehearsal, replayed: Replay | None) -> Figures:
+def figures(done: RankStep, replayed: Replay | None) -> Figures:
     copies = {"to_host": 0.0, "to_device": 0.0}
     for event in done.trace.events:
         if isinstance(event, HostCopy):

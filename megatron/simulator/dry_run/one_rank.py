@@ -25,7 +25,7 @@ from megatron.training.report.memory_picture import DEVICE_KINDS, Profile, serie
 
 
 @dataclass
-class Rehearsal:
+class RankStep:
     """What one rank did in a step.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rehearsal:
         return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
 
 
-def rehearse(config: Config, world_size: int, rank: int, vocab_size: int, *, on_gpu: bool = False) -> Rehearsal:
+def run_rank(config: Config, world_size: int, rank: int, vocab_size: int, *, on_gpu: bool = False) -> RankStep:
     """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
 
     Args:
@@ -105,7 +105,7 @@ def rehearse(config: Config, world_size: int, rank: int, vocab_size: int, *, on_
                 timeline = profile.finish()
             host_peak = max(recorder.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
             dissolve(wrapped, optimizer)
-        return Rehearsal(rank, peaks_by_phase(timeline), host_peak, recorder.trace, timeline)
+        return RankStep(rank, peaks_by_phase(timeline), host_peak, recorder.trace, timeline)
 
 
 def dissolve(chunks: list[nn.Module], optimizer: Any) -> None:

@@ -25,7 +25,7 @@ COMPUTE = ("gemm", "attention", "memory")
 HOST = {"to_device": "host load", "to_host": "host store"}
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """Something that a stream did; seconds since the step began."""
 
     stream: str
@@ -52,7 +52,7 @@ class Replay:
     busy: dict[str, float]
     exposed: dict[str, float]
     phases: list[tuple[str, float]]
-    spans: list[Span]
+    spans: list[Interval]
 
     def mfu(self, model_flops: float, peak: float) -> float:
         """Share of ``peak`` FLOP/s that the model's FLOPs of this rank make: no recompute, by convention."""
@@ -70,7 +70,7 @@ def replay(trace: Trace, machine: Machine, keep_spans: bool = True) -> Replay:
     exposed: dict[str, float] = {}
     done: dict[int, tuple[float, str]] = {}
     phases: list[tuple[str, float]] = []
-    spans: list[Span] = []
+    spans: list[Interval] = []
     felt = 1.0 - machine.calibration.overlap
     for event in trace.events:
         if isinstance(event, Kernel):
@@ -78,7 +78,7 @@ def replay(trace: Trace, machine: Machine, keep_spans: bool = True) -> Replay:
             busy["compute"] += took
             exposed[event.kind] = exposed.get(event.kind, 0.0) + took
             if keep_spans:
-                spans.append(Span("compute", event.kind, now, now + took, event.name))
+                spans.append(Interval("compute", event.kind, now, now + took, event.name))
             now += took
         elif isinstance(event, Transfer | HostCopy):
             if isinstance(event, Transfer):
@@ -89,7 +89,7 @@ def replay(trace: Trace, machine: Machine, keep_spans: bool = True) -> Replay:
             end = free[stream] = begin + took
             busy[stream] = busy.get(stream, 0.0) + took
             if keep_spans and took:
-                spans.append(Span(stream, stream, begin, end, name))
+                spans.append(Interval(stream, stream, begin, end, name))
             if event.ticket is None:
                 stop = end
             else:

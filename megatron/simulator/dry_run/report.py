@@ -20,7 +20,7 @@ from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
 
 
 def show(result: DryRun, console: Console) -> None:
-    """Memory, communication and time of every rank that was rehearsed."""
+    """Memory, communication and time of every rank that ran."""
     console.print(_memory(result))
     console.print(_communication(result))
     if result.machine is None:

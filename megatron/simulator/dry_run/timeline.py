@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.simulator.dry_run.replay import HOST, Replay, Span, duration
+from megatron.simulator.dry_run.replay import HOST, Replay, Interval, duration
 
 COLUMNS = 1200
 COLOURS = {
@@ -55,7 +55,7 @@ def coverage(begins: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndar
     return np.diff(covered) / np.diff(edges)
 
 
-def shares(spans: list[Span], edges: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
+def shares(spans: list[Interval], edges: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
     """Share of each column by (stream, kind)."""
     grouped: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
     for stream, kind, begin, end, _ in spans:
