@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.simulator.dry_run.replay import HOST, Replay, Interval, duration
+from megatron.simulator.dry_run.replay import HOST, Interval, Replay, duration
 
 COLUMNS = 1200
 COLOURS = {
