@@ -257,7 +257,7 @@ class OptimizerSettings:
     sgd_momentum: float = flag(0.9, "SGD's momentum")
     bf16: bool = flag(False, "bfloat16 with fp32 main weights")
     fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
-    loss_scale: float | None = flag(None, "fixed loss scale for fp16", type=float)
+    loss_scale: float | None = flag(None, "fixed loss scale, in place of fp16's dynamic one", type=float)
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale")
     loss_scale_window: float = flag(1000, "good steps before the loss scale grows")

@@ -90,8 +90,12 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         fill_states(part)
     core = chunks[0].module.config
-    if settings.fp16:  # else it would multiply by 1, and tie a knot that no garbage collection undoes: with ZeRO 1 in
-        core.grad_scale_func = optimizer.scale_loss  # fp32 the optimizer holds views, and they hold the weights, in C++
+    if settings.fp16:
+        core.grad_scale_func = optimizer.scale_loss
+    elif (scale := float(optimizer.get_loss_scale())) != 1:
+        # A constant, which does not hold the optimizer: with ZeRO 1 in fp32 that would tie a knot that no garbage
+        # collection undoes, for the optimizer holds views, and they hold the weights, in C++.
+        core.grad_scale_func = lambda loss: loss * scale
     core.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:
         core.no_sync_func = _for_each_chunk([chunk.no_sync for chunk in chunks])
