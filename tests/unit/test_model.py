@@ -2,12 +2,16 @@
 """megatron-core's configuration is one that core accepts, also for GPUs, which no test here has."""
 
 import pytest
+import torch
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
+from torch.nn import functional
 
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.training.arguments.parser import parse
 from megatron.training.model.build import transformer_config
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE
 
+GPT = "--hidden-dropout 0 --attention-dropout 0"
 PP = "--pipeline-model-parallel-size 2"
 
 
@@ -31,3 +35,25 @@ def test_core_accepts_the_configuration(flags, llama, world):
         core = transformer_config(config, grid, on_gpu=on_gpu)
         assert core.num_layers == 4
         assert not (core.batch_p2p_comm and core.overlap_p2p_comm)
+
+
+def by_fused_kernel(x):
+    return bias_gelu(torch.zeros_like(x), x)
+
+
+@pytest.mark.parametrize(
+    "flags, same, other",
+    [
+        ("", by_fused_kernel, functional.gelu),  # what Megatron-LM does without any flag
+        ("--no-bias-gelu-fusion", functional.gelu, by_fused_kernel),
+        ("--disable-bias-linear", functional.gelu, by_fused_kernel),  # switches the fused kernel off in Megatron-LM
+        ("--no-bias-gelu-fusion --openai-gelu", by_fused_kernel, functional.gelu),
+        ("--swiglu --no-bias-gelu-fusion", functional.silu, functional.gelu),
+    ],
+)
+def test_the_activation_is_megatrons(flags, same, other):
+    config = parse(f"{SHAPE} {RUN} {GPT} {flags}".split(), None, 1)
+    x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
+    activation = transformer_config(config, Grid(), on_gpu=False).activation_func
+    assert torch.allclose(activation(x), same(x), rtol=0, atol=2e-8)  # the fused kernel has 8 digits of sqrt(2 / pi)
+    assert (activation(x) - other(x)).abs().max() > 1e-4

@@ -307,6 +307,7 @@ REFUSALS = [
     ("--transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine installed local"),
     ("--grad-reduce-in-bf16", 1, "--grad-reduce-in-bf16 --bf16"),
     ("--swiglu --squared-relu", 1, "--swiglu --squared-relu"),
+    ("--swiglu --openai-gelu", 1, "--swiglu --openai-gelu"),
     (
         "--zero-stage 3 --pipeline-model-parallel-size 2",
         2,

@@ -71,6 +71,13 @@ class ModelConfig:
     apply_layernorm_1p: bool = flag(False, "weights of the norm centred on zero")
     swiglu: bool = flag(False, "gated MLP with SiLU")
     squared_relu: bool = flag(False, "squared ReLU in place of GELU")
+    bias_gelu_fusion: bool = flag(
+        True,
+        "GELU by erf, as Megatron-LM computes it without its fused kernel, which has tanh; so too with "
+        "--disable-bias-linear",
+        flags=["--no-bias-gelu-fusion"],
+    )
+    openai_gelu: bool = flag(False, "GELU by tanh, whatever else is given")
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = flag(False, "bias in the QKV projection alone")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")

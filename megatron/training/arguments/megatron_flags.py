@@ -97,7 +97,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     (
         "fused or not, the result is the same",
         """
-        --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+        --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
         --no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion --cross-entropy-loss-fusion
         --cross-entropy-fusion-impl 1 native --disable-jit-fuser --use-te-activation-func
         --use-fused-weighted-squared-relu --no-gradient-reduce-div-fusion
@@ -316,7 +316,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "not part of the GPT and Llama models built here: leave it out",
         """
-        --openai-gelu --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
+        --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
         --embedding-init-method-std 1 --spec * --heterogeneous-layers-config-path 1
         --heterogeneous-layers-config-encoded-json 1 --use-legacy-models
         """,

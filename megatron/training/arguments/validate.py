@@ -92,8 +92,10 @@ def _model(config: Config) -> ModelConfig:
         )
     if model.attention_dropout != 0:
         raise Refusal(f"--attention-dropout {model.attention_dropout:g} is not supported: pass --attention-dropout 0")
-    if model.swiglu and model.squared_relu:
-        raise Refusal("--swiglu and --squared-relu are two activations: leave one out")
+    chosen = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
+    activations = [flag for flag, given in chosen.items() if given]
+    if len(activations) > 1:
+        raise Refusal(f"{' and '.join(activations)} are {len(activations)} activations: leave one in")
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(

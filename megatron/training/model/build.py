@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -115,7 +116,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
     dtype = torch.bfloat16 if optimizer.bf16 else torch.float16 if optimizer.fp16 else torch.float32
     gated = model.swiglu
-    activation = functional.silu if gated else squared_relu if model.squared_relu else gelu
+    activation = functional.silu if gated else squared_relu if model.squared_relu else gelu(model)
     overlap_p2p = on_gpu and virtual_stages(config) is not None
     fp8: dict[str, Any] = {}
     if model.fp8_format:
@@ -340,8 +341,14 @@ def virtual_stages(config: Config) -> int | None:
     return None
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU by tanh, as in GPT-2 and in Megatron-LM's fused kernel; the same formula on every device."""
+def gelu(model: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """Megatron-LM's GELU: by tanh in its fused kernel, which adds the bias as well, and by erf where that is not used;
+    the same formula on every device."""
+    by_tanh = model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear)
+    return tanh_gelu if by_tanh else functional.gelu
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
