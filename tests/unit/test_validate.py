@@ -99,6 +99,13 @@ def test_complete_leaves_its_argument_alone():
         ("--context-parallel-size 8 --ring-parallel-size 4 --ulysses-parallel-size 2", (2, 4)),
         ("--hierarchical-context-parallel-sizes 2 4 --context-parallel-size 8", (2, 4)),
         ("--hierarchical-context-parallel-sizes 2 4", (2, 4)),
+        ("--context-parallel-size 1 --ulysses-parallel-size 2 --ring-parallel-size 4", (2, 4)),
+        ("--context-parallel-size 1 --hierarchical-context-parallel-sizes 2 4", (2, 4)),
+        ("--context-parallel-size 8 --cp-comm-type p2p", (1, 8)),
+        ("--context-parallel-size 4 --cp-comm-type a2a", (4, 1)),
+        ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", (2, 4)),
+        ("--context-parallel-size 1 --cp-comm-type p2p --ulysses-parallel-size 2 --ring-parallel-size 4", (2, 4)),
+        ("--cp-comm-type p2p p2p p2p", (1, 1)),
         # context-parallel size alone: the largest Ulysses degree that neither splits nor copies a head
         ("--context-parallel-size 4", (4, 1)),
         ("--context-parallel-size 8", (4, 2)),
@@ -117,9 +124,8 @@ def test_ulysses_and_ring(flags: str, grid: tuple[int, int]):
     parallel = config.parallel
     assert (parallel.ulysses_parallel_size, parallel.ring_parallel_size) == grid
     assert parallel.context_parallel_size == prod(grid)
-    chosen = (
-        "--context-parallel-size" in flags and "ring-" not in flags and "ulysses-" not in flags and "hier" not in flags
-    )
+    others = ("ring-", "ulysses-", "hier", "cp-comm")
+    chosen = "--context-parallel-size" in flags and not any(word in flags for word in others)
     assert any("is split into" in note for note in config.notes) == chosen
     assert data_parallel_size(config, 8) == 8 // prod(grid) // parallel.tensor_model_parallel_size
 
@@ -228,6 +234,12 @@ REFUSALS = [
         "8 is not --ulysses-parallel-size 2",
     ),
     ("--hierarchical-context-parallel-sizes 2 2 --context-parallel-size 8", 8, "--context-parallel-size 8 is not"),
+    ("--context-parallel-size 8 --cp-comm-type p2p --ulysses-parallel-size 4", 8, "--ulysses-parallel-size 1, not 4"),
+    ("--context-parallel-size 8 --cp-comm-type a2a --ring-parallel-size 2", 8, "a2a --ring-parallel-size 1, not 2"),
+    ("--context-parallel-size 8 --cp-comm-type a2a+p2p", 8, "--cp-comm-type a2a+p2p --hierarchical-context"),
+    ("--context-parallel-size 8 --cp-comm-type all_gather", 8, "--cp-comm-type all_gather p2p"),
+    ("--context-parallel-size 8 --cp-comm-type p2p a2a", 8, "--cp-comm-type p2p a2a give one word"),
+    ("--context-parallel-size 8 --cp-comm-type nvlink", 8, "--cp-comm-type nvlink unknown p2p"),
     ("--hierarchical-context-parallel-sizes 2 2 2", 8, "--hierarchical-context-parallel-sizes two sizes"),
     (
         "--hierarchical-context-parallel-sizes 2 2 --ring-parallel-size 4",

@@ -121,6 +121,13 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None, "Megatron's spelling of the grid: Ulysses degree, then Ring degree", type=int, nargs="+"
     )
+    cp_comm_type: list[str] | None = flag(
+        None,
+        "Megatron's spelling of the split: p2p is Ring, a2a Ulysses, a2a+p2p both, with "
+        "--hierarchical-context-parallel-sizes",
+        type=str,
+        nargs="+",
+    )
     context_parallel_balance: str | None = flag(
         None,
         "how the ring shares the work: zigzag, for a causal mask, is the default; contiguous, for a window; documents, "

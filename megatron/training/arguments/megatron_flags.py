@@ -227,7 +227,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use --train-data-path, --valid-data-path and --test-data-path", "--per-split-data-args-path 1"),
     ("use --vocab-size and --make-vocab-size-divisible-by", "--padded-vocab-size 1"),
     ("use --ckpt-format torch_dist", "--dist-ckpt-format 1 torch_dist"),
-    ("use --ulysses-parallel-size and --ring-parallel-size", "--cp-comm-type + p2p"),
     ("use --recompute-granularity selective (the attention core), or full", "--recompute-modules + core_attn"),
     (
         "use tools/convert_hf.py",

@@ -150,6 +150,13 @@ def _context(config: Config) -> None:
             )
         ulysses, ring = sizes
     given = (ulysses or 1) * (ring or 1)
+    if total == 1 and given > 1:  # Megatron-LM's default, spelled out in a script that the other flags were added to
+        config.notes.append("--context-parallel-size 1 is read as not given: the sizes of Ulysses and Ring decide")
+        total = None
+    if parallel.cp_comm_type:
+        ulysses, ring = _by_comm_type(config, total, ulysses, ring)
+        parallel.cp_comm_type = None  # the sizes say it from here on
+        given = (ulysses or 1) * (ring or 1)
     if total is not None and (total % given or (ulysses and ring and total != given)):
         sizes = {"--ulysses-parallel-size": ulysses, "--ring-parallel-size": ring}
         product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size)
@@ -169,6 +176,31 @@ def _context(config: Config) -> None:
         ring = (total or ulysses) // ulysses
     parallel.ulysses_parallel_size, parallel.ring_parallel_size = ulysses, ring
     parallel.context_parallel_size = ulysses * ring
+
+
+def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: int | None) -> tuple:
+    """Ulysses and Ring as --cp-comm-type names them; without --context-parallel-size it says nothing."""
+    kinds = set(config.parallel.cp_comm_type)
+    words = f"--cp-comm-type {' '.join(config.parallel.cp_comm_type)}"
+    if unknown := kinds - {"p2p", "a2a", "a2a+p2p", "all_gather"}:
+        raise Refusal(f"{words}: {sorted(unknown)[0]} is unknown; use p2p, a2a or a2a+p2p")
+    if len(kinds) > 1:
+        raise Refusal(f"{words}: layers that share a sequence in different ways are not built here: give one word")
+    (kind,) = kinds
+    if total in (None, 1):
+        config.notes.append(f"{words} says nothing without --context-parallel-size above 1")
+        return ulysses, ring
+    if kind == "all_gather":
+        raise Refusal(f"{words}: keys that are gathered are not built here: use p2p, a ring, or a2a, Ulysses")
+    if kind == "a2a+p2p":
+        if ulysses is None and ring is None:
+            raise Refusal(f"{words} needs the sizes of both: add --hierarchical-context-parallel-sizes ULYSSES RING")
+        return ulysses, ring
+    wanted = (1, total) if kind == "p2p" else (total, 1)
+    for flag, size, other in zip(("--ulysses-parallel-size", "--ring-parallel-size"), wanted, (ulysses, ring)):
+        if other not in (None, size):
+            raise Refusal(f"{words} with --context-parallel-size {total} is {flag} {size}, not {other}: leave one out")
+    return wanted
 
 
 def _choose_ulysses(total: int, config: Config) -> int:
