@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from megatron import platform
 from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.layout.grid import Grid, initialize_grid
+from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed

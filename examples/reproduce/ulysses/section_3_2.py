@@ -76,7 +76,7 @@ def busiest(ranks: int) -> int:
 def forward(flags: str, ranks: int, rank: int, kv_heads: int, layers: int) -> Counter[str]:
     """Numbers sent, by kind of message, in the forward pass of a model."""
     from megatron import platform
-    from megatron.context_parallel.layout.grid import initialize_grid
+    from megatron.context_parallel.core.groups import initialize_grid
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
     from megatron.platform.simulation import simulated_world
     from megatron.training.arguments.parser import parse
