@@ -66,7 +66,7 @@ def busiest(ranks: int) -> int:
     """The ring rank that sends most keys."""
     import megatron.context_parallel as cp
     from megatron.context_parallel.attention.ring_plan import ring_plan
-    from megatron.context_parallel.layout.tiles import count
+    from megatron.context_parallel.layout.spans import count
 
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=ranks))
     plans = [ring_plan(layout, cp.Causal(), rank) for rank in range(ranks)]

@@ -38,6 +38,11 @@ class Band:
         rows = self.q[1] - self.q[0]
         return rows * (self.end - self.first) + (self.end_step - self.first_step) * rows * (rows - 1) // 2
 
+    @property
+    def keys(self) -> Span:
+        """All keys that some query of the band attends to."""
+        return self.first, self.end + (self.q[1] - self.q[0] - 1) * self.end_step
+
     def clip(self, k: Span) -> Iterator[Band]:
         """What is left of the band among the keys ``k``."""
         start, stop = 0, self.q[1] - self.q[0]
@@ -164,7 +169,7 @@ class Window:
         return near | (reach if self.right else reach & (k <= q))
 
 
-class PartOfAnother:
+class NarrowedMask:
     """A mask that keeps rectangles of another one, ``within``, and so needs masks of pairs where that does."""
 
     within: Mask
@@ -179,7 +184,7 @@ class PartOfAnother:
 
 
 @dataclass(frozen=True)
-class Documents(PartOfAnother):
+class Documents(NarrowedMask):
     """Documents packed into one sequence never see each other.
 
     Attributes:
@@ -195,15 +200,12 @@ class Documents(PartOfAnother):
             raise ValueError("the ends of documents ascend from 1 to the length of the sequence")
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
-        position = max(q[0], 0)
-        for document in range(bisect_right(self.ends, position), len(self.ends)):
+        for document in range(bisect_right(self.ends, max(q[0], k[0], 0)), len(self.ends)):
             keys = (self.ends[document - 1] if document else 0, self.ends[document])
-            if keys[0] >= q[1]:
+            if keys[0] >= min(q[1], k[1]):
                 return
-            queries = (max(q[0], keys[0]), min(q[1], keys[1]))
-            if keys[0] < k[1] and k[0] < keys[1]:
-                for band in self.within.bands(queries, keys):
-                    yield from band.clip(keys)
+            for band in self.within.bands((max(q[0], keys[0]), min(q[1], keys[1])), keys):
+                yield from band.clip(keys)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         ends = torch.tensor(self.ends, device=q.device)
