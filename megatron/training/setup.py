@@ -75,6 +75,8 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
             head_dim=config.model.kv_channels,
             needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
         )
+    except kernels.KernelUnavailable as error:
+        raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
     config.attention.attention_kernel = kernel.name

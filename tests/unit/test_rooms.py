@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,3 +103,15 @@ def test_attention_and_fpdt_where_megatron_core_is_not_installed():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
     assert not done.returncode, done.stderr
+
+
+def test_errors_of_the_library_name_arguments_and_never_flags():
+    for module, path in MODULES.items():
+        if not module.startswith("context_parallel"):
+            continue
+        tree = ast.parse(path.read_text())
+        documented = (n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)))
+        docstrings = {ast.get_docstring(node, clean=False) for node in documented}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings:
+                assert not re.search(r"--[a-z]", node.value), f"{path}:{node.lineno}"
