@@ -68,7 +68,7 @@ class BigBirdBlocks:
 
 @dataclass(frozen=True)
 class StridedBlocks:
-    """The last ``stride`` blocks, and every ``stride``-th one of all."""
+    """The last ``stride`` blocks, and every ``stride``-th one of all. ValueError: the stride is below 1."""
 
     stride: int
 
@@ -83,7 +83,7 @@ class StridedBlocks:
 
 @dataclass(frozen=True)
 class BlockList:
-    """Rows of key blocks of one's own; a row may be empty."""
+    """Key blocks of one's own for each query block; a row may be empty."""
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -102,6 +102,9 @@ class BlockSparse(NarrowedMask):
         pattern: which blocks are kept.
         seq_length: tokens of the keys' whole sequence.
         within: what a kept block's queries attend to.
+
+    Raises:
+        ValueError: ``block`` is below 1; when it is asked, a :class:`BlockList` lacks a row.
     """
 
     block: int

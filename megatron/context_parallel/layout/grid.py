@@ -20,7 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the grid: how many ranks lie along it, which of them this is, and their process group."""
+    """One axis of the grid.
+
+    Attributes:
+        size: how many ranks lie along it.
+        rank: which of them this is.
+        group: their process group; None where nothing is ever sent. Axes that differ in it alone are equal.
+    """
 
     size: int = 1
     rank: int = 0
@@ -38,7 +44,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes, coordinates and groups. ``context`` is Ulysses x Ring, Ulysses innermost."""
+    """Sizes, coordinates and groups: from ``cp.initialize_grid``, :meth:`from_mesh` or :meth:`from_groups`.
+
+    Attributes:
+        tensor, ulysses, ring, data, pipeline: the axes, innermost first.
+        context: Ulysses x Ring, Ulysses innermost: the ranks that share a sequence.
+    """
 
     tensor: Axis = Axis()
     ulysses: Axis = Axis()

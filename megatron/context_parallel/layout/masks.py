@@ -88,7 +88,7 @@ class Mask(Protocol):
         ...
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        """Boolean, broadcast from positions q [.., 1] and k [1, ..]: whether the query attends to the key."""
+        """Whether the query attends to the key: bool, broadcast from int64 positions q [.., 1] and k [1, ..]."""
         ...
 
 
@@ -131,6 +131,9 @@ class Window:
         right: and to this many after it; 0 keeps the mask causal.
         global_tokens: the first tokens, which all queries attend to and which attend to all keys (under a causal mask:
             to all before them).
+
+    Raises:
+        ValueError: a size below 0.
     """
 
     left: int
@@ -190,6 +193,9 @@ class Documents(NarrowedMask):
     Attributes:
         ends: ascending, one past the last token of each document; the last is the length of the sequence.
         within: what a query attends to inside its document.
+
+    Raises:
+        ValueError: the ends do not ascend from 1.
     """
 
     ends: tuple[int, ...]
@@ -218,8 +224,11 @@ class MaskFunction:
     """A mask of the user's own, asked in host memory or on the device for blocks of rows (DeepSpeed4Science).
 
     Attributes:
-        function: (positions of queries [.., 1], of keys [1, ..]) -> boolean, True = attend; on any device.
+        function: (positions of queries [.., 1], of keys [1, ..], int64) -> bool, True = attend; on any device.
         within: a bound that the function only narrows: what lies outside is neither asked, computed nor sent.
+
+    Raises:
+        ValueError: when it is asked, the function's answer is not of dtype bool.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]

@@ -161,7 +161,17 @@ class SequenceLayout:
         return positions(spans, torch.device("cpu"))
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of ``x``, which holds the whole sequence along ``dim``. Differentiable."""
+        """This rank's part of ``x``. Differentiable.
+
+        Args:
+            x: [.., seq_length at ``dim``, ..] of any dtype, on any device, alike on every rank.
+
+        Returns:
+            [.., s_local at ``dim``, ..], a copy.
+
+        Raises:
+            ValueError: ``dim`` has another length.
+        """
         if x.size(dim) != self.seq_length:
             raise ValueError(f"dim {dim} has {x.size(dim)} tokens, the layout is for {self.seq_length}")
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.local_spans], dim)
@@ -169,7 +179,17 @@ class SequenceLayout:
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The whole sequence along ``dim``, from every rank's part: ``gather(shard(x)) == x``.
 
-        Differentiable; the gradient of a rank's part is summed over all ranks that used the whole.
+        Differentiable; the gradient of a rank's part is summed over all ranks that used the whole. All ranks of
+        ``grid.context`` call it together.
+
+        Args:
+            x: [.., s_local at ``dim``, ..] of any dtype that the group's backend takes.
+
+        Returns:
+            [.., seq_length at ``dim``, ..], alike on every rank.
+
+        Raises:
+            ValueError: ``dim`` has another length.
         """
         if x.size(dim) != self.local_length:
             raise ValueError(f"dim {dim} has {x.size(dim)} tokens, a rank holds {self.local_length}")

@@ -44,7 +44,7 @@ class Tile:
         return rows * columns if self.kind == "full" else rows * (rows + 1) // 2
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2**14)  # FPDT asks for all pairs of chunks: 8,192 of them in 32 chunks over Ring 8
 def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> tuple[Tile, ...]:
     """The tiles between a query block and a key block.
 
