@@ -31,7 +31,8 @@ from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
-from megatron.context_parallel.layout.tiles import Rows, tiles
+from megatron.context_parallel.layout.spans import Spans
+from megatron.context_parallel.layout.tiles import tiles
 from megatron.platform.cpu import processor_name
 
 WINDOW, RANKS, DOCUMENTS = 2048, 8, 64
@@ -205,11 +206,11 @@ class HereSource:
         return self.grads[:, 0], self.grads[:, 1]
 
 
-def _rows(x: Tensor, spans: Rows) -> Tensor:
+def _rows(x: Tensor, spans: Spans) -> Tensor:
     return torch.cat([x[start:stop] for start, stop in spans]).detach()
 
 
-def _pick(x: Tensor, rows: Rows) -> Tensor:
+def _pick(x: Tensor, rows: Spans) -> Tensor:
     return torch.cat([x[start:stop] for start, stop in rows])
 
 

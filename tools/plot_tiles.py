@@ -27,7 +27,7 @@ from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_pl
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
-from megatron.context_parallel.layout.tiles import count
+from megatron.context_parallel.layout.spans import count
 from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.arguments.validate_attention import OWN_FLAGS, check_attention
 from megatron.training.model.attention_rule import attention_mask

@@ -14,8 +14,8 @@ import torch
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import Span, positions
-from megatron.context_parallel.layout.tiles import Tile, count, tiles
+from megatron.context_parallel.layout.spans import Span, count, positions
+from megatron.context_parallel.layout.tiles import Tile, tiles
 
 Outline = list[tuple[int, int]]
 """Corners of a polygon, (key position, query position); a pair of tokens is a square of area 1."""

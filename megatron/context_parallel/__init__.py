@@ -12,6 +12,7 @@ out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 from megatron.context_parallel.attention.tile import AttentionRule
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.core.groups import current_grid, initialize_grid
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.layout.block_sparse import (
@@ -21,7 +22,7 @@ from megatron.context_parallel.layout.block_sparse import (
     LongformerBlocks,
     StridedBlocks,
 )
-from megatron.context_parallel.layout.grid import Axis, Grid, abstract_grid, current_grid, initialize_grid
+from megatron.context_parallel.layout.grid import Axis, Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.alibi import alibi_slopes

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from megatron import platform
 from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.layout.grid import Grid, initialize_grid
+from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
@@ -74,6 +75,8 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
             head_dim=config.model.kv_channels,
             needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
         )
+    except kernels.KernelUnavailable as error:
+        raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
     config.attention.attention_kernel = kernel.name

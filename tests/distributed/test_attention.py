@@ -169,7 +169,7 @@ def refuse_bad_inputs():
     grid = cp.initialize_grid(ulysses=2)
     layout = cp.SequenceLayout(16, grid)
     q = torch.zeros(8, 1, 3, 8)
-    with pytest.raises(ValueError, match="--ulysses-parallel-size 2 does not divide the 3 query heads"):
+    with pytest.raises(ValueError, match="ulysses=2 does not divide the 3 query heads"):
         cp.attention(q, q, q, layout=layout)
     q = torch.zeros(8, 1, 4, 8)
     with pytest.raises(ValueError, match="not a multiple of the 3"):

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.chunked_ffn import pieces
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.context_parallel.layout.grid import initialize_grid
 
 S, B, H = 12, 3, 16
 

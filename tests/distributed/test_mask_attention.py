@@ -279,7 +279,7 @@ def test_bad_masks_are_refused_by_name(pool):
 def test_ranks_out_of_the_window_exchange_nothing():
     """On a contiguous ring, keys of a window go to the next rank and no further, and only the rows it needs."""
     from megatron.context_parallel.attention.ring_plan import ring_plan
-    from megatron.context_parallel.layout.tiles import count
+    from megatron.context_parallel.layout.spans import count
 
     layout = cp.SequenceLayout(1024, abstract_grid(ring=8), "contiguous")
     for rank in range(8):

@@ -494,7 +494,7 @@ def test_flash_attn_is_found_by_generation(install):
     assert flash_attn_kernel._library(False) is two and flash_attn_kernel._library(True) is three
     install("flash_attn.flash_attn_interface", types.SimpleNamespace())
     assert "lacks" in flash_attn_kernel._library(False)
-    with pytest.raises(ImportError, match="--attention-kernel flash_attn"):
+    with pytest.raises(ImportError, match='kernel="flash_attn"'):
         KERNELS["flash_attn"].forward(*make()[1:], causal=False, mask=None, scale=1.0)
 
 
@@ -532,14 +532,14 @@ def test_refusals(name, options, reason):
         select(name, device="cpu", dtype=torch.bfloat16, head_dim=64, **options)
     assert isinstance(error.value, ValueError)
     message = str(error.value)
-    assert message.startswith(f"--attention-kernel {name}: {reason}") and "\n" not in message
+    assert message.startswith(f'kernel="{name}": {reason}') and "\n" not in message
     assert message.endswith("kernels that can run here: cpu, math")
 
 
 def test_no_kernel_at_all():
     with pytest.raises(KernelUnavailable, match="no kernel takes torch.int32 on cpu; .*: none"):
         select("auto", device="cpu", dtype=torch.int32, head_dim=64)
-    with pytest.raises(KernelUnavailable, match="--attention-kernel cpu: needs tensors on the CPU; .*: math"):
+    with pytest.raises(KernelUnavailable, match='kernel="cpu": needs tensors on the CPU; .*: math'):
         select("cpu", device="meta", dtype=torch.float32, head_dim=64)
 
 
@@ -567,9 +567,7 @@ def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
     assert available("cuda", bf16, 128, needs_mask=True) == ["math"]
     assert available("cuda", bf16, 256) == ["cudnn", "flash", "math"]
     assert available("cuda", bf16, 100) == available("cuda", torch.float32, 128) == ["math"]
-    with pytest.raises(
-        KernelUnavailable, match="--attention-kernel flash_attn: the package flash-attn is not installed"
-    ):
+    with pytest.raises(KernelUnavailable, match='kernel="flash_attn": the package flash-attn is not installed'):
         select("flash_attn", device="cuda", dtype=bf16, head_dim=128)
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     assert available("cuda", bf16, 128) == ["flash", "math"]

@@ -154,7 +154,7 @@ def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, mon
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     from megatron import platform
-    from megatron.context_parallel.layout.grid import initialize_grid
+    from megatron.context_parallel.core.groups import initialize_grid
     from megatron.training.model.build import build_model
     from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
     from megatron.training.report.memory_profile import owned

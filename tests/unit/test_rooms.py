@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +23,9 @@ FLOORS = [
     "context_parallel.attention.kernels",
     "context_parallel.attention",
     "context_parallel.fpdt",
-    "context_parallel",  # the public names
     "formulas",
     "context_parallel.core",
+    "context_parallel",  # the public names
     "training.refusal",
     "training.arguments",
     "training.data",
@@ -36,8 +40,8 @@ FLOORS = [
     "simulator.planner",
     "simulator",
 ]
-WITHOUT_CORE = ("context_parallel.positions", "context_parallel.attention", "context_parallel.fpdt",
-                "formulas", "training.refusal", "simulator.machines", "simulator.cost",
+WITHOUT_CORE = ("context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
+                "context_parallel.fpdt", "formulas", "training.refusal", "simulator.machines", "simulator.cost",
                 "simulator.planner")  # fmt: skip
 
 MODULES = {
@@ -92,3 +96,22 @@ def test_a_room_says_what_it_is(room):
         return
     text = ast.get_docstring(ast.parse((ROOT / "megatron" / room.replace(".", "/") / "__init__.py").read_text()))
     assert text and len(text.splitlines()) <= 14
+
+
+def test_attention_and_fpdt_where_megatron_core_is_not_installed():
+    program = [sys.executable, str(ROOT / "tests" / "without_core.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr
+
+
+def test_errors_of_the_library_name_arguments_and_never_flags():
+    for module, path in MODULES.items():
+        if not module.startswith("context_parallel"):
+            continue
+        tree = ast.parse(path.read_text())
+        documented = (n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)))
+        docstrings = {ast.get_docstring(node, clean=False) for node in documented}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings:
+                assert not re.search(r"--[a-z]", node.value), f"{path}:{node.lineno}"

@@ -130,7 +130,7 @@ def test_a_list_of_blocks_of_ones_own(tmp_path):
     path = tmp_path / "blocks.json"
     path.write_text(json.dumps([[0], []]))
     mask = attention_mask(build(f"--attention-mask block-sparse --sparse-pattern {path}"))
-    assert mask.runs(0) == [(0, 128)] and mask.runs(1) == []
+    assert mask.key_spans(0) == ((0, 128),) and mask.key_spans(1) == ()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megatron import platform
-    from megatron.context_parallel.layout.grid import initialize_grid
+    from megatron.context_parallel.core.groups import initialize_grid
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
     from megatron.platform.simulation import simulated_world
     from megatron.training.arguments.models import shape

@@ -66,7 +66,7 @@ def busiest(ranks: int) -> int:
     """The ring rank that sends most keys."""
     import megatron.context_parallel as cp
     from megatron.context_parallel.attention.ring_plan import ring_plan
-    from megatron.context_parallel.layout.tiles import count
+    from megatron.context_parallel.layout.spans import count
 
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=ranks))
     plans = [ring_plan(layout, cp.Causal(), rank) for rank in range(ranks)]
@@ -76,7 +76,7 @@ def busiest(ranks: int) -> int:
 def forward(flags: str, ranks: int, rank: int, kv_heads: int, layers: int) -> Counter[str]:
     """Numbers sent, by kind of message, in the forward pass of a model."""
     from megatron import platform
-    from megatron.context_parallel.layout.grid import initialize_grid
+    from megatron.context_parallel.core.groups import initialize_grid
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
     from megatron.platform.simulation import simulated_world
     from megatron.training.arguments.parser import parse

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.tiles import Rows, Tile, count, packed, unpacked
+from megatron.context_parallel.layout.spans import Spans, count, place, positions_of
+from megatron.context_parallel.layout.tiles import Tile
 
 
 @dataclass
@@ -148,23 +149,23 @@ class _MappedKeyBlock(KeyBlock):
     """A block whose gradient buffer keeps other rows than the block itself."""
 
     def add_grad(self, tile: Tile, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        span = packed(unpacked(tile.k, self.hop.held), self.hop.grads_out)
+        span = place(*positions_of([tile.k], self.hop.held), self.hop.grads_out)
         super().add_grad(replace(tile, k=span), dk_SBHD, dv_SBHD)
 
 
-def _pick_rows(kv: Tensor, held: Rows, wanted: Rows) -> Tensor:
+def _pick_rows(kv: Tensor, held: Spans, wanted: Spans) -> Tensor:
     """The rows ``wanted`` of a buffer that keeps the rows ``held``; a view where they are one run."""
-    spans = [packed(span, held) for span in wanted]
+    spans = [place(span, held) for span in wanted]
     if len(spans) == 1:
         return kv[spans[0][0] : spans[0][1]]
     return torch.cat([kv[start:stop] for start, stop in spans])
 
 
-def _add_rows(total: Tensor, kept: Rows, part: Tensor, part_rows: Rows) -> None:
+def _add_rows(total: Tensor, kept: Spans, part: Tensor, part_rows: Spans) -> None:
     """Add a buffer of ``part_rows`` to a buffer of ``kept`` rows."""
     first = 0
     for start, stop in part_rows:
-        low, high = packed((start, stop), kept)
+        low, high = place((start, stop), kept)
         total[low:high] += part[first : first + stop - start]
         first += stop - start
 

@@ -7,13 +7,15 @@ touched, and what nobody needs is never sent.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import Span
-from megatron.context_parallel.layout.tiles import Rows, Tile, count, key_rows, packed, tiles, union
+from megatron.context_parallel.layout.spans import Span, Spans, count, numbered, place, union
+from megatron.context_parallel.layout.tiles import Tile, reach, tiles
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,11 @@ class Hop:
     """What one rank does at one hop of the ring. Rows are row numbers of the block's home rank."""
 
     source: int
-    held: Rows  # rows of the block that arrive here
+    held: Spans  # rows of the block that arrive here
     tiles: tuple[Tile, ...]  # what this rank computes with them; key rows count within ``held``
-    forward: Rows  # rows that go on to the next rank
-    grads_in: Rows  # rows whose gradients arrive from the rank before
-    grads_out: Rows  # rows whose gradients leave ...
+    forward: Spans  # rows that go on to the next rank
+    grads_in: Spans  # rows whose gradients arrive from the rank before
+    grads_out: Spans  # rows whose gradients leave ...
     grads_to: int  # ... for this rank: the next one, or the block's home
 
 
@@ -37,7 +39,7 @@ class RingPlan:
     next: int
     previous: int
     hops: tuple[Hop, ...]
-    grads_home: tuple[int, Rows]  # rank and rows of the gradients that return to this rank at the end
+    grads_home: tuple[int, Spans]  # rank and rows of the gradients that return to this rank at the end
     home_hop: int  # the hop after which that rank sends them
 
     @property
@@ -68,66 +70,67 @@ def ring_plan(
         keys = tuple(key_layout.ring_spans(r) for r in range(ring.size))
     else:
         keys = tuple(key_layout.chunk_spans(chunk, r) for r in range(ring.size))
-    return _plan(queries, keys, mask, ring.rank if rank is None else rank)
+    return _plan(queries, keys, mask, key_layout.seq_length, ring.rank if rank is None else rank)
 
 
-Blocks = tuple[tuple[Span, ...], ...]
+Blocks = tuple[Spans, ...]
 """Positions of every ring rank's block."""
 
 
 @lru_cache(maxsize=256)  # with packed documents, each batch has plans of its own
-def _plan(queries: Blocks, keys: Blocks, mask: Mask, rank: int) -> RingPlan:
-    directions = (_plan_in_direction(queries, keys, mask, rank, step) for step in (1, -1))
-    return min(directions, key=lambda plan: plan[0])[1]
-
-
-def _plan_in_direction(queries: Blocks, keys: Blocks, mask: Mask, rank: int, step: int) -> tuple[int, RingPlan]:
-    """The plan for one direction, and the rows that all ranks together send in it."""
-    size = len(keys)
-    needs = {
-        (home, hop): tiles(queries[(home + step * hop) % size], keys[home], mask)
-        for home in range(size)
-        for hop in range(size)
-    }
-    rows = {key: key_rows(found) for key, found in needs.items()}
-    length = sum(stop - start for start, stop in keys[0])
-
-    def carried(home: int, hop: int) -> Rows:
-        """Rows of ``home``'s block that arrive at its hop-th stop: all that is needed there or later."""
-        return union(*(rows[home, later] for later in range(hop, size))) if hop < size else ()
-
-    def touched(home: int, hop: int) -> Rows:
-        """Rows whose gradients leave the hop-th stop: all that was needed there or before, home excepted."""
-        return union(*(rows[home, before] for before in range(1, hop + 1)))
-
-    def last_stop(home: int) -> int:
-        return max((hop for hop in range(1, size) if rows[home, hop]), default=0)
-
+def _plan(queries: Blocks, keys: Blocks, mask: Mask, length: int, rank: int) -> RingPlan:
+    size, needed = len(keys), _needed(queries, keys, mask, length)
+    ways = {step: [_Way(needed[home], home, step) for home in range(size)] for step in (1, -1)}
+    step = min(ways, key=lambda step: sum(way.sent for way in ways[step]))
     hops = []
     for hop in range(size):
         home = (rank - step * hop) % size
-        held = carried(home, hop) if hop else ((0, length),)
-        last = last_stop(home)
-        active = 0 < hop <= last
+        way = ways[step][home]
+        held = way.carried[hop] if hop else ((0, count(keys[home])),)
+        found = tiles(queries[rank], keys[home], mask) if way.stops[hop] else ()
+        active = 0 < hop <= way.last
         hops.append(
             Hop(
                 source=home,
                 held=held,
-                tiles=tuple(replace(tile, k=packed(tile.k, held)) for tile in needs[home, hop]),
-                forward=carried(home, hop + 1),
-                grads_in=touched(home, hop - 1) if active and hop > 1 else (),
-                grads_out=touched(home, hop) if active else (),
-                grads_to=(rank + step) % size if hop < last else home,
+                tiles=tuple(replace(tile, k=place(tile.k, held)) for tile in found),
+                forward=way.carried[hop + 1],
+                grads_in=way.touched[hop - 1] if active else (),
+                grads_out=way.touched[hop] if active else (),
+                grads_to=(rank + step) % size if hop < way.last else home,
             )
         )
-    last = last_stop(rank)
-    sent = sum(count(carried(home, hop)) for home in range(size) for hop in range(1, size))
-    plan = RingPlan(
+    own = ways[step][rank]
+    return RingPlan(
         rank=rank,
         next=(rank + step) % size,
         previous=(rank - step) % size,
         hops=tuple(hops),
-        grads_home=((rank + step * last) % size, touched(rank, last)),
-        home_hop=last,
+        grads_home=((rank + step * own.last) % size, own.touched[own.last]),
+        home_hop=own.last,
     )
-    return sent, plan
+
+
+class _Way:
+    """A block's way around the ring: rows at each stop. ``needed`` are those of the block that each rank needs."""
+
+    def __init__(self, needed: list[Spans], home: int, step: int) -> None:
+        self.stops = [needed[(home + step * hop) % len(needed)] for hop in range(len(needed))]
+        # Arriving at a stop: all that is needed there or later. Last, nothing goes on.
+        self.carried = [*accumulate(reversed(self.stops), union, initial=())][::-1]
+        # Whose gradients leave a stop: all that was needed there or before, home excepted.
+        self.touched = [*accumulate(self.stops[1:], union, initial=())]
+        self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
+        self.sent = sum(count(rows) for rows in self.carried[1:])
+
+
+def _needed(queries: Blocks, keys: Blocks, mask: Mask, length: int) -> list[list[Spans]]:
+    """By home, and by rank: the rows of the home's block that the rank needs."""
+    held = sorted((*span, home, row) for home, spans in enumerate(keys) for row, span in numbered(spans))
+    starts, stops = [item[0] for item in held], [item[1] for item in held]
+    found: list[list[list[Span]]] = [[[] for _ in queries] for _ in keys]
+    for rank, q_spans in enumerate(queries):
+        for first, end in reach(q_spans, mask, length):
+            for start, stop, home, row in held[bisect_right(stops, first) : bisect_left(starts, end)]:
+                found[home][rank].append((row + max(first, start) - start, row + min(end, stop) - start))
+    return [[union(spans) for spans in by_rank] for by_rank in found]

@@ -8,7 +8,7 @@ ranks they are replicated, each rank gets just the heads its queries need, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -47,8 +47,8 @@ def head_plan(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     if heads % ranks:
         usable = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
-            f"--ulysses-parallel-size {ranks} does not divide the {heads} query heads of a rank: use one of {usable}, "
-            f"and --ring-parallel-size for the rest"
+            f"ulysses={ranks} does not divide the {heads} query heads of a rank: use one of {usable}, and ring for the "
+            "rest"
         )
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of the {kv_heads} key/value heads")
@@ -90,7 +90,7 @@ def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tens
     shapes = _shapes(plan, axis.rank, q, k)
     parts = _exchange(sent, [_numel(shapes)] * axis.size, axis)
     received = [_unpack(part, shapes) for part in parts]
-    q, k, v = (torch.cat(pieces) for pieces in zip(*received))
+    q, k, v = (torch.cat(parts) for parts in zip(*received))
     if plan.needs_expansion(axis.rank):
         index = torch.tensor(plan.kv_index[axis.rank], device=k.device)
         k, v = k.index_select(2, index), v.index_select(2, index)
@@ -174,22 +174,22 @@ def _shapes(plan: HeadPlan, rank: int, q: Tensor, k: Tensor) -> tuple[tuple[int,
     return (q.size(0), q.size(1), plan.q_heads, q.size(3)), kv, kv
 
 
-def _numel(shapes: tuple[tuple[int, ...], ...]) -> int:
+def _numel(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes)
 
 
 def _unpack(part: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [piece.view(shape) for piece, shape in zip(part.split(sizes), shapes)]
+    return [x.view(shape) for x, shape in zip(part.split(sizes), shapes)]
 
 
 def _exchange(sent: list[tuple[Tensor, ...]], receive_sizes: list[int], axis: Axis) -> tuple[Tensor, ...]:
     """All-to-all of parts of unequal sizes; returns, flat, what each rank sent to this one."""
-    send_sizes = [sum(piece.numel() for piece in pieces) for pieces in sent]
-    flat = sent[0][0].new_empty(sum(send_sizes))
-    pieces = [piece for part in sent for piece in part]
-    for place, piece in zip(flat.split([piece.numel() for piece in pieces]), pieces):
-        place.view(piece.shape).copy_(piece)
+    send_sizes = [_numel(x.shape for x in part) for part in sent]
+    tensors = [x for part in sent for x in part]
+    flat = tensors[0].new_empty(sum(send_sizes))
+    for place, x in zip(flat.split([x.numel() for x in tensors]), tensors):
+        place.view(x.shape).copy_(x)
     received = flat.new_empty(sum(receive_sizes))
     dist.all_to_all_single(received, flat, receive_sizes, send_sizes, group=axis.group)
     return received.split(receive_sizes)

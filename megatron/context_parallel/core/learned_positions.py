@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout, positions_of
-from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span, positions_of
 
 
 def token_spans(layout: SequenceLayout, *, sequence_parallel: bool) -> tuple[Span, ...]:

@@ -49,8 +49,7 @@ class ContextParallelAttention(MegatronModule):
         super().__init__(config=config)
         if config.attention_dropout:
             raise ValueError(
-                f"--attention-dropout {config.attention_dropout} is not supported: the kernels have no dropout; "
-                "pass --attention-dropout 0"
+                f"attention_dropout={config.attention_dropout} is not supported: the kernels have none, so set it to 0"
             )
         self.settings, self.scale = settings, softmax_scale
 

@@ -24,8 +24,8 @@ from megatron.context_parallel.attention.tile import TileKernel
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, pieces
 from megatron.context_parallel.fpdt.offload import Rows, Shelf
-from megatron.context_parallel.layout.spans import Span
-from megatron.context_parallel.layout.tiles import Tile, packed, tiles
+from megatron.context_parallel.layout.spans import Span, place
+from megatron.context_parallel.layout.tiles import Tile, tiles
 
 if TYPE_CHECKING:
     from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
@@ -253,7 +253,7 @@ class Pass:
         """The tiles between a query chunk and key chunk ``key`` of the ring rank that a block is from."""
         keys = self.job.layout.chunk_spans(key, block.hop.source)
         found = tiles(self.spans[query], keys, self.job.rule.mask)
-        return self.kernel.parts(replace(tile, k=packed(tile.k, block.hop.held)) for tile in found)
+        return self.kernel.parts(replace(tile, k=place(tile.k, block.hop.held)) for tile in found)
 
     def queries_of(self, key: int, ring: int) -> list[int]:
         """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""

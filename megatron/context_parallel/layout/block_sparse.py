@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.layout.masks import Band, Causal, Mask, PartOfAnother
-from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.masks import Band, Causal, Mask, NarrowedMask
+from megatron.context_parallel.layout.spans import Span, Spans, union
 
 
 class Pattern(Protocol):
@@ -68,7 +68,7 @@ class BigBirdBlocks:
 
 @dataclass(frozen=True)
 class StridedBlocks:
-    """The last ``stride`` blocks, and every ``stride``-th one of all."""
+    """The last ``stride`` blocks, and every ``stride``-th one of all. ValueError: the stride is below 1."""
 
     stride: int
 
@@ -83,7 +83,7 @@ class StridedBlocks:
 
 @dataclass(frozen=True)
 class BlockList:
-    """Rows of key blocks of one's own; a row may be empty."""
+    """Key blocks of one's own for each query block; a row may be empty."""
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -94,7 +94,7 @@ class BlockList:
 
 
 @dataclass(frozen=True)
-class BlockSparse(PartOfAnother):
+class BlockSparse(NarrowedMask):
     """Attention between blocks of ``block`` tokens, those that ``pattern`` keeps, within another mask.
 
     Attributes:
@@ -102,41 +102,34 @@ class BlockSparse(PartOfAnother):
         pattern: which blocks are kept.
         seq_length: tokens of the keys' whole sequence.
         within: what a kept block's queries attend to.
+
+    Raises:
+        ValueError: ``block`` is below 1; when it is asked, a :class:`BlockList` lacks a row.
     """
 
     block: int
     pattern: Pattern
     seq_length: int
     within: Mask = Causal()
-    _runs: dict[int, list[Span]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _spans: dict[int, Spans] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.block < 1:
             raise ValueError(f"a block has 1 token or more, not {self.block}")
 
-    def runs(self, row: int) -> list[Span]:
-        """Runs of keys, ascending, that query block ``row`` keeps."""
-        if row not in self._runs:
-            queries = (row * self.block, (row + 1) * self.block)
-            bands = self.within.bands(queries, (0, self.seq_length))
-            reach = max(
-                (band.end + (band.q[1] - band.q[0] - 1) * band.end_step for band in bands),
-                default=0,
-            )
-            blocks = -(-min(reach, self.seq_length) // self.block)
-            found: list[list[int]] = []
-            for block in sorted(self.pattern.kept(row, blocks)):
-                if found and found[-1][1] == block * self.block:
-                    found[-1][1] += self.block
-                else:
-                    found.append([block * self.block, (block + 1) * self.block])
-            self._runs[row] = [(start, min(stop, self.seq_length)) for start, stop in found]
-        return self._runs[row]
+    def key_spans(self, row: int) -> Spans:
+        """The keys that query block ``row`` keeps."""
+        if row not in self._spans:
+            queries, end = (row * self.block, (row + 1) * self.block), self.seq_length
+            seen = max((band.keys[1] for band in self.within.bands(queries, (0, end))), default=0)
+            kept = self.pattern.kept(row, -(-min(seen, end) // self.block))
+            self._spans[row] = union((i * self.block, min((i + 1) * self.block, end)) for i in kept)
+        return self._spans[row]
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
         for row in range(q[0] // self.block, -(-q[1] // self.block)):
             queries = (max(q[0], row * self.block), min(q[1], (row + 1) * self.block))
-            for keys in self.runs(row):
+            for keys in self.key_spans(row):
                 if keys[0] < k[1] and k[0] < keys[1]:
                     for band in self.within.bands(queries, keys):
                         yield from band.clip(keys)
@@ -145,6 +138,6 @@ class BlockSparse(PartOfAnother):
         rows = int(q.max()) // self.block + 1
         kept = torch.zeros(rows, -(-self.seq_length // self.block), dtype=torch.bool)
         for row in range(rows):
-            for start, stop in self.runs(row):
+            for start, stop in self.key_spans(row):
                 kept[row, start // self.block : -(-stop // self.block)] = True
         return kept.to(q.device)[q // self.block, k // self.block] & self.within.allowed(q, k)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from math import ceil
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.spans import Span, Spans, union
 
 UNEVEN = 0.04  # a rank's work may be this far from the mean before documents are cut in smaller parts
 
@@ -29,8 +28,8 @@ def document_rows(ends: Tensor) -> list[tuple[int, ...]]:
     """
     if ends.dim() != 2 or ends.dtype != torch.int64:
         raise ValueError(
-            f"where documents end is an int64 tensor [b, n], not {ends.dtype} {list(ends.shape)}: masks are chosen "
-            "with --attention-mask, and never given as tensors"
+            f"where documents end is an int64 tensor [b, n], not {ends.dtype} {list(ends.shape)}: masks are values "
+            "such as cp.Documents, never tensors"
         )
     return [tuple(dict.fromkeys(row)) for row in ends.tolist()]
 
@@ -42,7 +41,7 @@ def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def deal(ends: tuple[int, ...], ranks: int) -> tuple[tuple[Span, ...], ...]:
+def deal(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
     """Deal the tokens of packed documents over ring ranks: equally many tokens, and nearly equal causal work, for each.
 
     A document that stays whole on one rank costs no transfer, and its tiles are large. But a long one is too much work
@@ -66,7 +65,7 @@ def deal(ends: tuple[int, ...], ranks: int) -> tuple[tuple[Span, ...], ...]:
         if uneven < least:
             best, least = hands, uneven
         if least <= UNEVEN or limit < smallest:
-            return tuple(_joined(hand.spans) for hand in best)
+            return tuple(union(hand.spans) for hand in best)
         limit *= 0.7
 
 
@@ -97,17 +96,17 @@ def _deal(documents: list[Span], ranks: int, room: int, limit: float) -> list[_H
     for document in documents:
         start, length = document[0], document[1] - document[0]
         shares = min(max(ceil(_pairs(length) / limit), 1), ranks)
-        pieces = 1 if shares == 1 else 2 * shares  # under a causal mask, of a long document a piece from either end
-        size = length // pieces
-        fit = [rank for rank in range(ranks) if hands[rank].tokens + size * pieces // shares <= room]
+        blocks = 1 if shares == 1 else 2 * shares  # under a causal mask, of a long document a block from either end
+        size = length // blocks
+        fit = [rank for rank in range(ranks) if hands[rank].tokens + size * blocks // shares <= room]
         if len(fit) < shares:
             rest.append((document, document))
             continue
         chosen = sorted(sorted(fit, key=lambda rank: hands[rank].work)[:shares])
         for index, rank in enumerate(chosen):
-            for piece in {index, pieces - 1 - index}:
-                hands[rank].take((start + piece * size, start + (piece + 1) * size), document)
-        rest.append(((start + pieces * size, document[1]), document))
+            for block in {index, blocks - 1 - index}:
+                hands[rank].take((start + block * size, start + (block + 1) * size), document)
+        rest.append(((start + blocks * size, document[1]), document))
     for (start, stop), document in rest:
         while start < stop:
             hand = min((hand for hand in hands if hand.tokens < room), key=lambda hand: hand.work)
@@ -115,13 +114,3 @@ def _deal(documents: list[Span], ranks: int, room: int, limit: float) -> list[_H
             hand.take((start, start + share), document)
             start += share
     return hands
-
-
-def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    found: list[Span] = []
-    for span in sorted(spans):
-        if found and found[-1][1] == span[0]:
-            found[-1] = (found[-1][0], span[1])
-        else:
-            found.append(span)
-    return tuple(found)

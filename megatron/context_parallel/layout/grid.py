@@ -3,29 +3,39 @@
 
     rank = tp + T * (u + U * (r + R * (d + D * p)))
 
-megatron-core makes the groups; a :class:`Grid` holds their sizes, this rank's coordinates and the groups themselves.
-Everything else takes a grid, or one of its axes, as an argument.
+A :class:`Grid` holds the sizes, this rank's coordinates and the process groups. Everything else takes a grid, or one of
+its axes, as an argument.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the grid: how many ranks lie along it, which of them this is, and their process group."""
+    """One axis of the grid.
+
+    Attributes:
+        size: how many ranks lie along it.
+        rank: which of them this is.
+        group: their process group; None where nothing is ever sent. Axes that differ in it alone are equal.
+    """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Axis:
+        """The axis along which ``group`` lies; None is an axis of size 1."""
+        return cls() if group is None else cls(group.size(), group.rank(), group)
 
     def global_rank(self, rank: int) -> int:
         """The world's number of this axis' rank ``rank``."""
@@ -34,7 +44,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes, coordinates and groups. ``context`` is Ulysses x Ring, Ulysses innermost."""
+    """Sizes, coordinates and groups: from ``cp.initialize_grid``, :meth:`from_mesh` or :meth:`from_groups`.
+
+    Attributes:
+        tensor, ulysses, ring, data, pipeline: the axes, innermost first.
+        context: Ulysses x Ring, Ulysses innermost: the ranks that share a sequence.
+    """
 
     tensor: Axis = Axis()
     ulysses: Axis = Axis()
@@ -58,6 +73,69 @@ class Grid:
             context=Axis(self.context.size, ulysses + self.ulysses.size * ring),
         )
 
+    @classmethod
+    def from_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        ulysses: str | None = None,
+        ring: str | None = None,
+        context: str | None = None,
+        tensor: str | None = None,
+        data: str | None = None,
+        pipeline: str | None = None,
+    ) -> Grid:
+        """The grid of a mesh that a program has already, by the names of its dims. An axis without a name has size 1.
+
+        Args:
+            context: a flattened dim over Ulysses x Ring, Ulysses innermost. Without it, the group is made where both
+                axes are longer than 1; then every rank of the mesh has to call this.
+
+        Raises:
+            ValueError: the mesh has no such dim, or does not hold Ulysses inside of Ring.
+        """
+        names = dict(ulysses=ulysses, ring=ring, context=context, tensor=tensor, data=data, pipeline=pipeline)
+        groups = {}
+        for axis, name in names.items():
+            try:
+                groups[axis] = None if name is None else device_mesh[name].get_group()
+            except (KeyError, RuntimeError):
+                dims = ", ".join(device_mesh.mesh_dim_names or ()) or "no names"
+                raise ValueError(f"{axis}={name!r} is no dim of the mesh, which has {dims}") from None
+        return cls.from_groups(**groups)
+
+    @classmethod
+    def from_groups(
+        cls,
+        *,
+        ulysses: dist.ProcessGroup | None = None,
+        ring: dist.ProcessGroup | None = None,
+        context: dist.ProcessGroup | None = None,
+        tensor: dist.ProcessGroup | None = None,
+        data: dist.ProcessGroup | None = None,
+        pipeline: dist.ProcessGroup | None = None,
+    ) -> Grid:
+        """The grid of process groups that a program has already. An axis without a group has size 1.
+
+        Args:
+            context: the ranks of Ulysses x Ring, Ulysses innermost. Without it, the group is made where both axes are
+                longer than 1; then every rank of it has to call this.
+
+        Raises:
+            ValueError: the groups of Ulysses and Ring do not make up ``context``, or not in this order.
+        """
+        inner, outer = Axis.of(ulysses), Axis.of(ring)
+        if context is None:
+            context = _context_group(ulysses, ring)
+        whole = Axis.of(context)
+        if (whole.size, whole.rank) != (inner.size * outer.size, inner.rank + inner.size * outer.rank):
+            raise ValueError(
+                f"rank {whole.rank} of {whole.size} in the context group is rank {inner.rank} of {inner.size} in "
+                f"Ulysses and {outer.rank} of {outer.size} in Ring: the group has to hold Ulysses x Ring, Ulysses "
+                "innermost"
+            )
+        return cls(Axis.of(tensor), inner, outer, Axis.of(data), Axis.of(pipeline), whole)
+
     def __str__(self) -> str:
         return (
             f"TP {self.tensor.size} x Ulysses {self.ulysses.size} x Ring {self.ring.size} "
@@ -70,86 +148,56 @@ def abstract_grid(*, ulysses: int = 1, ring: int = 1, tensor: int = 1) -> Grid:
     return Grid(tensor=Axis(tensor), ulysses=Axis(ulysses), ring=Axis(ring), context=Axis(ulysses * ring))
 
 
-def initialize_grid(
+def make_grid(
     *,
     ulysses: int = 1,
     ring: int = 1,
     tensor: int = 1,
     pipeline: int = 1,
-    virtual_pipeline: int | None = None,
     backend: str | None = None,
     timeout_minutes: float = 10,
-    core_options: Mapping[str, Any] | None = None,
 ) -> Grid:
-    """Make the process groups and return the grid. Data parallelism takes what is left of the world.
+    """Make the process groups with torch.distributed alone, and return the grid.
 
-    torch.distributed is initialized from the environment (torchrun) if it is not yet; a single process without torchrun
-    becomes a world of one.
+    As ``cp.initialize_grid``, which says what the arguments are.
+    """
+    initialize_world(backend, timeout_minutes)
+    data = dist.get_world_size() // model_size(ulysses=ulysses, ring=ring, tensor=tensor, pipeline=pipeline)
+    ranks = torch.arange(dist.get_world_size()).view(pipeline, data, ring, ulysses, tensor)
 
-    Args:
-        ulysses, ring, tensor, pipeline: sizes of the axes.
-        virtual_pipeline: virtual stages a pipeline rank, for the interleaved schedule.
-        backend: torch.distributed backend; default nccl where there is a GPU, else gloo.
-        timeout_minutes: time a collective may take before it is an error.
-        core_options: further arguments of megatron-core's ``initialize_model_parallel``.
+    def group(*dims: int) -> dist.ProcessGroup:
+        lines = ranks.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2)
+        return dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timedelta(minutes=timeout_minutes))[0]
+
+    return Grid.from_groups(
+        tensor=group(4), ulysses=group(3), ring=group(2), context=group(2, 3), data=group(1), pipeline=group(0)
+    )
+
+
+def model_size(*, ulysses: int, ring: int, tensor: int, pipeline: int) -> int:
+    """Processes that hold one copy of the model and one sequence.
 
     Raises:
-        ValueError: the grid does not divide the world.
+        ValueError: it is not a divisor of the world's.
     """
-    with warnings.catch_warnings():  # core reports at import that apex and Transformer Engine are missing
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-
-    timeout = timedelta(minutes=timeout_minutes)
-    if not dist.is_initialized():
-        _initialize_world(backend, timeout)
-    world = dist.get_world_size()
-    model = tensor * ulysses * ring * pipeline
     if min(tensor, ulysses, ring, pipeline) < 1:
         raise ValueError(
             f"grid sizes must be at least 1: tensor {tensor}, ulysses {ulysses}, ring {ring}, pipeline {pipeline}"
         )
+    world, model = dist.get_world_size(), tensor * ulysses * ring * pipeline
     if world % model:
         raise ValueError(
             f"a grid of tensor {tensor} x ulysses {ulysses} x ring {ring} x pipeline {pipeline} = {model} ranks "
             f"does not divide the {world} processes: start a multiple of {model}, or make the grid smaller"
         )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline,
-        context_parallel_size=ulysses * ring,
-        hierarchical_context_parallel_sizes=[ulysses, ring],
-        order="tp-cp-ep-dp-pp",
-        create_gloo_process_groups=dist.get_backend() != "gloo",
-        distributed_timeout_minutes=timeout_minutes,
-        **(core_options or {}),
-    )
-    return current_grid()
+    return model
 
 
-def current_grid() -> Grid:
-    """The grid of the groups that megatron-core holds now."""
-    from megatron.core import parallel_state as groups
-
-    ulysses, ring = groups.get_hierarchical_context_parallel_groups()
-    return Grid(
-        tensor=_axis(groups.get_tensor_model_parallel_group()),
-        ulysses=_axis(ulysses),
-        ring=_axis(ring),
-        data=_axis(groups.get_data_parallel_group()),
-        pipeline=_axis(groups.get_pipeline_model_parallel_group()),
-        context=_axis(groups.get_context_parallel_group()),
-    )
-
-
-def _axis(group: dist.ProcessGroup) -> Axis:
-    return Axis(group.size(), group.rank(), group)
-
-
-def _initialize_world(backend: str | None, timeout: timedelta) -> None:
-    import torch
-
+def initialize_world(backend: str | None, timeout_minutes: float) -> None:
+    """Initialize torch.distributed, if it is not yet, from the environment; without torchrun, a world of one."""
+    if dist.is_initialized():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -157,3 +205,18 @@ def _initialize_world(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _context_group(ulysses: dist.ProcessGroup | None, ring: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group of Ulysses x Ring: one of the two where the other is trivial, else a new one."""
+    if ulysses is None or ring is None or min(ulysses.size(), ring.size()) == 1:
+        return ring if ulysses is None or (ring is not None and ring.size() > 1) else ulysses
+    rows: list = [None] * ring.size()
+    dist.all_gather_object(rows, dist.get_process_group_ranks(ulysses), group=ring)
+    ranks = [rank for row in rows for rank in row]
+    if ranks != sorted(ranks):  # a group's ranks ascend with the world's
+        raise ValueError(
+            f"Ulysses x Ring over the ranks {ranks} cannot be one group in this order: the ranks have to ascend, so "
+            "put the dim of Ring before that of Ulysses in the mesh"
+        )
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -38,6 +38,11 @@ class Band:
         rows = self.q[1] - self.q[0]
         return rows * (self.end - self.first) + (self.end_step - self.first_step) * rows * (rows - 1) // 2
 
+    @property
+    def keys(self) -> Span:
+        """All keys that some query of the band attends to."""
+        return self.first, self.end + (self.q[1] - self.q[0] - 1) * self.end_step
+
     def clip(self, k: Span) -> Iterator[Band]:
         """What is left of the band among the keys ``k``."""
         start, stop = 0, self.q[1] - self.q[0]
@@ -83,7 +88,7 @@ class Mask(Protocol):
         ...
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        """Boolean, broadcast from positions q [.., 1] and k [1, ..]: whether the query attends to the key."""
+        """Whether the query attends to the key: bool, broadcast from int64 positions q [.., 1] and k [1, ..]."""
         ...
 
 
@@ -126,6 +131,9 @@ class Window:
         right: and to this many after it; 0 keeps the mask causal.
         global_tokens: the first tokens, which all queries attend to and which attend to all keys (under a causal mask:
             to all before them).
+
+    Raises:
+        ValueError: a size below 0.
     """
 
     left: int
@@ -164,7 +172,7 @@ class Window:
         return near | (reach if self.right else reach & (k <= q))
 
 
-class PartOfAnother:
+class NarrowedMask:
     """A mask that keeps rectangles of another one, ``within``, and so needs masks of pairs where that does."""
 
     within: Mask
@@ -179,12 +187,15 @@ class PartOfAnother:
 
 
 @dataclass(frozen=True)
-class Documents(PartOfAnother):
+class Documents(NarrowedMask):
     """Documents packed into one sequence never see each other.
 
     Attributes:
         ends: ascending, one past the last token of each document; the last is the length of the sequence.
         within: what a query attends to inside its document.
+
+    Raises:
+        ValueError: the ends do not ascend from 1.
     """
 
     ends: tuple[int, ...]
@@ -195,15 +206,12 @@ class Documents(PartOfAnother):
             raise ValueError("the ends of documents ascend from 1 to the length of the sequence")
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
-        position = max(q[0], 0)
-        for document in range(bisect_right(self.ends, position), len(self.ends)):
+        for document in range(bisect_right(self.ends, max(q[0], k[0], 0)), len(self.ends)):
             keys = (self.ends[document - 1] if document else 0, self.ends[document])
-            if keys[0] >= q[1]:
+            if keys[0] >= min(q[1], k[1]):
                 return
-            queries = (max(q[0], keys[0]), min(q[1], keys[1]))
-            if keys[0] < k[1] and k[0] < keys[1]:
-                for band in self.within.bands(queries, keys):
-                    yield from band.clip(keys)
+            for band in self.within.bands((max(q[0], keys[0]), min(q[1], keys[1])), keys):
+                yield from band.clip(keys)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         ends = torch.tensor(self.ends, device=q.device)
@@ -216,8 +224,11 @@ class MaskFunction:
     """A mask of the user's own, asked in host memory or on the device for blocks of rows (DeepSpeed4Science).
 
     Attributes:
-        function: (positions of queries [.., 1], of keys [1, ..]) -> boolean, True = attend; on any device.
+        function: (positions of queries [.., 1], of keys [1, ..], int64) -> bool, True = attend; on any device.
         within: a bound that the function only narrows: what lies outside is neither asked, computed nor sent.
+
+    Raises:
+        ValueError: when it is asked, the function's answer is not of dtype bool.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]

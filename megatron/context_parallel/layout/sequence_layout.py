@@ -6,7 +6,6 @@ Tokens, labels, loss mask, position ids, RoPE, the tiles and the data loader all
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import Grid
-from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of
 
 Balance = Literal["zigzag", "contiguous", "documents"]
 
@@ -43,7 +42,7 @@ class SequenceLayout:
         seq_length: tokens of the whole sequence.
         grid: the process grid.
         balance: zigzag, contiguous or documents.
-        chunks: pieces a ring rank's sequence is cut in, of equal length but for one unit of Ulysses x tensor_parts.
+        chunks: parts a ring rank's sequence is cut in, of equal length but for one unit of Ulysses x tensor_parts.
         tensor_parts: TP size where TP ranks split the tokens between the layers, else 1.
         document_ends: for the balance "documents", one past the last token of each; () is one document.
 
@@ -86,7 +85,7 @@ class SequenceLayout:
         """Tokens this rank holds."""
         return self.seq_length // (self.grid.ulysses.size * self.grid.ring.size)
 
-    def ring_spans(self, ring: int) -> tuple[Span, ...]:
+    def ring_spans(self, ring: int) -> Spans:
         """Positions that ring rank ``ring`` holds with its Ulysses ranks, in the order after the all-to-all."""
         size = self.grid.ring.size
         if self.balance == "contiguous" or size == 1:
@@ -110,22 +109,22 @@ class SequenceLayout:
         return self.grid.ulysses.size * self.tensor_parts
 
     @cached_property
-    def chunk_rows(self) -> tuple[Span, ...]:
+    def chunk_rows(self) -> Spans:
         """Each chunk's rows among those that a ring rank holds with its Ulysses ranks."""
         units = self.seq_length // (self.grid.ring.size * self.chunk_unit)
         bounds = [units * index // self.chunks * self.chunk_unit for index in range(self.chunks + 1)]
         return tuple(zip(bounds, bounds[1:]))
 
     @cached_property
-    def local_chunks(self) -> tuple[Span, ...]:
+    def local_chunks(self) -> Spans:
         """Each chunk's rows among those of one rank; under TP sequence parallelism, of one TP rank."""
         return tuple((start // self.chunk_unit, stop // self.chunk_unit) for start, stop in self.chunk_rows)
 
-    def chunk_spans(self, chunk: int, ring: int) -> tuple[Span, ...]:
+    def chunk_spans(self, chunk: int, ring: int) -> Spans:
         """Positions of a chunk of ring rank ``ring``, in the order after the chunk's all-to-all."""
         return positions_of((self.chunk_rows[chunk],), self.ring_spans(ring))
 
-    def local_chunk_spans(self, chunk: int) -> tuple[Span, ...]:
+    def local_chunk_spans(self, chunk: int) -> Spans:
         """Positions of this rank's part of a chunk (all its TP ranks together), in order."""
         rows = self._ulysses_part(self.chunk_rows[chunk], self.grid.ulysses.rank)
         return positions_of((rows,), self.ring_spans(self.grid.ring.rank))
@@ -134,7 +133,7 @@ class SequenceLayout:
         width = (rows[1] - rows[0]) // self.grid.ulysses.size
         return rows[0] + ulysses * width, rows[0] + (ulysses + 1) * width
 
-    def spans(self, *, ulysses: int, ring: int) -> tuple[Span, ...]:
+    def spans(self, *, ulysses: int, ring: int) -> Spans:
         """Positions that one rank (with all its TP ranks) holds, in local order."""
         rows = []
         for part in range(self.tensor_parts):
@@ -145,24 +144,34 @@ class SequenceLayout:
         return positions_of(rows, self.ring_spans(ring))
 
     @property
-    def local_spans(self) -> tuple[Span, ...]:
+    def local_spans(self) -> Spans:
         """Positions that this rank holds, in local order."""
         return self.spans(ulysses=self.grid.ulysses.rank, ring=self.grid.ring.rank)
 
     @cached_property
     def positions(self) -> Tensor:
         """Global positions of this rank's tokens, int64 [s_local] on the CPU."""
-        return torch.cat([torch.arange(start, stop) for start, stop in self.local_spans])
+        return positions(self.local_spans, torch.device("cpu"))
 
     @cached_property
     def order(self) -> Tensor:
         """Global positions in the order of an all-gather over the context-parallel ranks, int64 [seq_length]."""
         ranks = ((u, r) for r in range(self.grid.ring.size) for u in range(self.grid.ulysses.size))
-        spans = [span for u, r in ranks for span in self.spans(ulysses=u, ring=r)]
-        return torch.cat([torch.arange(start, stop) for start, stop in spans])
+        spans = tuple(span for u, r in ranks for span in self.spans(ulysses=u, ring=r))
+        return positions(spans, torch.device("cpu"))
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of ``x``, which holds the whole sequence along ``dim``. Differentiable."""
+        """This rank's part of ``x``. Differentiable.
+
+        Args:
+            x: [.., seq_length at ``dim``, ..] of any dtype, on any device, alike on every rank.
+
+        Returns:
+            [.., s_local at ``dim``, ..], a copy.
+
+        Raises:
+            ValueError: ``dim`` has another length.
+        """
         if x.size(dim) != self.seq_length:
             raise ValueError(f"dim {dim} has {x.size(dim)} tokens, the layout is for {self.seq_length}")
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.local_spans], dim)
@@ -170,7 +179,17 @@ class SequenceLayout:
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """The whole sequence along ``dim``, from every rank's part: ``gather(shard(x)) == x``.
 
-        Differentiable; the gradient of a rank's part is summed over all ranks that used the whole.
+        Differentiable; the gradient of a rank's part is summed over all ranks that used the whole. All ranks of
+        ``grid.context`` call it together.
+
+        Args:
+            x: [.., s_local at ``dim``, ..] of any dtype that the group's backend takes.
+
+        Returns:
+            [.., seq_length at ``dim``, ..], alike on every rank.
+
+        Raises:
+            ValueError: ``dim`` has another length.
         """
         if x.size(dim) != self.local_length:
             raise ValueError(f"dim {dim} has {x.size(dim)} tokens, a rank holds {self.local_length}")
@@ -181,22 +200,6 @@ def length_unit(ulysses: int, ring: int, balance: str, tensor: int = 1) -> int:
     """Sequence lengths must be multiples of this. ``tensor`` counts only under TP sequence parallelism."""
     blocks = 2 * ring if balance == "zigzag" and ring > 1 else ring
     return lcm(blocks, ulysses * ring * tensor)
-
-
-def positions_of(rows: Iterable[Span], spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The positions behind runs of rows of a block that holds ``spans``, neighbours joined."""
-    found: list[Span] = []
-    for first, stop in rows:
-        row = 0
-        for start, end in spans:
-            low, high = max(first - row, 0), min(stop - row, end - start)
-            if low < high:
-                if found and found[-1][1] == start + low:
-                    found[-1] = (found[-1][0], start + high)
-                else:
-                    found.append((start + low, start + high))
-            row += end - start
-    return tuple(found)
 
 
 class _Gather(torch.autograd.Function):

@@ -28,7 +28,7 @@ def available(device: torch.device | str, dtype: torch.dtype, head_dim: int, *, 
 def select(
     name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, needs_mask: bool = False
 ) -> Kernel:
-    """The kernel for ``--attention-kernel NAME``; ``auto`` takes the first of `available`.
+    """The kernel named ``name``; ``auto`` takes the first of `available`.
 
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
     """
@@ -44,7 +44,7 @@ def select(
     else:
         reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
     here = ", ".join(usable) if usable else "none"
-    raise KernelUnavailable(f"--attention-kernel {name}: {reason}; kernels that can run here: {here}")
+    raise KernelUnavailable(name, f"{reason}; kernels that can run here: {here}")
 
 
 def select_simulated(
@@ -58,7 +58,7 @@ def select_simulated(
         select(name, device=device, dtype=dtype, head_dim=head_dim, needs_mask=needs_mask)
     unfused = needs_mask or tensor_reason(dtype, head_dim) is not None
     if name == "cpu" or (name not in ("auto", "math") and unfused):
-        raise KernelUnavailable(f"--attention-kernel {name} cannot run this on a GPU: use auto, or math")
+        raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
     return KERNELS["math" if name == "math" or unfused else "flash"]
 
 

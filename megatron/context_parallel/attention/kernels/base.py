@@ -18,7 +18,14 @@ INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one ca
 
 
 class KernelUnavailable(ValueError):
-    """The kernel that was asked for cannot run here. The message is one line and names the way out."""
+    """The kernel that was asked for cannot run here. ``reason`` is one line and names the way out."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f'kernel="{name}": {reason}')
+        self.name, self.reason = name, reason
+
+    def __reduce__(self) -> tuple:  # pickled from process to process
+        return type(self), (self.name, self.reason)
 
 
 ROW_MASK_BYTES = 32 * 2**20  # what the making of one block of a RowMask's rows may take

@@ -126,7 +126,7 @@ def _library(hopper: bool) -> ModuleType | str:
 def _library_for(q: Tensor) -> ModuleType:
     found = _library(q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
     if isinstance(found, str):
-        raise ImportError(f"--attention-kernel flash_attn: {found}")
+        raise ImportError(f'kernel="flash_attn": {found}')
     return found
 
 
