@@ -28,6 +28,7 @@ from torch import Tensor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import tiled_attention
+from megatron.context_parallel.attention.merge import JointKeyGradients, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -187,22 +188,14 @@ class HereSource:
             if hop.tiles:
                 self.held.append((hop, *(_pick(_rows(x, spans), hop.held) for x in (k, v))))
 
-    def single_tile(self, queries: int, keys: int) -> None:
-        return None
-
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
         for hop, *kv in self.held:
             yield KeyBlock(*kv, hop)
 
-    def blocks_with_grads(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Iterator[KeyBlock]:
-        self.grads = k.new_zeros((len(k), 2, *k.shape[1:]))
+    def blocks_with_grads(self, k: Tensor, v: Tensor, own: KeyGradients) -> Iterator[KeyBlock]:
         for block in self.blocks(k, v):
-            shape = (len(block.k), 2, *block.k.shape[1:])
-            block.grad_S2BHD = self.grads if block.hop is self.held[0][0] else k.new_zeros(shape)
+            block.grads = own if block.hop is self.held[0][0] else JointKeyGradients(k, block.hop.grads_out)
             yield block
-
-    def take_grads(self) -> tuple[Tensor, Tensor]:
-        return self.grads[:, 0], self.grads[:, 1]
 
 
 def _rows(x: Tensor, spans: Rows) -> Tensor:

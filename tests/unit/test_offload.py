@@ -10,7 +10,10 @@ import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer, copied_bytes
-from megatron.context_parallel.fpdt.offload import HostPool, Offload, Rows, SavedInHost, Shelf, is_host_buffer
+from megatron.context_parallel.fpdt.host_pool import HostPool, is_host_buffer
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.saved_inputs import SavedInHost
+from megatron.context_parallel.fpdt.shelf import HiddenStates, Shelf
 from megatron.context_parallel.layout.grid import abstract_grid
 
 CPU = torch.device("cpu")
@@ -74,17 +77,17 @@ def test_a_shelf_keeps_adds_and_walks(offload):
     assert offload is None or offload.pool.in_use == 0
 
 
-def test_rows_of_a_host_buffer_are_copies_of_the_device_and_rows_of_a_device_tensor_are_views():
+def test_rows_of_a_host_buffer_are_copies_and_rows_of_a_device_tensor_are_views():
     offload = Offload(CPU)
     x = torch.arange(12.0).view(6, 2)
-    host, here = Rows(offload.to_host(x), offload), Rows(x, offload)
-    runs = [(0, 1), (1, 4), (4, 6)]
+    host, here = HiddenStates(offload.to_host(x), offload), HiddenStates(x, offload)
+    spans = [(0, 1), (1, 4), (4, 6)]
     for rows in (host, here):
-        assert torch.equal(torch.cat(list(rows.walk(runs))), x)
+        assert torch.equal(torch.cat(list(rows.walk(spans))), x)
     assert offload.copies.to_device == 48 and offload.copies.to_host == 48
     host.write((1, 3), torch.full((2, 2), -1.0))
     assert host.x[1:3].eq(-1).all() and torch.equal(host.read((3, 6)), x[3:])
-    assert next(iter(here.walk(runs))).data_ptr() == x.data_ptr()
+    assert next(iter(here.walk(spans))).data_ptr() == x.data_ptr()
 
 
 def test_saved_layer_inputs_wait_in_host_memory():
