@@ -87,8 +87,7 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
-        dq, dkv = GradientSum(q), KeyGradients.of(k, v)
-        for block in ctx.source.blocks_with_grads(k, v, dkv):
+        dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, ((0, k.size(0)),))
+        for block in ctx.source.blocks(k, v, dkv):
             attend_grad(block.tiles, q, block.k, block.v, **final, kernel=ctx.kernel, dq=dq, dkv=block)
-        dk, dv = dkv.finish()
-        return dq.finish().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return *(total.finish().to(q.dtype) for total in (dq, dkv.dk, dkv.dv)), None, None

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the results of tiles come together, in fp32 (fp64 for fp64): outputs by their lse, gradients by addition.
-
-What comes first for a row is written and not added: no memory is zeroed that a tile writes to.
-"""
+"""How the results of tiles come together, in fp32 (fp64 for fp64): outputs by their lse, gradients by addition."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.layout.spans import Span
-from megatron.context_parallel.layout.tiles import Rows, count, packed, union
+from megatron.context_parallel.layout.tiles import Rows, count, packed
 
 
 class Accumulator:
@@ -54,64 +51,43 @@ class GradientSum:
     """Adds up the gradients that tiles give for the rows of one block.
 
     Args:
-        like_SBHD: the block [s, b, heads, d].
+        like_SBHD: the block; b, heads, d, dtype and device count.
+        rows: how many rows are kept.
         total_SBHD: the sum so far, fp32 (fp64), which is added to in place; None: nothing yet.
-        written: the rows of ``total_SBHD`` that hold something; default all.
     """
 
-    def __init__(self, like_SBHD: Tensor, total_SBHD: Tensor | None = None, written: Rows | None = None) -> None:
-        self.shape, self.device = like_SBHD.shape, like_SBHD.device
+    def __init__(self, like_SBHD: Tensor, rows: int, total_SBHD: Tensor | None = None) -> None:
+        self.like, self.rows, self.total = like_SBHD, rows, total_SBHD
         self.sum_dtype = accumulation_dtype(like_SBHD.dtype)
-        self.total = total_SBHD
-        everything = ((0, self.shape[0]),) if total_SBHD is not None else ()
-        self.written = everything if written is None else written
 
     def add(self, rows: Span, grad_SBHD: Tensor) -> None:
-        """Add the gradient of some rows; one that covers the block may become the sum itself."""
-        if self.total is None and rows == (0, self.shape[0]):
-            self.total, self.written = grad_SBHD, (rows,)  # widened only if another one comes
-            return
-        part, missing = self._wide()[slice(*rows)], _gaps(rows, self.written)
-        if missing == [rows]:
-            part.copy_(grad_SBHD)
+        """Add the gradient of some rows. The first one, if it is of all rows, becomes the sum: nothing is zeroed."""
+        if self.total is None and rows == (0, self.rows):
+            self.total = grad_SBHD
         else:
-            self._zero(missing)
-            part += grad_SBHD
-        if missing:
-            self.written = union(self.written, (rows,))
+            self.total = self.finish().to(self.sum_dtype)
+            self.total[rows[0] : rows[1]] += grad_SBHD
 
     def finish(self) -> Tensor:
-        """The sum [s, b, heads, d], 0 for rows that no tile has; a single tile's gradient keeps its dtype."""
-        self._zero(_gaps((0, self.shape[0]), self.written))
-        return self.total
-
-    def _wide(self) -> Tensor:
+        """The sum [rows, b, heads, d], 0 where no tile was; in the dtype of a tile if there was just one."""
         if self.total is None:
-            self.total = torch.empty(self.shape, dtype=self.sum_dtype, device=self.device)
-        elif self.total.dtype != self.sum_dtype:
-            self.total = self.total.to(self.sum_dtype)
+            self.total = self.like.new_zeros((self.rows, *self.like.shape[1:]), dtype=self.sum_dtype)
         return self.total
-
-    def _zero(self, missing: list[Span]) -> None:
-        for start, stop in missing:
-            self._wide()[start:stop] = 0
 
 
 class KeyGradients:
-    """dk and dv of the rows of a key block that are kept: a sum each.
+    """dk and dv of a key block.
 
     Args:
-        dk, dv: of the kept rows, one after another.
-        rows: which they are.
+        k_SBHD: its keys; b, heads, d, dtype and device count.
+        rows: the rows of the block that are kept.
+        total_S2BHD: the sum so far, fp32 (fp64) [kept rows, 2, b, heads, d]; None: nothing yet.
     """
 
-    def __init__(self, dk: GradientSum, dv: GradientSum, rows: Rows) -> None:
-        self.dk, self.dv, self.rows = dk, dv, rows
-
-    @classmethod
-    def of(cls, k_SBHD: Tensor, v_SBHD: Tensor) -> KeyGradients:
-        """Of a whole block, nothing yet."""
-        return cls(GradientSum(k_SBHD), GradientSum(v_SBHD), ((0, k_SBHD.size(0)),))
+    def __init__(self, k_SBHD: Tensor, rows: Rows, total_S2BHD: Tensor | None = None) -> None:
+        self.rows, self.total_S2BHD = rows, total_S2BHD
+        halves = (None, None) if total_S2BHD is None else total_S2BHD.unbind(1)
+        self.dk, self.dv = (GradientSum(k_SBHD, count(rows), half) for half in halves)
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add gradients of ``rows``, which lie within one run of the kept ones."""
@@ -119,51 +95,9 @@ class KeyGradients:
         self.dk.add(at, dk_SBHD)
         self.dv.add(at, dv_SBHD)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        return self.dk.finish(), self.dv.finish()
-
-
-class JointKeyGradients(KeyGradients):
-    """The same side by side in one tensor, to be sent or put away.
-
-    Args:
-        k_SBHD: keys of the block; b, heads, d, dtype and device count.
-        rows: the rows that are kept.
-        total_S2BHD: the sum so far, fp32 (fp64) [kept rows, 2, b, heads, d]; None: nothing yet.
-    """
-
-    def __init__(self, k_SBHD: Tensor, rows: Rows, total_S2BHD: Tensor | None = None) -> None:
-        self.k, self.rows, self.total_S2BHD = k_SBHD, rows, total_S2BHD
-        if total_S2BHD is not None:
-            self.dk, self.dv = (GradientSum(half, half) for half in total_S2BHD.unbind(1))
-
-    def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        self._start()
-        super().add(rows, dk_SBHD, dv_SBHD)
-
-    def finish_joint(self) -> Tensor:
-        """fp32 (fp64) [kept rows, 2, b, heads, d], 0 for rows that no tile has."""
-        self._start()
-        self.finish()
-        return self.total_S2BHD
-
-    def _start(self) -> None:
-        """Memory is there from the first tile's gradients on, not while they are computed."""
+    def side_by_side(self) -> Tensor:
+        """The sums, fp32 (fp64) [kept rows, 2, b, heads, d], to be sent or put away."""
         if self.total_S2BHD is None:
-            shape, dtype = (count(self.rows), 2, *self.k.shape[1:]), accumulation_dtype(self.k.dtype)
-            self.total_S2BHD = torch.empty(shape, dtype=dtype, device=self.k.device)
-            self.dk, self.dv = (GradientSum(half, half, written=()) for half in self.total_S2BHD.unbind(1))
-
-
-def _gaps(rows: Span, written: Rows) -> list[Span]:
-    """The parts of ``rows`` that are not in ``written``."""
-    found, first = [], rows[0]
-    for start, stop in written:
-        if start >= rows[1]:
-            break
-        if first < start:
-            found.append((first, start))
-        first = max(first, stop)
-    if first < rows[1]:
-        found.append((first, rows[1]))
-    return found
+            self.total_S2BHD = torch.stack((self.dk.finish(), self.dv.finish()), dim=1).to(self.dk.sum_dtype)
+            self.dk.total, self.dv.total = self.total_S2BHD.unbind(1)
+        return self.total_S2BHD

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
-from megatron.context_parallel.attention.merge import JointKeyGradients, KeyGradients
+from megatron.context_parallel.attention.merge import KeyGradients
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
@@ -54,17 +54,18 @@ class Step:
     grads_in: Message
 
 
-def schedule(plan: RingPlan) -> list[Step]:
-    """A plan in the order in which it is carried out."""
+def schedule(plan: RingPlan, *, grads: bool) -> list[Step]:
+    """A plan in the order in which it is carried out; with ``grads``, those travel too."""
     last_rank, own_rows = plan.grads_home
+    nothing = Message((), plan.rank)
     return [
         Step(
             hop,
             keys_out=Message(hop.forward, plan.next),
-            keys_in=Message(following.held if following else (), plan.previous),
-            grads_out=Message(hop.grads_out, hop.grads_to),
-            grads_home=Message(own_rows if index == plan.home_hop else (), last_rank),
-            grads_in=Message(following.grads_in if following else (), plan.previous),
+            keys_in=Message(following.held, plan.previous) if following else nothing,
+            grads_out=Message(hop.grads_out, hop.grads_to) if grads else nothing,
+            grads_home=Message(own_rows, last_rank) if grads and index == plan.home_hop else nothing,
+            grads_in=Message(following.grads_in, plan.previous) if grads and following else nothing,
         )
         for index, (hop, following) in enumerate(zip(plan.hops, (*plan.hops[1:], None)))
     ]
@@ -113,44 +114,36 @@ class RingSource:
     def __init__(self, plan: RingPlan, axis: Axis) -> None:
         self.plan, self.axis = plan, axis
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
-        """Every block this rank needs, its own first. While the caller computes on one, the next one travels."""
-        kv = None
-        for step in schedule(self.plan):
-            block = KeyBlock(k, v, step.hop) if kv is None else KeyBlock(*kv.unbind(1), step.hop, kv)
-            keys_moving, kv = self._pass_on(block, step)
-            if block.tiles:
-                yield block
-            keys_moving.wait()
+    def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
+        """Every block this rank needs, its own first. While the caller computes on one, the next one travels.
 
-    def blocks_with_grads(self, k: Tensor, v: Tensor, own: KeyGradients) -> Iterator[KeyBlock]:
-        """As :meth:`blocks`; the caller adds the gradients of its tiles to each block before asking for the next.
-
-        Gradients are summed in fp32 (fp64) and travel on with their block. Once the last block is done, ``own`` has
-        those of ``k`` and ``v``, from all ranks.
+        With ``own``, the caller adds the gradients of its tiles to each block before asking for the next. They are
+        summed in fp32 (fp64) and travel on with their block; once the last block is done, ``own`` has those of ``k``
+        and ``v``, from all ranks.
         """
-        kv = coming = home = None
+        kv = None
+        coming = home = (), None
         wide, grads_moving = accumulation_dtype(k.dtype), _Transfer(self.axis)
-        for step in schedule(self.plan):
+        for step in schedule(self.plan, grads=own is not None):
             if kv is None:
                 block = KeyBlock(k, v, step.hop, None, own)
             else:
-                block = KeyBlock(*kv.unbind(1), step.hop, kv, JointKeyGradients(k, step.grads_out.rows))
+                block = KeyBlock(*kv.unbind(1), step.hop, kv, KeyGradients(k, step.grads_out.rows))
             keys_moving, kv = self._pass_on(block, step)
             if block.tiles:
                 yield block
             grads_moving.wait()
-            _add_rows(block.grads, step.hop.grads_in, coming)
+            _add_rows(block.grads, *coming)
             grads_moving = _Transfer(self.axis)
             if step.grads_out.rows:
-                grads_moving.send(block.grads.finish_joint(), step.grads_out)
+                grads_moving.send(block.grads.side_by_side(), step.grads_out)
             if step.grads_home.rows:
-                home = grads_moving.receive(step.grads_home, k, wide)
-            coming = grads_moving.receive(step.grads_in, k, wide)
+                home = step.grads_home.rows, grads_moving.receive(step.grads_home, k, wide)
+            coming = step.grads_in.rows, grads_moving.receive(step.grads_in, k, wide)
             grads_moving.start()
             keys_moving.wait()
         grads_moving.wait()
-        _add_rows(own, self.plan.grads_home[1], home)
+        _add_rows(own, *home)
 
     def _pass_on(self, block: KeyBlock, step: Step) -> tuple[_Transfer, Tensor]:
         """Start sending a block to the next rank and receiving the next step's, which is there after the wait."""
@@ -162,7 +155,7 @@ class RingSource:
         return moving, arriving
 
 
-def _add_rows(grads: KeyGradients, rows: Rows, part_S2BHD: Tensor | None) -> None:
+def _add_rows(grads: KeyGradients | None, rows: Rows, part_S2BHD: Tensor | None) -> None:
     """Add gradients of ``rows``, one after another, that have arrived."""
     first = 0
     for start, stop in rows:

@@ -3,5 +3,5 @@
 
 A layer chunk by chunk (chunked_layer.py; its loops by_queries.py and by_keys.py; one chunk, chunk_work.py), token-wise
 layers and the loss in spans of tokens (chunked_ffn.py, chunked_loss.py), and host memory: its blocks (host_pool.py),
-copies (offload.py), what waits there (shelf.py, saved_inputs.py).
+copies (offload.py), what waits there (shelf.py).
 """

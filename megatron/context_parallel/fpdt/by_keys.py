@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import attend, attend_grad
-from megatron.context_parallel.attention.merge import Accumulator, GradientSum, JointKeyGradients
+from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
 from megatron.context_parallel.fpdt.shelf import HiddenStates
@@ -65,20 +65,20 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
     """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the shelf's."""
     k, v = kv.unbind(1)
-    own = JointKeyGradients(k, ((0, k.size(0)),))
-    for block in run.tiles.source(key).blocks_with_grads(k, v, own):
+    own = KeyGradients(k, ((0, k.size(0)),))
+    for block in run.tiles.source(key).blocks(k, v, own):
         queries = run.tiles.queries_of(key, block.hop.source)
         names = [[(name, query) for name in ("q", "dout", "out", "lse", "dq")] for query in queries]
         for query, there in zip(queries, run.shelf.walk(names)):
             _pair_grads(run, query, key, block, there)
-    return own.finish_joint()
+    return own.side_by_side()
 
 
 def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
     """A query chunk and a key chunk: a function of its own, so that they are let go before the next ones are there."""
     q, dout, out, lse = (there.pop((name, query)) for name in ("q", "dout", "out", "lse"))
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
-    dq = GradientSum(q, there.pop(("dq", query), None))
+    dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
     found = run.tiles.of_block(query, key, block)
     attend_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
     run.shelf.put(("dq", query), dq.finish().to(dq.sum_dtype))  # wide, as the forward pass's sums

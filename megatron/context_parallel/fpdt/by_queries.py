@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import attend, attend_grad
-from megatron.context_parallel.attention.merge import Accumulator, GradientSum, JointKeyGradients
+from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 
@@ -67,15 +67,15 @@ def _query_grads(
     q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
     dout, residual = run.work.output_grad(out, x, dy, query)
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
-    dq, own = GradientSum(q), None
+    dq, own = GradientSum(q, q.size(0)), None
     for key, pair in zip(keys, coming):
         k, v = pair.pop(("kv", key)).unbind(1)
-        dkv = JointKeyGradients(k, ((0, k.size(0)),), pair.pop(("dkv", key), None))
+        dkv = KeyGradients(k, ((0, k.size(0)),), pair.pop(("dkv", key), None))
         attend_grad(run.tiles.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
         if last and key == query:
-            own = dkv.finish_joint()
+            own = dkv.side_by_side()
         else:
-            shelf.put(("dkv", key), dkv.finish_joint())
+            shelf.put(("dkv", key), dkv.side_by_side())
     shelf.drop(("out", query), ("lse", query))
     if last and own is None:
         own = shelf.pop(("dkv", query))

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.merge import Accumulator
 from megatron.context_parallel.fpdt.chunk_tiles import ChunkTiles
-from megatron.context_parallel.fpdt.chunk_work import ChunkWork
-from megatron.context_parallel.fpdt.layer_functions import LayerFunctions
+from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
 from megatron.context_parallel.fpdt.shelf import HiddenStates, Shelf
 
 

@@ -1,20 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one chunk goes through before and after attention, and its gradients on the way back."""
+"""A layer as functions of one chunk, and what a chunk goes through before and after attention, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.tile import TileKernel
+from megatron.context_parallel.attention.tile import AttentionRule, TileKernel
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
-from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, even_spans
-from megatron.context_parallel.fpdt.layer_functions import LayerFunctions
+from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans
+from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
+
+
+@dataclass(frozen=True)
+class LayerFunctions:
+    """The fields of :class:`~megatron.context_parallel.fpdt.chunked_layer.ChunkedLayer`, where they are explained."""
+
+    project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    output: Callable[[Tensor, Tensor, int], Tensor]
+    parameters: Sequence[Tensor]
+    layout: SequenceLayout
+    rule: AttentionRule = AttentionRule()
+    ffn: Callable[[Tensor], Tensor] | None = None
+    ffn_pieces: int = 1
+    offload: Offload | None = None
+    streamed: bool = False
+    recompute: bool = False
+    replay: Replay | None = None
 
 
 class ChunkWork:

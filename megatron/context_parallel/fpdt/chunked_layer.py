@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.fpdt import by_keys, by_queries
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass, goes_by_keys
+from megatron.context_parallel.fpdt.chunk_work import LayerFunctions
 from megatron.context_parallel.fpdt.chunked_ffn import take_once
-from megatron.context_parallel.fpdt.layer_functions import LayerFunctions
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 
 
@@ -47,37 +47,6 @@ class ChunkedLayer(LayerFunctions):
         """[s_local, b, h] -> [s_local, b, h]."""
         saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters))
         return _Chunked.apply(x, self, saving, *self.parameters)
-
-
-@dataclass(frozen=True)
-class CopiedBytes:
-    """(to the host, to the device) of one layer, on one rank."""
-
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-
-
-def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
-    """What FPDT moves in a training pass, under a causal mask, on a ring of one, in equal chunks.
-
-    Args:
-        chunks: number of chunks.
-        tokens: tokens of a chunk after its all-to-all, times the micro-batch size.
-        heads, kv_heads: of a rank, after the all-to-all.
-        head_dim, itemsize: size of a head, and bytes of an element; sums are in fp32.
-    """
-    wide = max(itemsize, 4)
-    q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
-    dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
-    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
-    forward = n * (2 * q + kv + lse), below * kv
-    if not goes_by_keys(heads, kv_heads, itemsize):
-        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
-    # dq of each query chunk is written when each of its key chunks is done and read again for the next and at the end.
-    moved = n + below
-    to_host = n * q + moved * dq
-    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
-    return CopiedBytes(forward, (to_host, to_device))
 
 
 class _Chunked(torch.autograd.Function):

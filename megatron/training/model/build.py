@@ -23,7 +23,7 @@ from megatron.context_parallel.core.transformer_layer import replay_random_state
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.fpdt.saved_inputs import SavedInHost
+from megatron.context_parallel.fpdt.shelf import SavedInHost
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import Rope, Yarn
