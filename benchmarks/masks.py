@@ -28,6 +28,7 @@ from torch import Tensor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import tiled_attention
+from megatron.context_parallel.attention.merge import KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -188,22 +189,9 @@ class HereSource:
             if hop.tiles:
                 self.held.append((hop, *(_pick(_rows(x, spans), hop.held) for x in (k, v))))
 
-    def single_tile(self, queries: int, keys: int) -> None:
-        return None
-
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[KeyBlock]:
-        for hop, *kv in self.held:
-            yield KeyBlock(*kv, hop)
-
-    def blocks_with_grads(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Iterator[KeyBlock]:
-        self.grads = k.new_zeros((len(k), 2, *k.shape[1:]))
-        for block in self.blocks(k, v):
-            shape = (len(block.k), 2, *block.k.shape[1:])
-            block.grad_S2BHD = self.grads if block.hop is self.held[0][0] else k.new_zeros(shape)
-            yield block
-
-    def take_grads(self) -> tuple[Tensor, Tensor]:
-        return self.grads[:, 0], self.grads[:, 1]
+    def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
+        for index, (hop, *kv) in enumerate(self.held):
+            yield KeyBlock(*kv, hop, grads=KeyGradients(k, hop.grads_out) if index else own)
 
 
 def _rows(x: Tensor, spans: Spans) -> Tensor:

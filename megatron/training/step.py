@@ -53,7 +53,7 @@ def forward_step(
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        batch["document_ends"],  # in the place of core's dense mask: see AttentionSettings.packed
+        batch["document_ends"],  # in the place of core's dense mask: see AttentionSettings.of_documents
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, pieces
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
-from megatron.context_parallel.fpdt.offload import Offload, is_host_buffer
+from megatron.context_parallel.fpdt.host_pool import is_host_buffer
+from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.layout.grid import abstract_grid
 from tests.distributed.test_attention import dense_attention
 
@@ -186,7 +187,9 @@ def test_token_wise_layers_in_chunks(runs, streamed):
     whole = leaves()
     expected = layer(*whole)
     mine = leaves()
-    y = apply_in_chunks(lambda part, _: layer(part, *mine[1:]), mine[0], mine[1:], pieces(13, runs), offload=offload)
+    y = apply_in_chunks(
+        lambda part, _: layer(part, *mine[1:]), mine[0], mine[1:], even_spans(13, runs), offload=offload
+    )
     grads = zip(torch.autograd.grad(y, mine, dy), torch.autograd.grad(expected, whole, dy))
     assert max(errors([(y, expected), *grads])) < 1e-12
 
@@ -211,7 +214,7 @@ def test_dropout_is_replayed():
         return torch.nn.functional.dropout(part @ w, 0.5)
 
     leaf = x.clone().requires_grad_()
-    y = apply_in_chunks(layer, leaf, [w], pieces(12, 3), replay=replay)
+    y = apply_in_chunks(layer, leaf, [w], even_spans(12, 3), replay=replay)
     (grad,) = torch.autograd.grad(y.sum(), leaf)
     kept = (y != 0).float() * 2
     assert torch.allclose(grad, kept @ w.t(), atol=1e-5)

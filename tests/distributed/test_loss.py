@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from megatron.context_parallel.core.groups import initialize_grid
-from megatron.context_parallel.fpdt.chunked_ffn import pieces
+from megatron.context_parallel.fpdt.chunked_ffn import even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 
 S, B, H = 12, 3, 16
@@ -87,8 +87,8 @@ def test_softmax_is_in_fp32(pool, dtype, tolerance):
 
 
 @pytest.mark.parametrize("rows, chunks", [(1, 1), (7, 3), (8, 8), (3, 10), (100, 7)])
-def test_pieces_cover_the_rows_evenly(rows, chunks):
-    cut = pieces(rows, chunks)
+def test_spans_cover_the_rows_evenly(rows, chunks):
+    cut = even_spans(rows, chunks)
     assert [row for start, stop in cut for row in range(start, stop)] == list(range(rows))
     sizes = [stop - start for start, stop in cut]
     assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1 and len(cut) == min(rows, chunks)

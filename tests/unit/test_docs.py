@@ -82,6 +82,17 @@ def test_files_are_there(page: Path) -> None:
         assert there, f"{page.name} names {name}"
 
 
+def test_one_tokens_way_names_files_classes_and_functions_that_exist() -> None:
+    text, heart = (ROOT / "docs" / "one-token.md").read_text(), ROOT / "megatron" / "context_parallel"
+    code = "".join(file.read_text() for file in heart.rglob("*.py"))
+    for name in re.findall(r"`([\w/.]+)`", text.replace("`megatron/context_parallel/`", "")):
+        if "/" in name:
+            assert (heart / name).exists(), name
+        else:
+            parts = name.split(".")
+            assert all(re.search(rf"\b(def|class) {part}\b|^    {part}: ", code, re.M) for part in parts), name
+
+
 def test_every_page_is_in_the_index_and_has_a_command() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):

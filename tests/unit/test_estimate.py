@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
-from megatron.context_parallel.fpdt.chunked_layer import copied_bytes
+from megatron.formulas.copies import copied_bytes
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import attended, to_heads, to_sequence
 from megatron.simulator.cost.chunk_operations import chunked_backward, chunked_forward

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer, copied_bytes
-from megatron.context_parallel.fpdt.offload import HostPool, Offload, Rows, SavedInHost, Shelf, is_host_buffer
+from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
+from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.fpdt.host_pool import HostPool, is_host_buffer
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.shelf import HiddenStates, SavedInHost, Shelf
 from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.formulas.copies import copied_bytes
 
 CPU = torch.device("cpu")
 
@@ -74,17 +79,17 @@ def test_a_shelf_keeps_adds_and_walks(offload):
     assert offload is None or offload.pool.in_use == 0
 
 
-def test_rows_of_a_host_buffer_are_copies_of_the_device_and_rows_of_a_device_tensor_are_views():
+def test_rows_of_a_host_buffer_are_copies_and_rows_of_a_device_tensor_are_views():
     offload = Offload(CPU)
     x = torch.arange(12.0).view(6, 2)
-    host, here = Rows(offload.to_host(x), offload), Rows(x, offload)
-    runs = [(0, 1), (1, 4), (4, 6)]
+    host, here = HiddenStates(offload.to_host(x), offload), HiddenStates(x, offload)
+    spans = [(0, 1), (1, 4), (4, 6)]
     for rows in (host, here):
-        assert torch.equal(torch.cat(list(rows.walk(runs))), x)
+        assert torch.equal(torch.cat(list(rows.walk(spans))), x)
     assert offload.copies.to_device == 48 and offload.copies.to_host == 48
     host.write((1, 3), torch.full((2, 2), -1.0))
     assert host.x[1:3].eq(-1).all() and torch.equal(host.read((3, 6)), x[3:])
-    assert next(iter(here.walk(runs))).data_ptr() == x.data_ptr()
+    assert next(iter(here.walk(spans))).data_ptr() == x.data_ptr()
 
 
 def test_saved_layer_inputs_wait_in_host_memory():
@@ -164,3 +169,82 @@ def test_host_bytes_are_the_same_after_three_passes_and_after_fifty(streamed):
         gc.collect(0)
         seen.append((offload.pool.allocated, offload.pool.in_use))
     assert seen[2] == seen[49] and seen[49][1] == 0
+
+
+class FakeStreams:
+    """A GPU's streams and pinned memory, written down."""
+
+    def __init__(self, monkeypatch):
+        self.done = []
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "current_stream", lambda *_: FakeStream("compute", self.done))
+        monkeypatch.setattr(cuda, "Stream", lambda *_: FakeStream("copy", self.done))
+        monkeypatch.setattr(cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(cuda, "synchronize", lambda: self.done.append("synchronize"))
+        monkeypatch.setattr(cuda, "check_error", lambda code: None)
+        monkeypatch.setattr(cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: self.done.append(("kept for", s.name)))
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
+        self.done.append(("register", address))
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.done.append(("unregister", address))
+
+
+class FakeStream:
+    def __init__(self, name, done):
+        self.name, self.done = name, done
+
+    def wait_stream(self, other):
+        self.done.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event):
+        self.done.append((self.name, "waits for", event))
+
+    def record_event(self):
+        return "copied"
+
+
+def test_memory_that_is_being_loaded_is_not_reused_before_the_copy_is_done(monkeypatch):
+    streams, offload = FakeStreams(monkeypatch), Offload(CPU, HostPool(pinned=False))
+    offload.on_gpu = True
+    host = offload.empty((3,), torch.float32)
+    streams.done.clear()
+    offload.load(host)  # and dropped: compute never waits for it
+    assert streams.done == [("copy", "waits for", "compute"), ("kept for", "copy")]
+
+
+def test_pinned_blocks_are_unregistered_when_their_pool_and_its_last_buffer_are_gone(monkeypatch):
+    streams, pool = FakeStreams(monkeypatch), HostPool(pinned=True)
+    first, second = pool.empty((4,), torch.float32), pool.empty((5,), torch.float32)
+    addresses = [first.data_ptr(), second.data_ptr()]
+    assert streams.done == [("register", address) for address in addresses]
+    streams.done.clear()
+    del pool, first
+    gc.collect()
+    assert streams.done == []  # somebody still has a buffer
+    del second
+    gc.collect()
+    assert streams.done == ["synchronize", *(("unregister", address) for address in addresses)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_second_backward_pass_is_refused_in_one_line(recompute):
+    layout, w = cp.SequenceLayout(8, abstract_grid(), chunks=2), torch.ones((), requires_grad=True)
+    layer = ChunkedLayer(
+        lambda x, _: (x[..., None] * w,) * 3, lambda out, x, _: x + out[..., 0], [w], layout, recompute=recompute
+    )
+    y = layer(torch.randn(8, 1, 4)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass through a chunked layer is not supported"):
+        y.backward()
+
+
+def test_a_second_backward_pass_through_the_loss_is_refused_in_one_line():
+    hidden, weight = torch.randn(4, 1, 8, requires_grad=True), torch.randn(6, 8)
+    labels = torch.zeros(4, 1, dtype=torch.int64)
+    loss = chunked_linear_cross_entropy(hidden, weight, labels, torch.ones(4, 1), chunks=2, vocab_size=6)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass through the chunked loss is not supported"):
+        loss.backward()

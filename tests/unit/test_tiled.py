@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention.attend import Accumulator, tiled_attention
+from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.kernels import select
+from megatron.context_parallel.attention.merge import Accumulator
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import ring_plan
 

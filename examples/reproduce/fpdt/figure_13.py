@@ -45,7 +45,7 @@ class Backward:
 
 def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     """Train a model of one block for a step, and watch its backward pass."""
-    from megatron.context_parallel.fpdt import chunk_pass, chunked_layer
+    from megatron.context_parallel.fpdt import chunk_work, chunked_layer
     from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
     from megatron.training.report.memory import TensorMeter
@@ -81,7 +81,9 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
             before, before_host = meter.now, meter.host_now
             backward = staticmethod(timed("block", chunked_layer._Chunked.backward))
             stack.enter_context(patch.object(chunked_layer._Chunked, "backward", backward))
-            stack.enter_context(patch.object(chunk_pass.Pass, "ffn_grad", timed("ffn", chunk_pass.Pass.ffn_grad)))
+            stack.enter_context(
+                patch.object(chunk_work.ChunkWork, "ffn_grad", timed("ffn", chunk_work.ChunkWork.ffn_grad))
+            )
             train_step(runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
         return _within(meter.history, begins, before, before_host)
     finally:

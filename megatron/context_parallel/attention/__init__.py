@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact attention over tiles: a kernel computes one, a source brings key blocks, partial results merge in fp32.
 
-One tile (tile.py, kernels/), all tiles of a source (attend.py), keys around a ring (ring.py), all-to-all over heads
-(ulysses.py), and both together (usp.py), which is what `cp.attention` is.
+In the order in which a call passes through: all-to-all over heads and a ring inside (usp.py, ulysses.py), the loop over
+tiles (attend.py), the key blocks of a ring (ring.py, by the plan of ring_plan.py), one tile (tile.py, kernels/), and
+how results add up (merge.py). `cp.attention` is usp.py's.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned position embedding of which a rank holds the rows of its own tokens, and no others.
 
-The rows lie in the order of the tokens (layout.py), so the lookup is the table itself: nothing is searched, nothing is
+The rows lie in the order of the tokens (layout/), so the lookup is the table itself: nothing is searched, nothing is
 sent, and a row's gradient comes from the rank that holds it. Ranks of different tokens therefore sum no gradients;
 those of the same positions, along DP, do. That is what experts are to megatron-core, given expert-parallel groups over
 the context-parallel ranks (``initialize_grid(core_options={"expert_model_parallel_size": U * R})``), so its DDP, its

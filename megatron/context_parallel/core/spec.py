@@ -30,7 +30,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     )
 
 from megatron.context_parallel.attention.usp import attention
-from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, pieces
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.layout.documents import document_rows
 
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
@@ -59,10 +59,10 @@ class ContextParallelAttention(MegatronModule):
         """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
 
         ``attention_mask``, which core hands through to here, is where packed documents end: see
-        :meth:`AttentionSettings.packed`. Masks themselves are never tensors.
+        :meth:`AttentionSettings.of_documents`. Masks themselves are never tensors.
         """
         settings, rule = self.settings, self.settings.rule
-        layout, masks = settings.packed(attention_mask)
+        layout, masks = settings.of_documents(attention_mask)
         if settings.rotary is not None:
             documents = () if attention_mask is None else document_rows(attention_mask)
             query, key = settings.rotary.rotate(query, key, settings.rotary.angles(documents))
@@ -107,7 +107,7 @@ class Norm(nn.Module):
 
 
 class ChunkedNorm(Norm):
-    """The final norm in runs of tokens: keeps its input alone, which may be a host buffer."""
+    """The final norm in spans of tokens: keeps its input alone, which may be a host buffer."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, chunks: ChunkSettings, **kwargs: Any) -> None:
         super().__init__(config, hidden_size, **kwargs)
@@ -116,8 +116,8 @@ class ChunkedNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         norm, chunks = super().forward, self.chunks
         offload = chunks.offload if chunks.streamed else None
-        runs = pieces(x.size(0), chunks.ffn_chunks)
-        return apply_in_chunks(lambda part, _: norm(part), x, [*self.parameters()], runs, offload=offload)
+        spans = even_spans(x.size(0), chunks.ffn_chunks)
+        return apply_in_chunks(lambda part, _: norm(part), x, [*self.parameters()], spans, offload=offload)
 
 
 def block_spec(

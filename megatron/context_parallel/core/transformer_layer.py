@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's TransformerLayer in chunks: all of it by FPDT, or the FFN alone in runs of tokens.
+"""megatron-core's TransformerLayer in chunks: all of it by FPDT, or the FFN alone in spans of tokens.
 
 The sub-modules, and so the parameters' names and checkpoints, are core's; only the order in which tokens go through
 them is ours.
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.context_parallel.attention.tile import AttentionRule
-from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, pieces
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.layout.documents import document_rows
@@ -45,7 +45,7 @@ class AttentionSettings:
     separate: bool = True
     rotary: LayoutRotaryEmbedding | None = None
 
-    def packed(self, document_ends: Tensor | None) -> tuple[SequenceLayout, list[Mask]]:
+    def of_documents(self, document_ends: Tensor | None) -> tuple[SequenceLayout, list[Mask]]:
         """Layout and masks (one, or one a sample) of a batch.
 
         Args:
@@ -66,7 +66,7 @@ class ChunkSettings:
     Attributes:
         attention: layout of the sequence and rule of the attention.
         fpdt: the layer in the layout's chunks; otherwise core's attention half is left as it is.
-        ffn_chunks: the FFN in (at least) this many runs; None, only without FPDT: whole.
+        ffn_chunks: the FFN in (at least) this many spans; None, only without FPDT: whole.
         offload: host memory for FPDT's chunks and for streamed hidden states; None: everything stays on the device.
         streamed: hidden states are host buffers.
     """
@@ -93,7 +93,7 @@ class ChunkedTransformerLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, h], the same, and no context. ``attention_mask``: see :meth:`AttentionSettings.packed`."""
+        """[s_local, b, h], the same, and no context. ``attention_mask``: see :meth:`AttentionSettings.of_documents`."""
         if not self.chunks.fpdt:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         if attention_mask is None or len(attention_mask) == 1:
@@ -103,7 +103,7 @@ class ChunkedTransformerLayer(TransformerLayer):
 
     def _chunked(self, hidden_states: Tensor, document_ends: Tensor | None) -> Tensor:
         settings = self.chunks
-        layout, (mask,) = settings.attention.packed(document_ends)
+        layout, (mask,) = settings.attention.of_documents(document_ends)
         ends = None if document_ends is None else document_rows(document_ends)[0]
         layer = ChunkedLayer(
             project=partial(self._project, layout, ends),
@@ -143,7 +143,7 @@ class ChunkedTransformerLayer(TransformerLayer):
             lambda part, _: self._ffn(part),
             hidden_states,
             [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
-            pieces(hidden_states.size(0), settings.ffn_chunks),
+            even_spans(hidden_states.size(0), settings.ffn_chunks),
             replay=self._replay(),
         )
 

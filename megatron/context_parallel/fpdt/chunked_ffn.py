@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token-wise layers in runs of tokens, so that what they compute inside is never whole (FPDT paper, section 5.4).
+"""Token-wise layers in spans of tokens, so that what they compute inside is never whole (FPDT paper, section 5.4).
 
-The forward pass keeps a layer's input alone; the backward pass computes each run again and adds its parameter
-gradients up, so that every parameter gets its gradient once, whatever the number of runs.
+The forward pass keeps a layer's input alone; the backward pass computes each span again and adds its parameter
+gradients up, so that every parameter gets its gradient once, whatever the number of spans.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.context_parallel.attention.attend import sum_dtype
-from megatron.context_parallel.fpdt.offload import Offload, Rows
+from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.spans import Span
 
 Replay = Callable[[], Callable[[], AbstractContextManager]]
@@ -27,7 +28,7 @@ def apply_in_chunks(
     function: Callable[[Tensor | None, Span], Tensor],
     x: Tensor | None,
     parameters: Sequence[Tensor],
-    runs: Sequence[Span],
+    spans: Sequence[Span],
     *,
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -35,19 +36,19 @@ def apply_in_chunks(
     offload: Offload | None = None,
     replay: Replay | None = None,
 ) -> Tensor:
-    """``y[start:stop] = function(x[start:stop], (start, stop))`` for each run of rows.
+    """``y[start:stop] = function(x[start:stop], (start, stop))`` for each span of rows.
 
     Args:
-        function: token-wise; its runs must not depend on each other.
+        function: token-wise; its spans must not depend on each other.
         x: [rows, ...], on the device or a host buffer; None where ``function`` makes rows from something else.
         parameters: what ``function`` reads and wants gradients for.
-        runs: the rows of each call, together all of them.
+        spans: the rows of each call, together all of them.
         shape, dtype, device: of the result and of its computation; default those of ``x``.
         offload: makes the result, and the gradient of ``x``, host buffers.
         replay: needed where ``function`` draws random numbers.
     """
     shape, dtype, device = shape or x.shape, dtype or x.dtype, device or x.device
-    return _InChunks.apply(x, function, runs, (shape, dtype, device), offload, replay, *parameters)
+    return _InChunks.apply(x, function, spans, (shape, dtype, device), offload, replay, *parameters)
 
 
 class _InChunks(torch.autograd.Function):
@@ -56,47 +57,49 @@ class _InChunks(torch.autograd.Function):
         ctx: Any,
         x: Tensor | None,
         function: Callable[[Tensor | None, Span], Tensor],
-        runs: Sequence[Span],
+        spans: Sequence[Span],
         result: tuple[Sequence[int], torch.dtype, torch.device],
         offload: Offload | None,
         replay: Replay | None,
         *parameters: Tensor,
     ) -> Tensor:
-        y = Rows.empty(*result, offload)
+        y = HiddenStates.empty(*result, offload)
         states = []
-        for run, part in zip(runs, _walk(x, runs, offload)):
+        for span, part in zip(spans, _walk(x, spans, offload)):
             states.append(replay() if replay else nullcontext)
-            y.write(run, function(part, run))
+            y.write(span, function(part, span))
         ctx.save_for_backward(x)
-        ctx.function, ctx.runs, ctx.offload, ctx.states, ctx.parameters = function, runs, offload, states, parameters
+        ctx.function, ctx.spans, ctx.offload, ctx.states, ctx.parameters = function, spans, offload, states, parameters
         return y.x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        runs, offload = ctx.runs, ctx.offload
-        dx = Rows.empty(x.shape, x.dtype, x.device, offload) if x is not None and ctx.needs_input_grad[0] else None
+        spans, offload = ctx.spans, ctx.offload
+        dx = None
+        if x is not None and ctx.needs_input_grad[0]:
+            dx = HiddenStates.empty(x.shape, x.dtype, x.device, offload)
         sums = GradientSums(ctx.parameters)
-        for run, state, part, dy_part in zip(runs, ctx.states, _walk(x, runs, offload), _walk(dy, runs, offload)):
+        for span, state, part, dy_part in zip(spans, ctx.states, _walk(x, spans, offload), _walk(dy, spans, offload)):
             with torch.enable_grad(), state():
                 leaf = None if part is None else part.detach().requires_grad_(dx is not None)
-                y_part = ctx.function(leaf, run)
+                y_part = ctx.function(leaf, span)
             inputs = [leaf, *sums.wanted] if dx is not None else sums.wanted
             grads = torch.autograd.grad(y_part, inputs, dy_part, allow_unused=True)
             if dx is not None:
-                dx.write(run, grads[0])
+                dx.write(span, grads[0])
                 grads = grads[1:]
             sums.add(grads)
         return None if dx is None else dx.x, None, None, None, None, None, *sums.take()
 
 
-def _walk(x: Tensor | None, runs: Sequence[Span], offload: Offload | None) -> Any:
-    return [None] * len(runs) if x is None else Rows(x, offload).walk(runs)
+def _walk(x: Tensor | None, spans: Sequence[Span], offload: Offload | None) -> Any:
+    return [None] * len(spans) if x is None else HiddenStates(x, offload).walk(spans)
 
 
 class GradientSums:
-    """Adds up the gradients of parameters over runs, in fp32 (fp64 for fp64 parameters)."""
+    """Adds up the gradients of parameters over spans or chunks, in fp32 (fp64 for fp64 parameters)."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
@@ -109,7 +112,7 @@ class GradientSums:
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            total, wide = self._sums[index], sum_dtype(grad.dtype)
+            total, wide = self._sums[index], accumulation_dtype(grad.dtype)
             if total is None:
                 self._sums[index] = grad.to(wide)
                 # A product of matrices is nobody else's; the gradient of a bias may be a view of dy.
@@ -127,8 +130,24 @@ class GradientSums:
         return [None if total is None else total.to(parameter.dtype) for parameter, total in found]
 
 
-def pieces(rows: int, chunks: int) -> list[Span]:
-    """``rows`` cut into at most ``chunks`` runs of nearly equal length, none of them empty."""
-    chunks = max(1, min(chunks, rows))
-    bounds = [rows * index // chunks for index in range(chunks + 1)]
+def even_spans(rows: int, count: int) -> list[Span]:
+    """``rows`` cut into at most ``count`` spans of nearly equal length, none of them empty."""
+    count = max(1, min(count, rows))
+    bounds = [rows * index // count for index in range(count + 1)]
     return list(zip(bounds, bounds[1:]))
+
+
+def take_once(ctx: Any, name: str, whose: str) -> Any:
+    """What an autograd function keeps in ``ctx.name`` for the one backward pass that it has.
+
+    Raises:
+        RuntimeError: that pass has been.
+    """
+    kept = getattr(ctx, name)
+    setattr(ctx, name, None)
+    if kept is None:
+        raise RuntimeError(
+            f"a second backward pass through {whose} is not supported, with retain_graph=True neither: what it needs "
+            "is let go during the first; run the forward pass again"
+        )
+    return kept

@@ -5,11 +5,12 @@ The sequence goes through projection, all-to-all, attention, all-to-all back, ou
 so that of a whole sequence there are only the layer's input and output. Keys and values of finished chunks wait in host
 memory and come back through a double buffer; so do queries, outputs and lse for the backward pass. Which chunks meet,
 and how they are masked, is read from the tiles.
+
+Read on in by_queries.py and by_keys.py (the loops over chunks), chunk_work.py (one chunk), shelf.py (what waits).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +18,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.context_parallel.attention.tile import AttentionRule
-from megatron.context_parallel.fpdt.chunk_pass import Pass, goes_by_keys
-from megatron.context_parallel.fpdt.chunked_ffn import Replay
-from megatron.context_parallel.fpdt.offload import Offload, Rows
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.fpdt import by_keys, by_queries
+from megatron.context_parallel.fpdt.chunk_pass import ChunkPass, goes_by_keys
+from megatron.context_parallel.fpdt.chunk_work import LayerFunctions
+from megatron.context_parallel.fpdt.chunked_ffn import take_once
+from megatron.context_parallel.fpdt.shelf import HiddenStates
 
 
 @dataclass(frozen=True)
-class ChunkedLayer:
+class ChunkedLayer(LayerFunctions):
     """A layer as functions of one chunk, and where its chunks wait.
 
     Attributes:
@@ -35,24 +36,12 @@ class ChunkedLayer:
         layout: of the sequence; its chunks are the chunks.
         rule: mask, kernel, scale and ALiBi.
         ffn: token-wise, of what ``output`` gave: [n, b, h] -> [n, b, h]; None where the layer ends with ``output``.
-        ffn_pieces: runs that a chunk goes through ``ffn`` in.
+        ffn_pieces: spans that a chunk goes through ``ffn`` in.
         offload: host memory for finished chunks; None keeps them on the device.
         streamed: the result and the gradient of x are host buffers (and x may be one).
         recompute: keep x alone for the backward pass, and compute attention again there.
         replay: needed where ``output`` or ``ffn`` draws random numbers (dropout).
     """
-
-    project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
-    output: Callable[[Tensor, Tensor, int], Tensor]
-    parameters: Sequence[Tensor]
-    layout: SequenceLayout
-    rule: AttentionRule = AttentionRule()
-    ffn: Callable[[Tensor], Tensor] | None = None
-    ffn_pieces: int = 1
-    offload: Offload | None = None
-    streamed: bool = False
-    recompute: bool = False
-    replay: Replay | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[s_local, b, h] -> [s_local, b, h]."""
@@ -60,66 +49,44 @@ class ChunkedLayer:
         return _Chunked.apply(x, self, saving, *self.parameters)
 
 
-@dataclass(frozen=True)
-class CopiedBytes:
-    """(to the host, to the device) of one layer, on one rank."""
-
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-
-
-def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
-    """What FPDT moves in a training pass, under a causal mask, on a ring of one, in equal chunks.
-
-    Args:
-        chunks: number of chunks.
-        tokens: tokens of a chunk after its all-to-all, times the micro-batch size.
-        heads, kv_heads: of a rank, after the all-to-all.
-        head_dim, itemsize: size of a head, and bytes of an element; sums are in fp32.
-    """
-    wide = max(itemsize, 4)
-    q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
-    dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
-    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
-    forward = n * (2 * q + kv + lse), below * kv
-    if not goes_by_keys(heads, kv_heads, itemsize):
-        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
-    # dq of each query chunk is written when each of its key chunks is done and read again for the next and at the end.
-    moved = n + below
-    to_host = n * q + moved * dq
-    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
-    return CopiedBytes(forward, (to_host, to_device))
-
-
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, job: ChunkedLayer, training: bool, *parameters: Tensor) -> Tensor:
-        work = Pass(job, x, saving=training and not job.recompute)
-        y = Rows.empty(x.shape, x.dtype, x.device, job.offload if job.streamed else None)
-        work.forward(y)
+    def forward(ctx: Any, x: Tensor, layer: ChunkedLayer, training: bool, *parameters: Tensor) -> Tensor:
+        run = ChunkPass(layer, x, saving=training and not layer.recompute)
+        y = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
+        _forward(run, y)
         if training:
-            if job.recompute:
-                work.shelf = None
-            work.x = None  # saved the way that lets hooks see it
+            if layer.recompute:
+                run.shelf = None
+            run.x = None  # saved the way that lets hooks see it
             ctx.save_for_backward(x)
-            ctx.work = work
+            ctx.run = run
         return y.x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        work, ctx.work = ctx.work, None
-        job = work.job
-        if job.recompute:
-            random = work.random
-            work = Pass(job, x, saving=True)
-            work.forward(None)
-            work.random = random
-        work.x = Rows(x, job.offload)
-        work.dx = Rows.empty(x.shape, x.dtype, x.device, job.offload if job.streamed else None)
-        if work.keys_outside:
-            work.backward_by_keys(Rows(dy, job.offload))
-        else:
-            work.backward_by_queries(Rows(dy, job.offload))
-        return work.dx.x, None, None, *work.sums.take()
+        run = take_once(ctx, "run", "a chunked layer")
+        layer = run.layer
+        if layer.recompute:
+            random = run.work.random
+            run = ChunkPass(layer, x, saving=True)
+            _forward(run, None)
+            run.work.random = random
+        run.x = HiddenStates(x, layer.offload)
+        run.dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
+        _backward(run, HiddenStates(dy, layer.offload))
+        return run.dx.x, None, None, *run.work.parameter_grads.take()
+
+
+def _forward(run: ChunkPass, y: HiddenStates | None) -> None:
+    """By queries; on a ring by keys, which travel around it."""
+    (by_queries if run.layer.layout.grid.ring.size == 1 else by_keys).forward(run, y)
+
+
+def _backward(run: ChunkPass, dy: HiddenStates) -> None:
+    """By keys on a ring, or where that moves fewer bytes to and from the host."""
+    layer, work = run.layer, run.work
+    fewer = layer.offload is not None and goes_by_keys(work.local_heads, work.local_kv_heads, run.x.x.element_size())
+    (by_keys if layer.layout.grid.ring.size > 1 or fewer else by_queries).backward(run, dy)

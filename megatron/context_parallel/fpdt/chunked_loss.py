@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.context_parallel.attention.attend import sum_dtype
-from megatron.context_parallel.fpdt.chunked_ffn import pieces
-from megatron.context_parallel.fpdt.offload import Offload, Rows
+from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.fpdt.chunked_ffn import even_spans, take_once
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.grid import Axis
 
 
@@ -42,7 +43,7 @@ def chunked_linear_cross_entropy(
             buffer; then so is its gradient.
         weight_VH: [padded vocab / TP, h], this TP rank's rows.
         labels_SB, token_weights_SB: [s, b], all tokens of the TP group. A weight of 0 masks a token.
-        chunks: how many pieces the tokens are cut into; more than there are tokens means one token each.
+        chunks: how many spans the tokens are cut into; more than there are tokens means one token each.
         vocab_size: real vocabulary size; rows beyond it are padding and take no part.
         tensor: the TP axis the vocabulary is split over.
         sequence_parallel: whether tokens are split over TP between the layers.
@@ -72,17 +73,17 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         gathered = sequence_parallel and tensor.size > 1
         ranks = tensor.size if gathered else 1
-        rows, wide = hidden.size(0), sum_dtype(hidden.dtype)
+        rows, wide = hidden.size(0), accumulation_dtype(hidden.dtype)
         needs_grad = any(ctx.needs_input_grad[:2])
-        hidden_rows, runs = Rows(hidden, offload), pieces(rows, chunks)
-        grad_rows = None
+        hidden_states, spans = HiddenStates(hidden, offload), even_spans(rows, chunks)
+        grad_hidden = None
         if needs_grad:
-            grad_rows = Rows.empty(hidden.shape, hidden.dtype, hidden.device, hidden_rows.offload)
+            grad_hidden = HiddenStates.empty(hidden.shape, hidden.dtype, hidden.device, hidden_states.offload)
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
         # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
         labels, token_weights = (x.reshape(ranks, rows, -1) for x in (labels, token_weights))
         total = torch.zeros((), dtype=wide, device=weight.device)
-        for (start, stop), part in zip(runs, hidden_rows.walk(runs)):
+        for (start, stop), part in zip(spans, hidden_states.walk(spans)):
             tokens = _gather(part, tensor) if gathered else part
             tokens = tokens.reshape(-1, hidden.size(-1))
             targets = labels[:, start:stop].reshape(-1)
@@ -93,24 +94,24 @@ class _ChunkedLoss(torch.autograd.Function):
             if needs_grad:
                 grad_logits = grad_logits.mul_(scale.unsqueeze(1)).to(weight.dtype)
                 grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
-                grad_rows.write((start, stop), _sum_over_tensor(grad_tokens, tensor, gathered))
+                grad_hidden.write((start, stop), _sum_over_tensor(grad_tokens, tensor, gathered))
                 if grad_weight.dtype == grad_logits.dtype:
                     grad_weight.addmm_(grad_logits.t(), tokens)  # in place: the product is as large as the weight
                 else:
                     grad_weight += grad_logits.t() @ tokens
-        ctx.grads = (grad_rows, grad_weight, runs)
+        ctx.grads = (grad_hidden, grad_weight, spans)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_rows, grad_weight, runs), ctx.grads = ctx.grads, None  # scaled in place: they are large
+        grad_hidden, grad_weight, spans = take_once(ctx, "grads", "the chunked loss")  # scaled in place: they are large
         hidden_part, weight_part = None, None
         if ctx.needs_input_grad[0]:
-            hidden_part = grad_rows.x
-            for run, part in zip(runs, grad_rows.walk(runs)):
-                grad_rows.write(run, part.mul_(grad))
+            hidden_part = grad_hidden.x
+            for span, part in zip(spans, grad_hidden.walk(spans)):
+                grad_hidden.write(span, part.mul_(grad))
         if ctx.needs_input_grad[1]:
             weight_part = grad_weight.mul_(grad).to(ctx.weight_dtype)
         return hidden_part, weight_part, *[None] * 7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of a rank's tokens: rotary embedding from the layout."""
+"""Rotary embedding at the positions that a rank holds, which the layout knows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.fpdt.offload import IN_FLIGHT, HostPool, Loading, Offload
+from megatron.context_parallel.fpdt.host_pool import HostPool
+from megatron.context_parallel.fpdt.offload import IN_FLIGHT, Loading, Offload
 from megatron.simulator.dry_run.recorder import Recorder
 
 

@@ -21,9 +21,10 @@ from torch.nn import functional
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.context_parallel.core.transformer_layer import replay_random_state
-from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, pieces
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.context_parallel.fpdt.offload import Offload, SavedInHost
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.shelf import SavedInHost
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import Rope, Yarn
@@ -76,7 +77,7 @@ class LongContextGPT(GPTModel):
             embed,
             None,
             [*self.embedding.parameters()],
-            pieces(rows, self.chunks.ffn_chunks),
+            even_spans(rows, self.chunks.ffn_chunks),
             shape=(rows, ids.size(0), self.config.hidden_size),
             dtype=weight.dtype,
             device=weight.device,

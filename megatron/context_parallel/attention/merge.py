@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the results of tiles come together, in fp32 (fp64 for fp64): outputs by their lse, gradients by addition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.layout.spans import Span, Spans, count, place
+
+
+class Accumulator:
+    """Merges the outputs of tiles of one query block."""
+
+    def __init__(self, q_SBHD: Tensor, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None) -> None:
+        """``out_SBHD, lse_SBH``: what an earlier accumulator for these queries had so far; they are written to."""
+        self.shape, self.dtype, self.device = q_SBHD.shape, q_SBHD.dtype, q_SBHD.device
+        self.sum_dtype = accumulation_dtype(q_SBHD.dtype)
+        self.out_SBHD, self.lse_SBH = out_SBHD, lse_SBH
+
+    def add(self, rows: Span, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
+        """Merge a tile: ``out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t))``."""
+        tile_out, tile_lse = out_BHSD.permute(2, 0, 1, 3), lse_BHS.permute(2, 0, 1)
+        if self.out_SBHD is None:
+            if rows == (0, self.shape[0]):
+                self.out_SBHD, self.lse_SBH = tile_out, tile_lse
+                return
+            self._start()
+        if self.out_SBHD.dtype != self.sum_dtype:
+            self.out_SBHD = self.out_SBHD.to(self.sum_dtype)
+        out, lse = self.out_SBHD[rows[0] : rows[1]], self.lse_SBH[rows[0] : rows[1]]
+        # Where neither side has attended to anything both lse are -inf, and nothing changes.
+        share = torch.sigmoid(tile_lse - lse).nan_to_num_(0.0)
+        out -= share.unsqueeze(-1) * (out - tile_out)
+        lse.copy_(torch.logaddexp(lse, tile_lse))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """out [s, b, h, d] in the inputs' dtype, lse [s, b, h]; 0 and -inf for queries without any key."""
+        if self.out_SBHD is None:
+            self._start()
+        return self.out_SBHD.to(self.dtype), self.lse_SBH
+
+    def _start(self) -> None:
+        self.out_SBHD = torch.zeros(self.shape, dtype=self.sum_dtype, device=self.device)
+        self.lse_SBH = torch.full(self.shape[:3], -torch.inf, dtype=self.sum_dtype, device=self.device)
+
+
+class GradientSum:
+    """Adds up the gradients that tiles give for the rows of one block.
+
+    Args:
+        like_SBHD: the block; b, heads, d, dtype and device count.
+        rows: how many rows are kept.
+        total_SBHD: the sum so far, fp32 (fp64), which is added to in place; None: nothing yet.
+    """
+
+    def __init__(self, like_SBHD: Tensor, rows: int, total_SBHD: Tensor | None = None) -> None:
+        self.like, self.rows, self.total = like_SBHD, rows, total_SBHD
+        self.sum_dtype = accumulation_dtype(like_SBHD.dtype)
+
+    def add(self, rows: Span, grad_SBHD: Tensor) -> None:
+        """Add the gradient of some rows. The first one, if it is of all rows, becomes the sum: nothing is zeroed."""
+        if self.total is None and rows == (0, self.rows):
+            self.total = grad_SBHD
+        else:
+            self.total = self.finish().to(self.sum_dtype)
+            self.total[rows[0] : rows[1]] += grad_SBHD
+
+    def finish(self) -> Tensor:
+        """The sum [rows, b, heads, d], 0 where no tile was; in the dtype of a tile if there was just one."""
+        if self.total is None:
+            self.total = self.like.new_zeros((self.rows, *self.like.shape[1:]), dtype=self.sum_dtype)
+        return self.total
+
+
+class KeyGradients:
+    """dk and dv of a key block.
+
+    Args:
+        k_SBHD: its keys; b, heads, d, dtype and device count.
+        rows: the rows of the block that are kept.
+        total_S2BHD: the sum so far, fp32 (fp64) [kept rows, 2, b, heads, d]; None: nothing yet.
+    """
+
+    def __init__(self, k_SBHD: Tensor, rows: Spans, total_S2BHD: Tensor | None = None) -> None:
+        self.rows, self.total_S2BHD = rows, total_S2BHD
+        halves = (None, None) if total_S2BHD is None else total_S2BHD.unbind(1)
+        self.dk, self.dv = (GradientSum(k_SBHD, count(rows), half) for half in halves)
+
+    def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
+        """Add gradients of ``rows``, which lie within one run of the kept ones."""
+        at = place(rows, self.rows)
+        self.dk.add(at, dk_SBHD)
+        self.dv.add(at, dv_SBHD)
+
+    def side_by_side(self) -> Tensor:
+        """The sums, fp32 (fp64) [kept rows, 2, b, heads, d], to be sent or put away."""
+        if self.total_S2BHD is None:
+            self.total_S2BHD = torch.stack((self.dk.finish(), self.dv.finish()), dim=1).to(self.dk.sum_dtype)
+            self.dk.total, self.dv.total = self.total_S2BHD.unbind(1)
+        return self.total_S2BHD

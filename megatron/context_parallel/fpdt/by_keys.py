@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops by keys: a key chunk stays while its query chunks come; on a ring, the key chunks of all ranks in turn."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron.context_parallel.attention.attend import attend, attend_grad
+from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.ring import KeyBlock
+from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
+from megatron.context_parallel.fpdt.shelf import HiddenStates
+
+
+def forward(run: ChunkPass, y: HiddenStates | None) -> None:
+    """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
+    shelf, chunks, last = run.shelf, run.chunks, run.tiles.last_keys()
+    for chunk, x in enumerate(run.x.walk(run.spans)):
+        q, kv = run.work.project(x, chunk)
+        shelf.put(("q", chunk), q)
+        shelf.put(("kv", chunk), kv)
+    for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
+        for block in run.tiles.source(key).blocks(*there["kv", key].unbind(1)):
+            queries = run.tiles.queries_of(key, block.hop.source)
+            for query, kept in zip(queries, shelf.walk([_forward_names(query) for query in queries])):
+                q = kept["q", query]
+                result = Accumulator(q, kept.get(("sum", query)), kept.get(("sum_lse", query)))
+                found = run.tiles.of_block(query, key, block)
+                attend(found, q, block.k, block.v, kernel=run.work.kernel, result=result)
+                # Wide from the start: the shelf writes later sums into the first one's place.
+                shelf.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
+                shelf.put(("sum_lse", query), result.lse_SBH)
+        if not run.saving:
+            shelf.drop(("kv", key))
+        finished = [query for query in chunks if last[query] == key]
+        for query, kept in zip(finished, shelf.walk([_forward_names(query) for query in finished])):
+            shelf.drop(("sum", query), ("sum_lse", query))
+            result = Accumulator(kept["q", query], kept.get(("sum", query)), kept.get(("sum_lse", query)))
+            run.finish(query, result, None, y)
+            if not run.saving:
+                shelf.drop(("q", query))
+
+
+def _forward_names(query: int) -> list[tuple]:
+    return [("q", query), ("sum", query), ("sum_lse", query)]
+
+
+def backward(run: ChunkPass, dy: HiddenStates) -> None:
+    """Key chunks from first to last: under a causal mask a chunk's queries are done when its keys are."""
+    shelf, last, chunks = run.shelf, run.tiles.last_keys(), run.chunks
+    outs = shelf.walk([[("out", chunk)] for chunk in chunks])
+    for chunk, x, dy_chunk, there in zip(chunks, run.x.walk(run.spans), dy.walk(run.spans), outs):
+        dout, residual = run.work.output_grad(there["out", chunk], x, dy_chunk, chunk)
+        shelf.put(("dout", chunk), dout)
+        run.dx.write(run.spans[chunk], residual)
+    for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
+        finished = [chunk for chunk in chunks if max(chunk, last[chunk]) == key]
+        fresh = {("dkv", key): _key_grads(run, key, there.pop(("kv", key)))}
+        if key not in finished:
+            shelf.put(*fresh.popitem())
+        run.finish_waiting(finished, fresh)
+        shelf.drop(*((name, chunk) for chunk in chunks if last[chunk] <= key for name in ("dout", "out", "lse")))
+
+
+def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
+    """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the shelf's."""
+    k, v = kv.unbind(1)
+    own = KeyGradients(k, ((0, k.size(0)),))
+    for block in run.tiles.source(key).blocks(k, v, own):
+        queries = run.tiles.queries_of(key, block.hop.source)
+        names = [[(name, query) for name in ("q", "dout", "out", "lse", "dq")] for query in queries]
+        for query, there in zip(queries, run.shelf.walk(names)):
+            _pair_grads(run, query, key, block, there)
+    return own.side_by_side()
+
+
+def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
+    """A query chunk and a key chunk: a function of its own, so that they are let go before the next ones are there."""
+    q, dout, out, lse = (there.pop((name, query)) for name in ("q", "dout", "out", "lse"))
+    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
+    dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
+    found = run.tiles.of_block(query, key, block)
+    attend_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
+    run.shelf.put(("dq", query), dq.finish().to(dq.sum_dtype))  # wide, as the forward pass's sums

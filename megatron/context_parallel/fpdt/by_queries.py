@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops by queries: a query chunk stays while its key chunks come. On a ring of one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron.context_parallel.attention.attend import attend, attend_grad
+from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
+from megatron.context_parallel.fpdt.shelf import HiddenStates
+
+
+def forward(run: ChunkPass, y: HiddenStates | None) -> None:
+    """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
+    shelf, chunks = run.shelf, run.chunks
+    needs = [run.tiles.keys_of(query) for query in chunks]
+    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after which it can be computed
+    for chunk, x in enumerate(run.x.walk(run.spans)):
+        q, kv = run.work.project(x, chunk)
+        fresh = {("q", chunk): q, ("kv", chunk): kv}
+        queries = [query for query in chunks if ready[query] == chunk]
+        if chunk + 1 < len(chunks) or run.saving:
+            shelf.put(("kv", chunk), kv)
+        if run.saving or queries != [chunk]:
+            shelf.put(("q", chunk), q)
+        del q, kv
+        for query in queries:
+            keys = sorted(needs[query], key=lambda key: key != chunk)  # what is here first, while others come
+            q = shelf.load([("q", query)], fresh)[0].wait()
+            result = Accumulator(q)
+            for key, there in zip(keys, shelf.walk([[("kv", key)] for key in keys], fresh)):
+                kv = there["kv", key].unbind(1)
+                attend(run.tiles.between(query, key, 0), q, *kv, kernel=run.work.kernel, result=result)
+            run.finish(query, result, x if query == chunk else None, y)
+
+
+def backward(run: ChunkPass, dy: HiddenStates) -> None:
+    """Query chunks from last to first: under a causal mask a chunk's keys are done when its queries are."""
+    shelf, queries = run.shelf, run.chunks[::-1]
+    needs = [run.tiles.keys_of(query) for query in run.chunks]
+    done = [min([key, *(query for query in queries if key in needs[query])]) for key in run.chunks]
+    spans = [run.spans[query] for query in queries]
+    saved = shelf.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
+    for query, x, dy_chunk, there in zip(queries, run.x.walk(spans), dy.walk(spans), saved):
+        finished = [chunk for chunk in run.chunks if done[chunk] == query]
+        dq, dkv, residual = _query_grads(run, query, x, dy_chunk, there, needs[query], last=query in finished)
+        if query in finished:
+            run.finish_grad(query, x, dq, dkv, residual)
+        else:
+            shelf.put(("dq", query), dq)
+            run.dx.write(run.spans[query], residual)
+        del dq, dkv, residual
+        run.finish_waiting([chunk for chunk in finished if chunk != query])
+
+
+def _query_grads(
+    run: ChunkPass, query: int, x: Tensor, dy: Tensor, there: dict, keys: list[int], *, last: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dq of a query chunk, and the gradient of x beside attention; dk and dv of its keys are added to the shelf's.
+
+    With ``last``, its own dk and dv, which nobody adds to any more, are returned and not put away.
+    """
+    shelf = run.shelf
+    keys = sorted(keys, key=lambda key: key == query)  # its own last
+    coming = shelf.walk([[("kv", key), ("dkv", key)] for key in keys])
+    q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
+    dout, residual = run.work.output_grad(out, x, dy, query)
+    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
+    dq, own = GradientSum(q, q.size(0)), None
+    for key, pair in zip(keys, coming):
+        k, v = pair.pop(("kv", key)).unbind(1)
+        dkv = KeyGradients(k, ((0, k.size(0)),), pair.pop(("dkv", key), None))
+        attend_grad(run.tiles.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
+        if last and key == query:
+            own = dkv.side_by_side()
+        else:
+            shelf.put(("dkv", key), dkv.side_by_side())
+    shelf.drop(("out", query), ("lse", query))
+    if last and own is None:
+        own = shelf.pop(("dkv", query))
+    return dq.finish(), own, residual

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer as functions of one chunk, and what a chunk goes through before and after attention, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.tile import AttentionRule, TileKernel
+from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
+from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.shelf import HiddenStates
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span
+
+
+@dataclass(frozen=True)
+class LayerFunctions:
+    """The fields of :class:`~megatron.context_parallel.fpdt.chunked_layer.ChunkedLayer`, where they are explained."""
+
+    project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    output: Callable[[Tensor, Tensor, int], Tensor]
+    parameters: Sequence[Tensor]
+    layout: SequenceLayout
+    rule: AttentionRule = AttentionRule()
+    ffn: Callable[[Tensor], Tensor] | None = None
+    ffn_pieces: int = 1
+    offload: Offload | None = None
+    streamed: bool = False
+    recompute: bool = False
+    replay: Replay | None = None
+
+
+class ChunkWork:
+    """A layer's work on one chunk at a time.
+
+    Attributes:
+        parameter_grads: sums over the chunks.
+        random: how the random state of a chunk's output and FFN is brought back.
+        kernel: of the attention, once there are queries; ``heads, kv_heads`` before the all-to-all, ``local_heads,
+            local_kv_heads`` after it, and ``head_dim`` as well.
+    """
+
+    def __init__(self, layer: LayerFunctions) -> None:
+        self.layer, self.ulysses = layer, layer.layout.grid.ulysses
+        self.parameter_grads = GradientSums(layer.parameters)
+        self.random: dict[int, Callable[[], AbstractContextManager]] = {}
+        self.kernel: TileKernel | None = None
+
+    def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        """q [c, b, heads, d] and kv [c, 2, b, kv_heads, d] of all the chunk's tokens, for this rank's heads."""
+        q, k, v = self.layer.project(x, chunk)
+        first, heads = self.kernel is None, (q.size(2), k.size(2))
+        q, k, v = sequence_to_heads(q, k, v, self.ulysses)
+        if first:
+            self.heads, self.kv_heads = heads
+            self.local_heads, self.local_kv_heads, self.head_dim = q.size(2), k.size(2), q.size(3)
+            self.kernel = self.layer.rule.tile_kernel(q, self.ulysses, self.layer.layout.seq_length)
+        return q.contiguous(), torch.stack((k, v), dim=1)  # views would keep all of q, k and v
+
+    def output(self, out: Tensor, x: Tensor, chunk: int, y: HiddenStates) -> None:
+        """From a chunk's attention output to the layer's output."""
+        if self.layer.replay:
+            self.random[chunk] = self.layer.replay()
+        hidden, (first, _) = self._output(out, x, chunk), self.layer.layout.local_chunks[chunk]
+        for start, stop in self._ffn_spans(hidden):
+            done = self.layer.ffn(hidden[start:stop]) if self.layer.ffn else hidden
+            y.write((first + start, first + stop), done)
+
+    def output_grad(self, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        """dout, and the gradient of x that does not go through attention."""
+        out, x = out.detach().requires_grad_(), x.detach().requires_grad_()
+        with self.random.pop(chunk, nullcontext)():
+            with torch.enable_grad():
+                hidden = self._output(out, x, chunk)
+            if self.layer.ffn:
+                dy = self.ffn_grad(hidden.detach(), dy)
+        return self._grads(hidden, [out, x], dy)
+
+    def ffn_grad(self, hidden: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of the FFN's input."""
+        dhidden = torch.empty_like(hidden)
+        for start, stop in self._ffn_spans(hidden):
+            x = hidden[start:stop].requires_grad_()
+            with torch.enable_grad():
+                y = self.layer.ffn(x)
+            (dhidden[start:stop],) = self._grads(y, [x], dy[start:stop])
+        return dhidden
+
+    def project_grad(self, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
+        """The gradient of x through q, k and v; None for queries without keys, and for keys without queries."""
+        (start, stop), batch = self.layer.layout.chunk_rows[chunk], x.size(1)
+        if dq is None:
+            dq = x.new_zeros((stop - start, batch, self.local_heads, self.head_dim))
+        if dkv is None:
+            dkv = x.new_zeros((stop - start, 2, batch, self.local_kv_heads, self.head_dim))
+        grads = (grad.to(x.dtype) for grad in (dq, *dkv.unbind(1)))
+        sent = sequence_to_heads_grad(*grads, self.ulysses, heads=self.heads, kv_heads=self.kv_heads)
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            qkv = self.layer.project(x, chunk)
+        (dx,) = self._grads(qkv, [x], sent)
+        return dx
+
+    def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
+        return self.layer.output(heads_to_sequence(out, self.ulysses), x, chunk)
+
+    def _ffn_spans(self, hidden: Tensor) -> list[Span]:
+        return even_spans(hidden.size(0), self.layer.ffn_pieces if self.layer.ffn else 1)
+
+    def _grads(self, y: Tensor | tuple[Tensor, ...], inputs: list[Tensor], dy: object) -> tuple[Tensor, ...]:
+        """The gradients of ``inputs``; those of the parameters are added to their sums."""
+        wanted = [*inputs, *self.parameter_grads.wanted]
+        grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+        self.parameter_grads.add(grads[len(inputs) :])
+        return grads[: len(inputs)]

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that FPDT copies between device and host (docs/fpdt.md, "What is copied")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+
+
+@dataclass(frozen=True)
+class CopiedBytes:
+    """(to the host, to the device) of one layer, on one rank."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
+    """What FPDT moves in a training pass, under a causal mask, on a ring of one, in equal chunks.
+
+    Args:
+        chunks: number of chunks.
+        tokens: tokens of a chunk after its all-to-all, times the micro-batch size.
+        heads, kv_heads: of a rank, after the all-to-all.
+        head_dim, itemsize: size of a head, and bytes of an element; sums are in fp32.
+    """
+    wide = max(itemsize, 4)
+    q, kv = tokens * heads * head_dim * itemsize, 2 * tokens * kv_heads * head_dim * itemsize
+    dq, dkv, lse = q // itemsize * wide, kv // itemsize * wide, tokens * heads * wide
+    n, below = chunks, chunks * (chunks - 1) // 2  # pairs of different chunks that meet
+    forward = n * (2 * q + kv + lse), below * kv
+    if not goes_by_keys(heads, kv_heads, itemsize):
+        return CopiedBytes(forward, (below * dkv, n * (2 * q + lse) + (n + below) * kv + below * dkv))
+    # dq of each query chunk is written when each of its key chunks is done and read again for the next and at the end.
+    moved = n + below
+    to_host = n * q + moved * dq
+    to_device = n * q + n * kv + moved * (3 * q + lse) + moved * dq
+    return CopiedBytes(forward, (to_host, to_device))
