@@ -72,10 +72,11 @@ def main() -> int:
         for writer in args.writers:
             turns[writer].append(turn(writer, args.ranks, args.folder, [*flags, *grid]))
     first = next(iter(turns.values()))[0]
-    print(f"{first['parameters'] / 1e6:.1f}M parameters, {first['bytes'] / 1e6:.0f} MB, {args.ranks} processes; ", end="")
-    print(f"median of {args.repeats} turns, load {os.getloadavg()[0]:.1f}; seconds")
+    size = f"{first['parameters'] / 1e6:.1f}M parameters a rank, {first['bytes'] / 1e6:.0f} MB"
+    print(f"{size}, {args.ranks} processes; median of {args.repeats} turns, load {os.getloadavg()[0]:.1f}; seconds")
     print(f"{'':14}{'all':>7}{'CPU':>7}" + "".join(f"{part:>{len(part) + 2}}" for part in PARTS) + "   load")
-    report: dict[str, Any] = {key: first[key] for key in ("parameters", "bytes")} | {"ranks": args.ranks, "turns": turns}
+    report: dict[str, Any] = {"ranks": args.ranks, "turns": turns}
+    report |= {key: first[key] for key in ("parameters", "bytes")}
     for writer, found in turns.items():
         for number in range(2):
             saves = [one["saves"][number] for one in found]
