@@ -9,7 +9,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${1:-out/quickstart}
-ITERATIONS=${ITERATIONS:-70}
+ITERATIONS=${ITERATIONS:-50}
 PYTHON=$(bash scripts/setup.sh)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -23,7 +23,7 @@ fi
 mkdir -p "$OUT"
 
 say "1/5 Text: the sources of Python's standard library"
-[ -e "$OUT/text.jsonl" ] || "$PYTHON" tools/collect_text.py --output "$OUT/text.jsonl" --max-bytes 8000000
+[ -e "$OUT/text.jsonl" ] || "$PYTHON" tools/collect_text.py --output "$OUT/text.jsonl" --max-bytes 4000000
 
 say "2/5 Tokenizer: SentencePiece, 2048 pieces"
 [ -e "$OUT/tokenizer.model" ] || "$PYTHON" tools/train_tokenizer.py --input "$OUT/text.jsonl" \

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: exact resume, any grid to any grid, and nothing lost when writing fails."""
 
+import os
 import resource
 import shutil
 import signal
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.distributed.pool import fork_server
 from tests.distributed.training_runs import make_job, train_job
 
 GQA = "--group-query-attention --num-query-groups 2"
@@ -146,6 +149,120 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(pool, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
     first, _ = pool.run(resume, 2, f"{GQA} --ring-parallel-size 2", str(tmp_path), 1)[0]
     assert first == 1
+
+
+def load_on_core_alone(flags, folder):
+    """What core's own ``dist_checkpointing.load`` reads into a fresh job's state, by key."""
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
+
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(flags)
+    state = checkpoint._state(job.chunks, job.optimizer, job.schedule, job.progress, job.config, loading=True)
+    loaded = dist_checkpointing.load(state, folder)
+    tensors = [value for _, _, value in nested_items_iter(loaded) if isinstance(value, torch.Tensor)]
+    return [tensor.double().tolist() for tensor in tensors]
+
+
+def save_with(flags, folder, strategy):
+    """Train two steps, save with core's strategy or one of ours; what processes ran while files were being written."""
+    import psutil
+    from torch.distributed.checkpoint import filesystem
+
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(flags)
+    train_job(job, 2)
+    write, found = filesystem._write_item, []
+
+    def look_and_write(*args, **kwargs):
+        found.append(len(psutil.Process().children(recursive=True)))
+        return write(*args, **kwargs)
+
+    ours, filesystem._write_item = checkpoint.SaveStrategy, look_and_write
+    before = len(psutil.Process().children(recursive=True))
+    checkpoint.SaveStrategy = strategy or ours
+    try:
+        path = checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    finally:
+        checkpoint.SaveStrategy, filesystem._write_item = ours, write
+    return path, max(found, default=before) - before
+
+
+def core_strategy():
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    return TorchDistSaveShardedStrategy("torch_dist", 1)
+
+
+def what_is_large():
+    from megatron.training.checkpoint.writer import SaveStrategy
+
+    return SaveStrategy(much=0)
+
+
+@pytest.mark.parametrize("world, flags", [(1, ""), (4, f"{P2} --ring-parallel-size 2 --zero-stage 1")])
+def test_a_small_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_path, world, flags):
+    flags, read = f"{GQA} {flags}", {}
+    for name, strategy in (("ours", None), ("core", core_strategy), ("large", what_is_large)):
+        saved = pool.run(save_with, world, flags, str(tmp_path / name), strategy, timeout=120)
+        path = saved[0][0]
+        if name == "ours":
+            assert [started for _, started in saved] == [0] * world
+        names = {file.name for file in path.iterdir()}
+        assert names >= {".metadata", "common.pt", "metadata.json", "__0_0.distcp"}
+        assert ("__0_1.distcp" in names) == (name != "ours")  # core's two processes write a file each
+        read[name] = pool.run(load_on_core_alone, world, flags, str(path), timeout=120)
+    assert read["ours"] == read["core"] == read["large"]
+
+
+def save_and_be_killed(folder):
+    """One process that saves, and is killed in the middle of writing its second checkpoint."""
+    os.setsid()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import filesystem
+
+    from megatron.training.checkpoint import checkpoint
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    job = make_job(GQA)
+    state, write, written = (job.chunks, job.optimizer, job.schedule, job.config), filesystem._write_item, []
+
+    def write_or_die(*args, **kwargs):
+        written.append(write(*args, **kwargs))
+        if job.progress.iteration == 2 and len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written[-1]
+
+    filesystem._write_item = write_or_die
+    for _ in range(2):
+        written.clear()
+        train_job(job, 1)
+        checkpoint.save(folder, job.progress, *state)
+
+
+def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path):
+    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path),))
+    process.start()
+    session = process.pid
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL
+    left = [one for one in psutil.process_iter() if _session_of(one.pid) == session]
+    assert not left
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert {path.name for path in tmp_path.glob("iter_*")} == {"iter_0000001"}
+    first, _ = pool.run(resume, 1, GQA, str(tmp_path), 1)[0]
+    assert first == 1
+
+
+def _session_of(pid):
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def refusal_of(flags):

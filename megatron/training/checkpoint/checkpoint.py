@@ -40,6 +40,7 @@ from megatron.training.checkpoint.sharded_state import (
     optimizer_state,
     weights_state,
 )
+from megatron.training.checkpoint.writer import SaveStrategy
 from megatron.training.model.precision import compute_dtype
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def save(
     try:
         gather_parameters(chunks, config)
         state = _state(chunks, optimizer, schedule, progress, config, loading=False)
-        dist_checkpointing.save(state, str(partial), content_metadata=dict(METADATA))
+        dist_checkpointing.save(state, str(partial), SaveStrategy(), content_metadata=dict(METADATA))
     except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
         error = _words(problem)
     try:
