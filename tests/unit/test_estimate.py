@@ -16,7 +16,7 @@ from megatron.simulator.cost.attention_operations import attended, to_heads, to_
 from megatron.simulator.cost.chunk_operations import chunked_backward, chunked_forward
 from megatron.simulator.cost.estimate import Estimate, estimate
 from megatron.simulator.cost.seconds import transfer_seconds
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Transfer
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from megatron.simulator.machines.machine_file import load
@@ -115,7 +115,7 @@ def test_all_to_alls_carry_what_the_head_plan_says():
     a = attended(LLAMA, strategy, 65536, True)
     assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent twice
     there, back = (
-        sum(t.bytes for stretch in work for t in stretch.transfers)
+        sum(t.bytes for segment in work for t in segment.transfers)
         for work in (to_heads(a, strategy, a.rows), to_sequence(a, strategy, a.rows))
     )
     assert there == 2 * (65536 // 16) * (2 + 1 + 1) * 128 * 15
@@ -129,11 +129,11 @@ def test_copies_are_those_of_the_program(kv_heads):
     a = attended(shape, strategy, 65536, True)
     program = copied_bytes(chunks, tokens=8192, heads=a.heads, kv_heads=a.kv_heads, head_dim=128, itemsize=2)
 
-    def copied(work: list[Stretch]) -> tuple[float, ...]:
+    def copied(work: list[Segment]) -> tuple[float, ...]:
         ways = dict.fromkeys(("to_host", "to_device"), 0.0)
-        for stretch in work:
-            for copy in stretch.copies:
-                ways[copy.direction] += copy.bytes * stretch.count
+        for segment in work:
+            for copy in segment.copies:
+                ways[copy.direction] += copy.bytes * segment.count
         return tuple(ways.values())
 
     assert goes_by_keys(a.heads, a.kv_heads, 2) == (kv_heads == 32)

@@ -132,7 +132,7 @@ def test_fpdt_mfu_over_the_length():
     assert by_chunk[0] < 0.6 * by_chunk[-1] and by_chunk[3] > 0.92 * by_chunk[-1]
 
 
-def test_fpdt_strategies_are_foretold():
+def test_fpdt_strategies_are_predicted():
     """No constant was fitted to them."""
     rows = table_3_rows(clock("fpdt-a100", measure=False))
     assert len(rows) == 10 and mean_error(rows) < 15

@@ -17,7 +17,7 @@ from megatron.formulas.strategy import Strategy, Workload
 
 GPUS = 32
 # The old framework's share of the new one's rates, fitted to its two figures: eager kernels for softmax, norms and
-# activation, attention written out, a smaller batch. It foretells nothing.
+# activation, attention written out, a smaller batch. It predicts nothing.
 OLD = 0.4
 
 

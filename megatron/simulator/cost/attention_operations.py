@@ -14,7 +14,7 @@ from megatron.context_parallel.attention.ulysses import head_plan
 from megatron.formulas.strategy import Shape, Strategy
 from megatron.simulator.cost.linear_operations import kv_heads_of_rank
 from megatron.simulator.cost.operations import BF16, FP32, memory, tile
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Kernel, Transfer
 
 
@@ -61,19 +61,19 @@ def attended(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) ->
 # --- Ulysses ---
 
 
-def to_heads(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Stretch]:
+def to_heads(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Segment]:
     """The fused all-to-all of q, k and v, packed and unpacked; ``rows`` tokens of this rank."""
     return _exchange(strategy, rows, a.heads + 2 * a.sent_kv, a.head_dim, 2, count, backward)
 
 
-def to_sequence(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Stretch]:
+def to_sequence(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Segment]:
     """The all-to-all of the output."""
     return _exchange(strategy, rows, a.heads, a.head_dim, 1, count, backward)
 
 
 def _exchange(
     strategy: Strategy, rows: int, heads: int, head_dim: int, copies: int, count: int, backward: bool
-) -> list[Stretch]:
+) -> list[Segment]:
     """``heads``: of one rank; a rank holds those of all. Each copy reads and writes what is held."""
     if strategy.ulysses == 1:
         return []
@@ -81,41 +81,41 @@ def _exchange(
     sent = held * (strategy.ulysses - 1) / strategy.ulysses
     transfer = Transfer("all_to_all", "ulysses", strategy.group("ulysses"), sent)
     pack = memory("pack", 2 * copies * held, backward=backward)
-    return [Stretch((pack,), count=count), Stretch((), (transfer,), count=count)]
+    return [Segment((pack,), count=count), Segment((), (transfer,), count=count)]
 
 
 # --- tiles around a ring ---
 
 
-def ring_forward(a: Attended, strategy: Strategy) -> list[Stretch]:
+def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
     if a.ring == 1:
-        return [Stretch((_tile(a, first=True),))]
+        return [Segment((_tile(a, first=True),))]
     hop, merge = _tile(a, first=False), memory("merge", (BF16 + 2 * FP32) * a.queries * a.batch * a.heads * a.head_dim)
     keys = _hop(a, strategy, BF16)
     return [
-        Stretch((_tile(a, first=True), merge), (keys,)),
-        Stretch((hop, merge), (keys,), count=a.ring - 2),
-        Stretch((hop, merge)),
+        Segment((_tile(a, first=True), merge), (keys,)),
+        Segment((hop, merge), (keys,), count=a.ring - 2),
+        Segment((hop, merge)),
     ]
 
 
-def ring_backward(a: Attended, strategy: Strategy) -> list[Stretch]:
+def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
     if a.ring == 1:
-        return [Stretch((_tile(a, first=True, backward=True),))]
+        return [Segment((_tile(a, first=True, backward=True),))]
     width = a.head_dim * a.batch
     sums = memory(
         "merge", (BF16 + 2 * FP32) * width * (a.heads * a.queries + 2 * a.kv_heads * a.queries), backward=True
     )
     first, hop = (_tile(a, first=own, backward=True) for own in (True, False))
     keys, grads = _hop(a, strategy, BF16), _hop(a, strategy, FP32)
-    home = Stretch((), (grads,))
+    home = Segment((), (grads,))
     if a.ring == 2:
-        return [Stretch((first, sums), (keys,)), Stretch((hop, sums)), home]
+        return [Segment((first, sums), (keys,)), Segment((hop, sums)), home]
     return [
-        Stretch((first, sums), (keys,)),
-        Stretch((hop, sums), (keys,)),
-        Stretch((hop, sums), (keys, grads), count=a.ring - 3),
-        Stretch((hop, sums), (grads,)),
+        Segment((first, sums), (keys,)),
+        Segment((hop, sums), (keys,)),
+        Segment((hop, sums), (keys, grads), count=a.ring - 3),
+        Segment((hop, sums), (grads,)),
         home,
     ]
 

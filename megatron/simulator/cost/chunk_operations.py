@@ -14,11 +14,11 @@ from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.cost.attention_operations import Attended, ring_backward, ring_forward
 from megatron.simulator.cost.operations import BF16, FP32, memory, tile
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 
-def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Stretch]:
+def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Segment]:
     """All tiles of the forward pass. ``saving``: a backward pass follows, finished chunks go to host memory for it."""
     size, met = a.queries // chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
@@ -32,12 +32,12 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
         head, *rest = ring_forward(a, strategy)
         return [replace(head, copies=_copies(own, 0) if offload else ()), *rest]
     return [
-        Stretch((_tile(a, size, own=True),), copies=_copies(own, 0) if offload else (), count=chunks),
-        Stretch((_tile(a, size), merge), _hops(a, strategy, size, chunks), _copies(out, back) if offload else (), met),
+        Segment((_tile(a, size, own=True),), copies=_copies(own, 0) if offload else (), count=chunks),
+        Segment((_tile(a, size), merge), _hops(a, strategy, size, chunks), _copies(out, back) if offload else (), met),
     ]
 
 
-def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Stretch]:
+def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segment]:
     size, met = a.queries // chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
@@ -45,19 +45,19 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Stret
         first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
     else:
         first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
-    before = [Stretch(copies=first)] if strategy.fpdt_offload else []
+    before = [Segment(copies=first)] if strategy.fpdt_offload else []
     if chunks == 1:
         return [*before, *ring_backward(a, strategy)]
     own, other = _tile(a, size, own=True, backward=True), _tile(a, size, backward=True)
     sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
     travel = _hops(a, strategy, size, chunks, backward=True)
     if not strategy.fpdt_offload:
-        return [Stretch((own, sums), count=chunks), Stretch((other, sums), travel, count=met)]
+        return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
     return [
         *before,
-        Stretch((own, sums), (), first, chunks - 1),
-        Stretch((own, sums)),
-        Stretch((other, sums), travel, pair, met),
+        Segment((own, sums), (), first, chunks - 1),
+        Segment((own, sums)),
+        Segment((other, sums), travel, pair, met),
     ]
 
 

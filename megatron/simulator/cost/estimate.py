@@ -2,7 +2,7 @@
 """The time of a training step in closed form: microseconds an answer, for planners and tables.
 
 A step is layers, two ends, micro-batches through a pipeline, gradients and optimizer. Each layer is written down as
-stretches of work (layer_operations.py), priced once for a machine and remembered.
+segments of work (layer_operations.py), priced once for a machine and remembered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.simulator.cost.state_operations import (
     split_and_join,
     states,
 )
-from megatron.simulator.cost.stretch import Parts, add, price
+from megatron.simulator.cost.segment import Parts, add, price
 from megatron.simulator.cost.trace import Transfer
 from megatron.simulator.machines.machine import Machine
 

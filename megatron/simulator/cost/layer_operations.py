@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transformer layer's forward and backward pass on one rank, written down as stretches of work."""
+"""One transformer layer's forward and backward pass on one rank, written down as segments of work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.simulator.cost.attention_operations import (
 from megatron.simulator.cost.chunk_operations import chunked_backward, chunked_forward
 from megatron.simulator.cost.linear_operations import mlp, mlp_grad, output, output_grad, project, project_grad
 from megatron.simulator.cost.operations import BF16
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import HostCopy
 
 
@@ -31,7 +31,7 @@ def ffn_chunks(strategy: Strategy, seq_length: int) -> int:
     return strategy.ffn_chunks or (2 * attention_chunks(strategy, seq_length) if strategy.fpdt_chunk else 1)
 
 
-def layer(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) -> tuple[list[Stretch], list[Stretch]]:
+def layer(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) -> tuple[list[Segment], list[Segment]]:
     """(forward, backward with what it recomputes), of one layer and micro-batch.
 
     Raises:
@@ -52,19 +52,19 @@ def layer(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) -> tu
     return forward, backward
 
 
-def beside(stretches: list[Stretch], copy: HostCopy) -> list[Stretch]:
+def beside(segments: list[Segment], copy: HostCopy) -> list[Segment]:
     """The copy spread over all kernels, by their number: it has the whole layer's time."""
-    kernels = sum(stretch.count for stretch in stretches if stretch.kernels)
+    kernels = sum(segment.count for segment in segments if segment.kernels)
     share = HostCopy(copy.direction, copy.bytes / kernels)
     return [
-        Stretch(stretch.kernels, stretch.transfers, (*stretch.copies, share), stretch.count)
-        if stretch.kernels
-        else stretch
-        for stretch in stretches
+        Segment(segment.kernels, segment.transfers, (*segment.copies, share), segment.count)
+        if segment.kernels
+        else segment
+        for segment in segments
     ]
 
 
-def _forward(a: Attended, shape: Shape, strategy: Strategy, seq_length: int, *, saving: bool) -> list[Stretch]:
+def _forward(a: Attended, shape: Shape, strategy: Strategy, seq_length: int, *, saving: bool) -> list[Segment]:
     chunks, pieces = attention_chunks(strategy, seq_length), ffn_chunks(strategy, seq_length)
     tokens = a.rows // chunks
     return [
@@ -75,7 +75,7 @@ def _forward(a: Attended, shape: Shape, strategy: Strategy, seq_length: int, *, 
     ]
 
 
-def _again(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> list[Stretch]:
+def _again(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> list[Segment]:
     """What full recompute adds. A chunked layer alone stops at attention's output: the rest runs again anyway."""
     if not strategy.fpdt_chunk or strategy.recompute_layers > 1:
         return _forward(a, shape, strategy, seq_length, saving=True)
@@ -88,18 +88,18 @@ def _again(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> li
     ]
 
 
-def _attention(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Stretch]:
+def _attention(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Segment]:
     chunked = strategy.fpdt_chunk > 0
     tiles = chunked_forward(a, strategy, chunks, saving=saving) if chunked else ring_forward(a, strategy)
     rows = a.rows // chunks
     return [*to_heads(a, strategy, rows, chunks), *tiles, *to_sequence(a, strategy, rows, chunks)]
 
 
-def _backward(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> list[Stretch]:
+def _backward(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) -> list[Segment]:
     chunks, pieces = attention_chunks(strategy, seq_length), ffn_chunks(strategy, seq_length)
     rows = a.rows // chunks
     tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
-    stretches = [
+    segments = [
         *mlp_grad(shape, strategy, a.rows // pieces, pieces),
         *output_grad(shape, strategy, rows, chunks),
         *to_sequence(a, strategy, rows, chunks, backward=True),
@@ -108,12 +108,12 @@ def _backward(a: Attended, shape: Shape, strategy: Strategy, seq_length: int) ->
         *project_grad(shape, strategy, rows, chunks),
     ]
     if not strategy.fpdt_chunk:
-        return stretches
+        return segments
     # Chunked layers keep nothing between a chunk's passes: projections and FFN run again before their gradients.
     return [
         *mlp(shape, strategy, a.rows // pieces, pieces),
         *output(shape, strategy, rows, chunks),
         *to_sequence(a, strategy, rows, chunks),
         *project(shape, strategy, rows, chunks),
-        *stretches,
+        *segments,
     ]

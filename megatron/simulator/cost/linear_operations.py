@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from megatron.formulas.strategy import Shape, Strategy
 from megatron.simulator.cost.operations import BF16, FP32, collective, gemm, memory
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Kernel, Transfer
 
 
@@ -20,48 +20,48 @@ def kv_heads_of_rank(shape: Shape, tensor: int) -> int:
     return max(1, shape.kv_heads // tensor)
 
 
-def project(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def project(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Segment]:
     """Norm, QKV and rotary."""
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
-        Stretch(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
+        Segment(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
         *_enter(shape, strategy, tokens, count),
-        Stretch(kernels=(gemm("qkv", tokens, width, shape.hidden), *_rotary(shape, strategy, tokens)), count=count),
+        Segment(kernels=(gemm("qkv", tokens, width, shape.hidden), *_rotary(shape, strategy, tokens)), count=count),
     ]
 
 
-def project_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def project_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Segment]:
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
-        Stretch(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
+        Segment(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
         *_column_grad("qkv", shape, strategy, tokens, width, count),
-        Stretch(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
+        Segment(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
     ]
 
 
-def output(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def output(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Segment]:
     """Output projection and residual."""
     width = shape.heads * shape.head_dim // strategy.tensor
     return [
-        Stretch(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
+        Segment(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
         *_leave(shape, strategy, tokens, count),
     ]
 
 
-def output_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def output_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Segment]:
     width = shape.heads * shape.head_dim // strategy.tensor
     return _row_grad("attention_out", shape, strategy, tokens, width, count)
 
 
-def mlp(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def mlp(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Segment]:
     """Norm, MLP and residual."""
     local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
     up = inner * (2 if shape.gated else 1)
     activation = memory("activation", BF16 * tokens * (up + inner))
     return [
-        Stretch(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
+        Segment(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
         *_enter(shape, strategy, tokens, count),
-        Stretch(
+        Segment(
             kernels=(
                 gemm("mlp_up", tokens, up, shape.hidden),
                 activation,
@@ -73,15 +73,15 @@ def mlp(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[S
     ]
 
 
-def mlp_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def mlp_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Segment]:
     local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
     up = inner * (2 if shape.gated else 1)
     activation = memory("activation", BF16 * tokens * (2 * up + inner), backward=True)
     return [
         *_row_grad("mlp_down", shape, strategy, tokens, inner, count),
-        Stretch(kernels=(activation,), count=count),
+        Segment(kernels=(activation,), count=count),
         *_column_grad("mlp_up", shape, strategy, tokens, up, count),
-        Stretch(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
+        Segment(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
     ]
 
 
@@ -121,15 +121,15 @@ def _rotary(shape: Shape, strategy: Strategy, tokens: int, backward: bool = Fals
     return (memory("rotary", 2 * BF16 * tokens * heads * shape.head_dim, backward=backward),)
 
 
-def _enter(shape: Shape, strategy: Strategy, tokens: int, count: int) -> list[Stretch]:
+def _enter(shape: Shape, strategy: Strategy, tokens: int, count: int) -> list[Segment]:
     transfers = entering(strategy, shape.hidden, tokens)
-    return [Stretch(transfers=transfers, count=count)] if transfers else []
+    return [Segment(transfers=transfers, count=count)] if transfers else []
 
 
-def _leave(shape: Shape, strategy: Strategy, tokens: int, count: int) -> list[Stretch]:
+def _leave(shape: Shape, strategy: Strategy, tokens: int, count: int) -> list[Segment]:
     residual = memory("residual", 3 * BF16 * _local(strategy, tokens) * shape.hidden)
     transfers = leaving(strategy, shape.hidden, tokens)
-    return [*([Stretch(transfers=transfers, count=count)] if transfers else []), Stretch((residual,), count=count)]
+    return [*([Segment(transfers=transfers, count=count)] if transfers else []), Segment((residual,), count=count)]
 
 
 def _weight_grad(name: str, tokens: int, n: int, k: int) -> tuple[Kernel, ...]:
@@ -139,19 +139,19 @@ def _weight_grad(name: str, tokens: int, n: int, k: int) -> tuple[Kernel, ...]:
     )
 
 
-def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: int, width: int, count: int) -> list[Stretch]:
+def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: int, width: int, count: int) -> list[Segment]:
     dgrad = gemm(name + "_dgrad", tokens, shape.hidden, width, backward=True)
     wgrad = _weight_grad(name, tokens, width, shape.hidden)
     return [
-        Stretch((dgrad,), entering(strategy, shape.hidden, tokens), count=count),
-        Stretch(wgrad, leaving(strategy, shape.hidden, tokens), count=count),
+        Segment((dgrad,), entering(strategy, shape.hidden, tokens), count=count),
+        Segment(wgrad, leaving(strategy, shape.hidden, tokens), count=count),
     ]
 
 
-def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: int, width: int, count: int) -> list[Stretch]:
+def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: int, width: int, count: int) -> list[Segment]:
     dgrad = gemm(name + "_dgrad", tokens, width, shape.hidden, backward=True)
     wgrad = _weight_grad(name, tokens, shape.hidden, width)
     return [
         *_enter(shape, strategy, tokens, count),
-        Stretch((dgrad, *wgrad), count=count),
+        Segment((dgrad, *wgrad), count=count),
     ]
