@@ -14,8 +14,9 @@ from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.tiles import count
+from megatron.formulas.chunks import chunks_of
 from megatron.formulas.parameters import model_states, numel, stage_parameters
-from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
+from megatron.formulas.sizes import WIDE, sizes_of
 from megatron.formulas.strategy import Strategy, Workload
 
 

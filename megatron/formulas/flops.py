@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.formulas.sizes import chunks_of
+from megatron.formulas.chunks import chunks_of
 from megatron.formulas.strategy import Strategy, Workload
 
 

@@ -18,6 +18,7 @@ from megatron.simulator.cost.layer_operations import ffn_chunks, layer
 from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
 from megatron.simulator.cost.operations import BF16
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
+from megatron.simulator.cost.segment import Parts, add, price
 from megatron.simulator.cost.state_operations import (
     States,
     gather_parameters,
@@ -26,7 +27,6 @@ from megatron.simulator.cost.state_operations import (
     split_and_join,
     states,
 )
-from megatron.simulator.cost.segment import Parts, add, price
 from megatron.simulator.cost.trace import Transfer
 from megatron.simulator.machines.machine import Machine
 
