@@ -112,7 +112,7 @@ def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
 
 def test_all_to_alls_carry_what_the_head_plan_says():
     strategy = Strategy(ulysses=16)
-    a = attended(LLAMA, strategy, 65536, True)
+    a = attended(WORK, strategy)
     assert (a.heads, a.kv_heads, a.sent_kv) == (2, 1, 1)  # 8 key/value heads on 16 ranks: each is sent twice
     there, back = (
         sum(t.bytes for segment in work for t in segment.transfers)
@@ -126,7 +126,7 @@ def test_all_to_alls_carry_what_the_head_plan_says():
 def test_copies_are_those_of_the_program(kv_heads):
     shape, chunks = replace(LLAMA, kv_heads=kv_heads), 8
     strategy = Strategy(ulysses=4, fpdt_chunk=8192)
-    a = attended(shape, strategy, 65536, True)
+    a = attended(Workload(shape, 65536), strategy)
     program = copied_bytes(chunks, tokens=8192, heads=a.heads, kv_heads=a.kv_heads, head_dim=128, itemsize=2)
 
     def copied(work: list[Segment]) -> tuple[float, ...]:

@@ -15,13 +15,13 @@ from megatron.simulator.machines.machine import Machine
 class Segment:
     """Work that begins and ends together, ``count`` times in a row.
 
-    A transfer that nothing overlaps is a segment of its own.
+    A transfer that nothing overlaps is a segment of its own. ``count`` is not whole where segments are not all alike.
     """
 
     kernels: tuple[Kernel, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     copies: tuple[HostCopy, ...] = ()
-    count: int = 1
+    count: float = 1
 
 
 Parts = dict[str, float]
