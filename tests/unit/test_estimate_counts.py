@@ -101,7 +101,7 @@ def test_any_step_sends_and_computes_what_the_formulas_say(shape: Shape, causal:
 @pytest.mark.parametrize("ring", [2, 3, 4, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 def test_blocks_on_a_ring_are_those_of_its_plans(ring: int, chunks: int, balance: str, causal: bool) -> None:
-    """Keys that the busiest sender sends; gradients that rank 1 of a zigzag ring sends, the last of a contiguous one."""
+    """The most keys that a rank sends; gradients of rank 1 on a zigzag ring, of the last on a contiguous one."""
     block, keys, grads = 240, [], []
     for rank in range(ring):
         grid = Grid(ring=Axis(ring, rank), context=Axis(ring))

@@ -12,9 +12,9 @@ from megatron.formulas.strategy import Group, Shape, Strategy
 from megatron.simulator.cost.operations import BF16, FP32, collective, memory
 from megatron.simulator.cost.trace import Kernel, Transfer
 
-# An Adam step reads gradient, weight and two moments and writes three of these, and the bf16 weight; before it, the
-# gradient is read for its norm and scaled. Bytes a parameter, in fp32.
-ADAM_BYTES = 7 * FP32 + BF16 + 3 * FP32
+# An Adam step reads gradient, weight and two moments and writes three of these; then weights are read and written in
+# bf16. Before it, the gradient is read for its norm, and scaled into its own place. Bytes a parameter.
+ADAM_BYTES = 7 * FP32 + FP32 + BF16 + 3 * FP32
 
 
 @dataclass(frozen=True)
