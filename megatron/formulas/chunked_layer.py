@@ -6,9 +6,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.formulas.chunks import chunks_of
 from megatron.formulas.layer import Layer, ffn_run, matrices, ring_blocks
 from megatron.formulas.parameters import stage_parameters
-from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
+from megatron.formulas.sizes import WIDE, heads_of, sizes_of
 from megatron.formulas.strategy import Strategy, Workload
 
 

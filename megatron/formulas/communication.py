@@ -6,17 +6,17 @@ Left out: scalars, such as the loss and the gradient norm.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.attention.ulysses import head_plan
-from megatron.context_parallel.layout.grid import Axis, Grid
-from megatron.context_parallel.layout.masks import Causal, Full
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import count
-from megatron.formulas.parameters import model_states, numel, stage_parameters
-from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.chunks import chunks_of
+from megatron.formulas.flops import passes_of
+from megatron.formulas.parameters import StageParameters, model_states, numel, shard_numel, stage_parameters
+from megatron.formulas.sizes import WIDE, sizes_of
+from megatron.formulas.strategy import Shape, Strategy, Workload
+
+LOSS_SUMS = 3  # numbers of each token that a cross-entropy over TP sums: largest logit, the label's, exponentials
 
 
 @lru_cache(maxsize=65536)
@@ -36,22 +36,13 @@ def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, sta
 
     Args:
         itemsize: bytes of the compute dtype.
-        stage: pipeline stage. Of Ulysses ranks it is the first, of a ring the one that sends most.
+        stage: pipeline stage. Of Ulysses ranks it is the first, of a ring the busiest (:func:`ring_blocks_sent`).
     """
     return dict(_sent(workload, strategy, itemsize, stage))
 
 
 def _micro_batches(workload: Workload, strategy: Strategy) -> int:
     return max(strategy.micro_batches(workload), 1)
-
-
-def _passes(strategy: Strategy, ffn_chunks: int) -> tuple[int, int, int]:
-    """How often in a micro-batch the forward pass of (QKV projection, output projection, FFN) runs."""
-    full = strategy.recompute == "full"
-    if strategy.fpdt_chunk:  # backward computes each piece again; the whole unit before, or attention alone
-        unit = full and strategy.recompute_layers > 1
-        return 2 + full, 2 + unit, 2 + unit
-    return 1 + full, 1 + full, 1 + full + bool(ffn_chunks)
 
 
 def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:
@@ -62,31 +53,36 @@ def _tensor(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -
     sizes, chunks = sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     split = strategy.sequence_parallel
     held = stage_parameters(shape, tensor, strategy.pipeline, stage)
-    qkv, out, ffn = _passes(strategy, chunks.ffn)
+    run = passes_of(workload, strategy)
     one = sizes.whole * (tensor - 1) // tensor
     if split:  # forward: gather, scatter; backward: the same mirrored, and the input gathered for the weight's gradient
-        layer = one * (qkv + out + 2 * ffn + 6)
+        layer = one * (run.qkv + run.out + 2 * run.ffn + 6)
     else:  # forward: after both row-parallel matrices; backward: after both column-parallel ones
-        layer = 2 * one * (out + ffn + 2)
+        layer = 2 * one * (run.out + run.ffn + 2)
     if shape.kv_heads < tensor:
-        layer += (qkv + 1) * sizes.qkv * (tensor - 1) // tensor
+        layer += (run.qkv + 1) * sizes.qkv * (tensor - 1) // tensor
     total = held.layers * layer
     first, last = stage == 0, stage == strategy.pipeline - 1
     if first:
         total += 2 * one
     if last:
-        scalars = 2 * 3 * WIDE * (sizes.whole // (shape.hidden * itemsize)) * (tensor - 1) // tensor
+        scalars = LOSS_SUMS * 2 * WIDE * (sizes.whole // (shape.hidden * itemsize)) * (tensor - 1) // tensor
         if split:
             total += (2 if chunks.loss else 3) * one + scalars
         else:
             total += 2 * one + scalars
     total *= _micro_batches(workload, strategy)
-    if split:  # gradients of what every TP rank applies to tokens of its own: norms, biases after row-parallel matrices
-        vectors = sum(rows for rows, columns in held.layer if columns == 1 and rows == shape.hidden) * held.layers
-        if last:
-            vectors += numel(tuple(x for x in held.final if x[1] == 1))
-        total += 2 * WIDE * vectors * (tensor - 1) // tensor
+    if split:
+        total += 2 * WIDE * whole_vectors(shape, held) * (tensor - 1) // tensor
     return total
+
+
+def whole_vectors(shape: Shape, held: StageParameters) -> int:
+    """Elements that every TP rank has whole and, under TP-sp, applies to tokens of its own, so that their gradients are
+    summed over TP: norms, biases after row-parallel matrices."""
+    norm = 2 if shape.layer_norm else 1
+    layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + 2 * norm * shape.qk_norm * shape.head_dim
+    return layer * held.layers + numel(tuple(x for x in held.final if x[1] == 1))
 
 
 def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
@@ -100,47 +96,42 @@ def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     outputs = token * plan.q_heads * (ranks - 1)
     there = outputs + 2 * token * sum(map(len, plan.kv_heads[1:]))
     back = outputs + 2 * token * (ranks - 1) * len(plan.kv_heads[0])
-    if strategy.fpdt_chunk:
-        unit = strategy.recompute == "full" and strategy.recompute_layers > 1
-        layer = there * (1 + (strategy.recompute == "full")) + back + outputs * (3 + unit)
-    else:
-        again = strategy.recompute != "none"
-        layer = there * (1 + again) + back + outputs * (2 + again)
+    run = passes_of(workload, strategy)
+    # A layer whose chunks go back one by one sends outputs again with its output projection.
+    outputs *= (run.out if strategy.fpdt_chunk else run.attention) + 1
+    layer = there * run.attention + back + outputs
     return layer * (shape.layers // strategy.pipeline) * _micro_batches(workload, strategy)
 
 
-@lru_cache(maxsize=1024)
-def _ring_rows(seq_length: int, ring: int, unit: int, balance: str, chunks: int, causal: bool) -> tuple[int, int]:
-    """Rows of (keys, their gradients) that the busiest ring rank sends in a pass."""
-    ranks = range(ring) if ring <= 8 else (0, ring // 2, ring - 2, ring - 1)
-    found = []
-    for rank in ranks:
-        grid = Grid(ulysses=Axis(unit), ring=Axis(ring, rank), context=Axis(unit * ring))
-        layout = SequenceLayout(seq_length, grid, balance, chunks=chunks)
-        mask = Causal() if causal else Full()
-        plans = [ring_plan(layout, mask, chunk=chunk if chunks > 1 else None) for chunk in range(chunks)]
-        hops = [hop for plan in plans for hop in plan.hops]
-        found.append((sum(count(hop.forward) for hop in hops), sum(count(hop.grads_out) for hop in hops)))
-    return max(found)
+@dataclass(frozen=True)
+class RingBlocks:
+    """Blocks, of the keys of one rank, that pass by in a layer's pass, and gradients of such blocks."""
+
+    keys: int
+    grads: float
+    last_grads: float  # of these, what travels home when all tiles are done
+
+
+def ring_blocks_sent(strategy: Strategy, causal: bool) -> RingBlocks:
+    """Of the busiest rank: on a zigzag ring rank 1, which sends most. On a contiguous causal one the last, which
+    computes most; it sends no keys, and waits for all that are sent to it.
+
+    On a zigzag ring the last block to come by is rank 0's, of which only the early half is seen.
+    """
+    ring = strategy.ring
+    last = 0.5 if causal and strategy.balance == "zigzag" else 1.0
+    return RingBlocks(ring - 1, ring - 2 + last, last) if ring > 1 else RingBlocks(0, 0.0, 0.0)
 
 
 def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     """Keys and values that travel on, once a pass; in the backward pass with their fp32 gradients."""
     if strategy.ring == 1:
         return 0
-    shape, chunks = workload.shape, chunks_of(workload, strategy)
-    keys, grads = _ring_rows(
-        workload.seq_length,
-        strategy.ring,
-        strategy.ulysses,
-        strategy.balance,
-        chunks.attention if strategy.fpdt_chunk else 1,
-        workload.causal,
-    )
+    shape, blocks = workload.shape, ring_blocks_sent(strategy, workload.causal)
     plan = head_plan(shape.heads // strategy.tensor, max(shape.kv_heads // strategy.tensor, 1), strategy.ulysses)
-    row = 2 * len(plan.kv_index[0]) * shape.head_dim * strategy.micro_batch
-    passes = 2 + (strategy.recompute != "none")
-    layer = row * (passes * keys * itemsize + grads * WIDE)
+    block = 2 * len(plan.kv_index[0]) * shape.head_dim * strategy.micro_batch * (workload.seq_length // strategy.ring)
+    passes = passes_of(workload, strategy).attention + 1
+    layer = passes * blocks.keys * block * itemsize + int(blocks.grads * block * WIDE)
     return layer * (shape.layers // strategy.pipeline) * _micro_batches(workload, strategy)
 
 
@@ -155,11 +146,7 @@ def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> 
         sent = 2 * states.gradients if strategy.zero == 0 else states.gradients + states.parameters
         return sent * (ranks - 1) // ranks
     layers = 2 if strategy.zero == 3 else 1
-
-    def padded(tensors: tuple[tuple[int, int], ...]) -> int:
-        return sum(-(-rows // ranks) * columns for rows, columns in tensors)
-
-    everything, layer = padded(held.tensors), padded(held.layer) * held.layers
+    everything, layer = shard_numel(held.tensors, ranks), shard_numel(held.layer, ranks) * held.layers
     sent = itemsize * (everything + (layers - 1) * layer) + WIDE * everything
     return sent * (ranks - 1) * _micro_batches(workload, strategy)
 

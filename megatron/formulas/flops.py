@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.formulas.sizes import chunks_of
+from megatron.formulas.chunks import chunks_of
+from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Strategy, Workload
 
 
@@ -88,28 +89,48 @@ def forward(workload: Workload) -> ForwardFlops:
     )
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How often in a micro-batch the forward pass of each part of a layer runs."""
+
+    qkv: int
+    attention: int
+    out: int  # output projection
+    ffn: int
+
+
+def passes_of(workload: Workload, strategy: Strategy) -> Passes:
+    """Recompute repeats forward passes: under FPDT backward computes projections and the FFN again piece by piece, and
+    with full recompute attention as well; a unit of several layers runs again before that."""
+    full = strategy.recompute == "full"
+    if strategy.fpdt_chunk:
+        unit = full and strategy.recompute_layers > 1
+        return Passes(qkv=2 + full, attention=1 + full, out=2 + unit, ffn=2 + unit)
+    runs = bool(chunks_of(workload, strategy).ffn)  # each is computed again on its way back
+    return Passes(qkv=1 + full, attention=1 + (strategy.recompute != "none"), out=1 + full, ffn=1 + full + runs)
+
+
 @lru_cache(maxsize=65536)
 def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     """FLOPs of a step of ``global_batch`` sequences.
 
     A backward pass is twice a forward one; attention's is 2.5 times it, as flash kernels compute scores once more.
-    Recompute repeats forward passes: under FPDT backward computes projections and the FFN again piece by piece, and
-    with full recompute attention as well.
+    Executed logits are those of the padded vocabulary.
     """
-    one, batch = forward(workload), workload.global_batch
+    one, batch, run = forward(workload), workload.global_batch, passes_of(workload, strategy)
     pairs = one.attention * (0.5 if workload.causal else 1.0)
-    full = strategy.recompute == "full"
-    qkv = out = ffn = 1 + full
-    attention = 1 + (strategy.recompute != "none")
-    if strategy.fpdt_chunk:
-        unit = full and strategy.recompute_layers > 1
-        qkv, out, ffn, attention = 2 + full, 2 + unit, 2 + unit, 1 + full
-    elif chunks_of(workload, strategy).ffn:
-        ffn += 1
-    gemm = (qkv + 2) * one.qkv + (out + 2) * one.out + (ffn + 2) * one.mlp + 3 * one.logits
+    logits = one.logits / workload.shape.vocab * padded_vocab(workload.shape.vocab, strategy.tensor)
+    gemm = (run.qkv + 2) * one.qkv + (run.out + 2) * one.out + (run.ffn + 2) * one.mlp + 3 * logits
     return Flops(
         model_gemm=3 * batch * one.gemm,
         model_attention=3 * batch * pairs,
         gemm=batch * gemm,
-        attention=batch * pairs * (attention + 2.5),
+        attention=batch * pairs * (run.attention + 2.5),
     )
+
+
+def busiest_ring_rank(strategy: Strategy, causal: bool) -> float:
+    """Attention of the ring rank that computes most, over the mean: of a contiguous causal ring the last rank's."""
+    if not causal or strategy.balance == "zigzag":
+        return 1.0
+    return (2 * strategy.ring - 1) / strategy.ring

@@ -8,7 +8,8 @@ from functools import lru_cache
 from math import ceil
 
 from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
-from megatron.formulas.sizes import WIDE, chunks_of, heads_of
+from megatron.formulas.chunks import chunks_of
+from megatron.formulas.sizes import WIDE, heads_of
 from megatron.formulas.strategy import Strategy, Workload
 
 

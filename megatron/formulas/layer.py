@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
+from megatron.formulas.chunks import chunks_of
+from megatron.formulas.sizes import WIDE, heads_of, sizes_of
 from megatron.formulas.strategy import Strategy, Workload
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.formulas.chunked_layer import chunked_layer
+from megatron.formulas.chunks import chunks_of
 from megatron.formulas.host import host_memory
 from megatron.formulas.layer import norm_kept, whole_layer
 from megatron.formulas.parameters import StageParameters, model_states, numel, stage_parameters
-from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
+from megatron.formulas.sizes import WIDE, sizes_of
 from megatron.formulas.strategy import Strategy, Workload
 
 

@@ -57,14 +57,18 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, virtual: int = 1) -> StageParameters:
-    """What a rank of ``stage`` of ``pipeline`` stages holds; with ``virtual`` stages, of all of them together.
+def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, padded: bool = True) -> StageParameters:
+    """What a rank of ``stage`` of ``pipeline`` stages holds, of all its virtual stages together.
 
     Learned positions are whole on every rank. Tied weights are there twice where the first stage is not the last.
+
+    Args:
+        padded: the vocabulary as a run pads it; False: its own rows.
     """
-    h, d, norm = shape.hidden, shape.head_dim, ((shape.hidden, 1),) * (2 if shape.layer_norm else 1)
+    h, d, norms = shape.hidden, shape.head_dim, 2 if shape.layer_norm else 1
+    norm = ((h, 1),) * norms
     heads, groups, gates = shape.heads, shape.kv_heads, 2 if shape.gated else 1
-    rows = padded_vocab(shape.vocab, tensor) // tensor
+    rows = (padded_vocab(shape.vocab, tensor) if padded else shape.vocab) // tensor
 
     def bias(size: int) -> tuple[Tensor, ...]:
         return ((size, 1),) if shape.bias else ()
@@ -75,7 +79,8 @@ def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, virtu
         (h, heads * d // tensor),
         *bias(h),
         (qkv, h),
-        *bias(qkv),
+        *(((qkv, 1),) if shape.bias or shape.qkv_bias else ()),
+        *(((d, 1),) * (2 * norms) if shape.qk_norm else ()),
         *norm,
         (gates * ffn, h),
         *bias(gates * ffn),
@@ -114,7 +119,7 @@ def model_states(
     """
     narrow = itemsize < 4
     if zero >= 2:
-        shard = sum(ceil(rows / ranks) * columns for rows, columns in parameters.tensors)
+        shard = shard_numel(parameters.tensors, ranks)
         return States(4 * shard, 4 * shard, 8 * shard)
     if zero == 0:
         numel = parameters.numel
@@ -138,3 +143,8 @@ def _padded(parameters: StageParameters, ranks: int, bucket: int | None) -> int:
 def numel(tensors: tuple[Tensor, ...]) -> int:
     """Elements of tensors."""
     return sum(rows * columns for rows, columns in tensors)
+
+
+def shard_numel(tensors: tuple[Tensor, ...], ranks: int) -> int:
+    """Elements of a rank's shard of tensors under FSDP, which splits and pads rows."""
+    return sum(ceil(rows / ranks) * columns for rows, columns in tensors)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 
 from megatron.context_parallel.attention.ulysses import head_plan
 from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Strategy, Workload
 
 WIDE = 4  # bytes of an fp32 number
-LOSS_ROWS = 256  # tokens of a sequence that a chunk of the loss has at least, unless the paper's rule gives it fewer
 
 
 @dataclass(frozen=True)
@@ -31,37 +29,6 @@ def heads_of(heads: int, kv_heads: int, tensor: int, ulysses: int) -> Heads:
     q, kv = heads // tensor, max(kv_heads // tensor, 1)
     plan = head_plan(q, kv, ulysses)
     return Heads(q, kv, plan.q_heads, max(map(len, plan.kv_index)), max(map(len, plan.kv_heads)))
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How many pieces the work of a rank is cut into."""
-
-    all_rows: int  # tokens of a rank, between the layers
-    attention: int  # 1 without FPDT
-    rows: int  # tokens of the longest attention chunk
-    ffn: int  # runs; 0: the FFN is whole
-    ffn_rows: int  # tokens of the longest run
-    loss: int  # 0: the loss is whole
-    loss_rows: int
-
-
-@lru_cache(maxsize=8192)
-def chunks_of(workload: Workload, strategy: Strategy) -> Chunks:
-    """As ``validate_chunks`` derives them from the flags of a run."""
-    shape = workload.shape
-    unit = strategy.ulysses * (strategy.tensor if strategy.sequence_parallel else 1)
-    rows = workload.seq_length // strategy.ring // unit
-    attention, longest, ffn, loss = 1, rows, strategy.ffn_chunks, strategy.loss_chunks
-    if strategy.fpdt_chunk:
-        longest = max(strategy.fpdt_chunk // strategy.ring // unit, 1)
-        attention = ceil(rows / longest)
-        longest = ceil(rows / attention)
-        ffn = ffn or 2 * attention
-        paper = 2 * ceil(shape.vocab / shape.hidden)
-        loss = loss or max(paper, min(ffn * ceil(shape.vocab / shape.ffn), ceil(rows / LOSS_ROWS)))
-    ffn_rows = ceil(longest / ceil(ffn / attention)) if ffn else rows
-    return Chunks(rows, attention, longest, ffn, ffn_rows, loss, ceil(rows / loss) if loss else rows)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Shape:
     layer_norm: bool = False  # weight and bias; else RMSNorm
     tied: bool = False  # output layer and embedding share their weights
     positions: int = 0  # rows of a learned position embedding
+    qkv_bias: bool = False  # of the QKV projection, also without ``bias``
+    qk_norm: bool = False  # norms of queries and keys, over a head
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 from examples.reproduce.report import Row, published
-from megatron.formulas.strategy import Shape, Strategy
+from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import attended, ring_forward, to_heads, to_sequence
-from megatron.simulator.cost.stretch import price
+from megatron.simulator.cost.segment import price
 from megatron.simulator.machines.machine import Machine
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -55,6 +55,6 @@ def attention_seconds(machine: Machine, seq_length: int, ulysses: int, ring: int
     """One forward pass of the attention of one layer."""
     shape = Shape(1, HEADS * HEAD_DIM, 1, HEADS, KV_HEADS, HEAD_DIM, 1)
     strategy = Strategy(ulysses=ulysses, ring=ring, balance=balance)
-    a = attended(shape, strategy, seq_length, causal=True)
+    a = attended(Workload(shape, seq_length), strategy)
     work = [*to_heads(a, strategy, a.rows), *ring_forward(a, strategy), *to_sequence(a, strategy, a.rows)]
     return sum(price(work, machine).values())

@@ -2,8 +2,7 @@
 """Attention of one layer on the busiest rank: Ulysses' all-to-alls, the hops of a ring.
 
 A ring's transfers travel beside the tiles of the block before, gradients of keys one hop behind; the last gradients
-come home when nothing is left to hide them (context_parallel/ring.py). Blocks count as sent whole: some ranks send
-less, the slowest does not.
+come home when nothing is left to hide them (context_parallel/attention/ring.py).
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.context_parallel.attention.ulysses import head_plan
-from megatron.formulas.strategy import Shape, Strategy
-from megatron.simulator.cost.linear_operations import kv_heads_of_rank
+from megatron.formulas.communication import RingBlocks, ring_blocks_sent
+from megatron.formulas.sizes import heads_of
+from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.operations import BF16, FP32, memory, tile
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Kernel, Transfer
 
 
@@ -27,6 +27,8 @@ class Attended:
         queries: tokens of a ring rank's sequence.
         batch: sequences.
         heads, kv_heads: of this rank; sent_kv: key/value heads that it is sent, or was before replication.
+        sent_kv_away: key/value heads that it sends to all other Ulysses ranks together.
+        blocks: what passes by on the ring.
     """
 
     rows: int
@@ -35,15 +37,19 @@ class Attended:
     heads: int
     kv_heads: int
     sent_kv: int
+    sent_kv_away: int
     head_dim: int
     ring: int
+    blocks: RingBlocks
     causal: bool
     balanced: bool
 
 
-def attended(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) -> Attended:
+def attended(workload: Workload, strategy: Strategy) -> Attended:
     """Raises ValueError where Ulysses does not divide the heads."""
-    plan = head_plan(shape.heads // strategy.tensor, kv_heads_of_rank(shape, strategy.tensor), strategy.ulysses)
+    shape, seq_length, causal = workload.shape, workload.seq_length, workload.causal
+    held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
+    plan = head_plan(held.q, held.kv, strategy.ulysses)
     return Attended(
         rows=seq_length * strategy.micro_batch // strategy.context,
         queries=seq_length // strategy.ring,
@@ -51,8 +57,10 @@ def attended(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) ->
         heads=plan.q_heads,
         kv_heads=len(plan.kv_index[0]),
         sent_kv=len(plan.kv_heads[0]),
+        sent_kv_away=sum(map(len, plan.kv_heads[1:])),
         head_dim=shape.head_dim,
         ring=strategy.ring,
+        blocks=ring_blocks_sent(strategy, causal),
         causal=causal,
         balanced=strategy.balance == "zigzag",
     )
@@ -61,67 +69,68 @@ def attended(shape: Shape, strategy: Strategy, seq_length: int, causal: bool) ->
 # --- Ulysses ---
 
 
-def to_heads(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Stretch]:
+def to_heads(a: Attended, strategy: Strategy, rows: float, count: int = 1, backward: bool = False) -> list[Segment]:
     """The fused all-to-all of q, k and v, packed and unpacked; ``rows`` tokens of this rank."""
-    return _exchange(strategy, rows, a.heads + 2 * a.sent_kv, a.head_dim, 2, count, backward)
+    others = strategy.ulysses - 1
+    sent = a.heads * others + 2 * (a.sent_kv * others if backward else a.sent_kv_away)
+    return _exchange(strategy, rows * a.head_dim, a.heads + 2 * a.sent_kv, sent, 2, count, backward)
 
 
-def to_sequence(a: Attended, strategy: Strategy, rows: int, count: int = 1, backward: bool = False) -> list[Stretch]:
+def to_sequence(a: Attended, strategy: Strategy, rows: float, count: int = 1, backward: bool = False) -> list[Segment]:
     """The all-to-all of the output."""
-    return _exchange(strategy, rows, a.heads, a.head_dim, 1, count, backward)
+    return _exchange(strategy, rows * a.head_dim, a.heads, a.heads * (strategy.ulysses - 1), 1, count, backward)
 
 
 def _exchange(
-    strategy: Strategy, rows: int, heads: int, head_dim: int, copies: int, count: int, backward: bool
-) -> list[Stretch]:
-    """``heads``: of one rank; a rank holds those of all. Each copy reads and writes what is held."""
+    strategy: Strategy, head: float, heads: int, sent: int, copies: int, count: int, backward: bool
+) -> list[Segment]:
+    """``head``: numbers of a head; ``heads``: of one rank, which holds those of all; ``sent``: heads that leave. Each
+    copy reads and writes what is held."""
     if strategy.ulysses == 1:
         return []
-    held = BF16 * rows * heads * strategy.ulysses * head_dim
-    sent = held * (strategy.ulysses - 1) / strategy.ulysses
-    transfer = Transfer("all_to_all", "ulysses", strategy.group("ulysses"), sent)
-    pack = memory("pack", 2 * copies * held, backward=backward)
-    return [Stretch((pack,), count=count), Stretch((), (transfer,), count=count)]
+    transfer = Transfer("all_to_all", "ulysses", strategy.group("ulysses"), BF16 * head * sent)
+    pack = memory("pack", 2 * copies * BF16 * head * heads * strategy.ulysses, backward=backward)
+    return [Segment((pack,), count=count), Segment((), (transfer,), count=count)]
 
 
 # --- tiles around a ring ---
 
 
-def ring_forward(a: Attended, strategy: Strategy) -> list[Stretch]:
+def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
     if a.ring == 1:
-        return [Stretch((_tile(a, first=True),))]
+        return [Segment((_tile(a, first=True),))]
     hop, merge = _tile(a, first=False), memory("merge", (BF16 + 2 * FP32) * a.queries * a.batch * a.heads * a.head_dim)
     keys = _hop(a, strategy, BF16)
     return [
-        Stretch((_tile(a, first=True), merge), (keys,)),
-        Stretch((hop, merge), (keys,), count=a.ring - 2),
-        Stretch((hop, merge)),
+        Segment((_tile(a, first=True), merge), (keys,)),
+        Segment((hop, merge), (keys,), count=a.ring - 2),
+        Segment((hop, merge)),
     ]
 
 
-def ring_backward(a: Attended, strategy: Strategy) -> list[Stretch]:
+def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
     if a.ring == 1:
-        return [Stretch((_tile(a, first=True, backward=True),))]
+        return [Segment((_tile(a, first=True, backward=True),))]
     width = a.head_dim * a.batch
     sums = memory(
         "merge", (BF16 + 2 * FP32) * width * (a.heads * a.queries + 2 * a.kv_heads * a.queries), backward=True
     )
     first, hop = (_tile(a, first=own, backward=True) for own in (True, False))
     keys, grads = _hop(a, strategy, BF16), _hop(a, strategy, FP32)
-    home = Stretch((), (grads,))
+    home = Segment((), (_hop(a, strategy, FP32, a.blocks.last_grads),))
     if a.ring == 2:
-        return [Stretch((first, sums), (keys,)), Stretch((hop, sums)), home]
+        return [Segment((first, sums), (keys,)), Segment((hop, sums)), home]
     return [
-        Stretch((first, sums), (keys,)),
-        Stretch((hop, sums), (keys,)),
-        Stretch((hop, sums), (keys, grads), count=a.ring - 3),
-        Stretch((hop, sums), (grads,)),
+        Segment((first, sums), (keys,)),
+        Segment((hop, sums), (keys,)),
+        Segment((hop, sums), (keys, grads), count=a.ring - 3),
+        Segment((hop, sums), (grads,)),
         home,
     ]
 
 
-def _hop(a: Attended, strategy: Strategy, itemsize: int) -> Transfer:
-    sent = 2.0 * itemsize * a.queries * a.batch * a.kv_heads * a.head_dim
+def _hop(a: Attended, strategy: Strategy, itemsize: int, blocks: float = 1.0) -> Transfer:
+    sent = 2.0 * blocks * itemsize * a.queries * a.batch * a.kv_heads * a.head_dim
     return Transfer("p2p", "ring", strategy.group("ring"), sent)
 
 

@@ -14,13 +14,13 @@ from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.cost.attention_operations import Attended, ring_backward, ring_forward
 from megatron.simulator.cost.operations import BF16, FP32, memory, tile
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 
-def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Stretch]:
+def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: bool) -> list[Segment]:
     """All tiles of the forward pass. ``saving``: a backward pass follows, finished chunks go to host memory for it."""
-    size, met = a.queries // chunks, _met(a, chunks)
+    size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
     merge = memory("merge", (BF16 + 2 * FP32) * width * a.heads)
@@ -32,53 +32,56 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
         head, *rest = ring_forward(a, strategy)
         return [replace(head, copies=_copies(own, 0) if offload else ()), *rest]
     return [
-        Stretch((_tile(a, size, own=True),), copies=_copies(own, 0) if offload else (), count=chunks),
-        Stretch((_tile(a, size), merge), _hops(a, strategy, size, chunks), _copies(out, back) if offload else (), met),
+        Segment((_tile(a, size, own=True),), copies=_copies(own, 0) if offload else (), count=chunks),
+        Segment((_tile(a, size), merge), _hops(a, strategy, size, chunks), _copies(out, back) if offload else (), met),
     ]
 
 
-def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Stretch]:
-    size, met = a.queries // chunks, _met(a, chunks)
+def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segment]:
+    size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
     if a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16):
         first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
     else:
         first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
-    before = [Stretch(copies=first)] if strategy.fpdt_offload else []
+    before = [Segment(copies=first)] if strategy.fpdt_offload else []
     if chunks == 1:
         return [*before, *ring_backward(a, strategy)]
     own, other = _tile(a, size, own=True, backward=True), _tile(a, size, backward=True)
     sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
     travel = _hops(a, strategy, size, chunks, backward=True)
     if not strategy.fpdt_offload:
-        return [Stretch((own, sums), count=chunks), Stretch((other, sums), travel, count=met)]
+        return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
     return [
         *before,
-        Stretch((own, sums), (), first, chunks - 1),
-        Stretch((own, sums)),
-        Stretch((other, sums), travel, pair, met),
+        Segment((own, sums), (), first, chunks - 1),
+        Segment((own, sums)),
+        Segment((other, sums), travel, pair, met),
     ]
 
 
-def _met(a: Attended, chunks: int) -> int:
-    """Pairs of a query chunk and another key chunk, of any rank, that meet on one rank: half of all if causal."""
-    every = chunks * chunks * a.ring
-    return (every - chunks) // 2 if a.causal else every - chunks
+def _met(a: Attended, chunks: int) -> float:
+    """Pairs of a query chunk and another key chunk, of any rank, that meet on the busiest rank: if causal, half of all;
+    on a contiguous ring all of those with other ranks."""
+    every, own = chunks * chunks * a.ring, chunks * chunks
+    if not a.causal:
+        return every - chunks
+    return (every - chunks) / 2 if a.balanced else every - own + (own - chunks) / 2
 
 
-def _tile(a: Attended, size: int, *, own: bool = False, backward: bool = False) -> Kernel:
+def _tile(a: Attended, size: float, *, own: bool = False, backward: bool = False) -> Kernel:
     pairs = float(size) * size / (2 if own and a.causal else 1)
     return tile(size, size, a.heads * a.batch, a.head_dim, pairs, backward=backward)
 
 
-def _hops(a: Attended, strategy: Strategy, size: int, chunks: int, *, backward: bool = False) -> tuple[Transfer, ...]:
+def _hops(a: Attended, strategy: Strategy, size: float, chunks: int, *, backward: bool = False) -> tuple[Transfer, ...]:
     """A tile's share of the key chunks that go round, each once, and of their fp32 gradients."""
     if a.ring == 1:
         return ()
-    itemsize = BF16 + FP32 if backward else BF16
-    chunk = 2.0 * itemsize * size * a.batch * a.kv_heads * a.head_dim
-    return (Transfer("p2p", "ring", strategy.group("ring"), chunk * chunks * (a.ring - 1) / _met(a, chunks)),)
+    sent = BF16 * a.blocks.keys + (FP32 * a.blocks.grads if backward else 0)
+    sent *= 2.0 * size * chunks * a.batch * a.kv_heads * a.head_dim
+    return (Transfer("p2p", "ring", strategy.group("ring"), sent / _met(a, chunks)),)
 
 
 def _copies(to_host: float, to_device: float) -> tuple[HostCopy, ...]:

@@ -2,22 +2,18 @@
 """The time of a training step in closed form: microseconds an answer, for planners and tables.
 
 A step is layers, two ends, micro-batches through a pipeline, gradients and optimizer. Each layer is written down as
-stretches of work (layer_operations.py), priced once for a machine and remembered.
+segments of work (layer_operations.py), priced once for a machine and remembered.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
 
 from megatron.formulas.flops import forward
-from megatron.formulas.sizes import LOSS_ROWS
 from megatron.formulas.strategy import Shape, Strategy, Workload
-from megatron.simulator.cost.layer_operations import ffn_chunks, layer
-from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
-from megatron.simulator.cost.operations import BF16
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
+from megatron.simulator.cost.segment import Parts, add, price
 from megatron.simulator.cost.state_operations import (
     States,
     gather_parameters,
@@ -25,9 +21,9 @@ from megatron.simulator.cost.state_operations import (
     reduce_gradients,
     split_and_join,
     states,
+    sum_shared_gradients,
 )
-from megatron.simulator.cost.stretch import Parts, add, price
-from megatron.simulator.cost.trace import Transfer
+from megatron.simulator.cost.step_operations import busiest_stage, micro_batch, stage_transfer
 from megatron.simulator.machines.machine import Machine
 
 
@@ -98,11 +94,11 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Part
     forward, backward, first, last = _prices(
         shape, workload.seq_length, workload.causal, _of_a_layer(strategy), machine
     )
-    held = states(shape, strategy)
+    held = states(shape, strategy, busiest_stage(strategy))
     parts: Parts = {}
     add(parts, forward, held.layers)
     add(parts, backward, held.layers)
-    add(parts, last)  # the last stage is the busiest: it has the loss
+    add(parts, last)
     if pipeline == 1:
         add(parts, first)
     if strategy.zero >= 2:
@@ -110,9 +106,11 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Part
     once = sum(parts.values())
     total = add({}, parts, batches)
     if pipeline > 1:
-        _pipeline(total, once, batches, workload, strategy, machine)
+        _pipeline(total, once, workload, strategy, machine)
     if strategy.zero <= 1 and strategy.group("dp").size > 1:
         total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine)
+    for transfer in sum_shared_gradients(shape, strategy, held):
+        total[transfer.axis] = total.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
     total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all), machine)
     return total
 
@@ -157,14 +155,9 @@ def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: S
     return waited
 
 
-def _pipeline(
-    total: Parts, once: float, batches: int, workload: Workload, strategy: Strategy, machine: Machine
-) -> None:
+def _pipeline(total: Parts, once: float, workload: Workload, strategy: Strategy, machine: Machine) -> None:
     """1F1B: the other stages' first and last micro-batches, fewer layers at a time with virtual stages."""
-    local = strategy.local_tokens(workload)
-    hop = Transfer("p2p", "pp", strategy.group("pp"), float(BF16 * local * workload.shape.hidden))
-    sends = 2 * strategy.virtual * batches  # a micro-batch's activations and their gradients, at each virtual stage
-    total["pp"] = total.get("pp", 0.0) + sends * transfer_seconds(hop, machine)
+    total["pp"] = total.get("pp", 0.0) + transfer_seconds(stage_transfer(workload, strategy), machine)
     total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once
 
 
@@ -178,19 +171,5 @@ def _prices(
     shape: Shape, seq_length: int, causal: bool, strategy: Strategy, machine: Machine
 ) -> tuple[Parts, Parts, Parts, Parts]:
     """Of a micro-batch: a layer's forward and backward pass, the embedding's both, the loss' both."""
-    forward, backward = layer(shape, strategy, seq_length, causal)
-    tokens = seq_length * strategy.micro_batch // strategy.context
-    pieces = loss_chunks(shape, strategy, seq_length)
-    first = embedding(shape, strategy, tokens) + embedding_grad(shape, strategy, tokens)
-    last = loss(shape, strategy, tokens, pieces) + loss_grad(shape, strategy, tokens, pieces)
-    return tuple(price(part, machine) for part in (forward, backward, first, last))
-
-
-def loss_chunks(shape: Shape, strategy: Strategy, seq_length: int) -> int:
-    """Pieces of the loss: as many as the program takes (training/validate_chunks.py)."""
-    if strategy.loss_chunks or not strategy.fpdt_chunk:
-        return max(1, strategy.loss_chunks)
-    paper = 2 * ceil(shape.vocab / shape.hidden)
-    as_mlp = ffn_chunks(strategy, seq_length) * ceil(shape.vocab / shape.ffn)
-    rows = seq_length // strategy.context // (strategy.tensor if strategy.sequence_parallel else 1)
-    return max(paper, min(as_mlp, ceil(rows / LOSS_ROWS)))
+    work = micro_batch(Workload(shape, seq_length, causal=causal), strategy)
+    return tuple(price(part, machine) for part in (work.forward, work.backward, work.first, work.last))

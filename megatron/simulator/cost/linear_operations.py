@@ -9,59 +9,58 @@ LinearWithGradAccumulationAndAsyncCommunication).
 
 from __future__ import annotations
 
+from megatron.formulas.sizes import heads_of
 from megatron.formulas.strategy import Shape, Strategy
 from megatron.simulator.cost.operations import BF16, FP32, collective, gemm, memory
-from megatron.simulator.cost.stretch import Stretch
-from megatron.simulator.cost.trace import Kernel, Transfer
+from megatron.simulator.cost.segment import Segment
+from megatron.simulator.cost.trace import Collective, Kernel, Transfer
 
 
-def kv_heads_of_rank(shape: Shape, tensor: int) -> int:
-    """Key/value heads of a TP rank; where there are more ranks than heads, each has a copy of one."""
-    return max(1, shape.kv_heads // tensor)
-
-
-def project(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Norm, QKV and rotary."""
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
-        Stretch(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
+        Segment(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
         *_enter(shape, strategy, tokens, count),
-        Stretch(kernels=(gemm("qkv", tokens, width, shape.hidden), *_rotary(shape, strategy, tokens)), count=count),
+        Segment(kernels=(gemm("qkv", tokens, width, shape.hidden),), count=count),
+        *_all_of_qkv("all_gather", shape, strategy, tokens, count),
+        Segment(kernels=_rotary(shape, strategy, tokens), count=count),
     ]
 
 
-def project_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def project_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
     return [
-        Stretch(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
+        Segment(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
+        *_all_of_qkv("reduce_scatter", shape, strategy, tokens, count),
         *_column_grad("qkv", shape, strategy, tokens, width, count),
-        Stretch(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
+        Segment(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
     ]
 
 
-def output(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Output projection and residual."""
     width = shape.heads * shape.head_dim // strategy.tensor
     return [
-        Stretch(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
+        Segment(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
         *_leave(shape, strategy, tokens, count),
     ]
 
 
-def output_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def output_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     width = shape.heads * shape.head_dim // strategy.tensor
     return _row_grad("attention_out", shape, strategy, tokens, width, count)
 
 
-def mlp(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def mlp(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Norm, MLP and residual."""
     local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
     up = inner * (2 if shape.gated else 1)
     activation = memory("activation", BF16 * tokens * (up + inner))
     return [
-        Stretch(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
+        Segment(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
         *_enter(shape, strategy, tokens, count),
-        Stretch(
+        Segment(
             kernels=(
                 gemm("mlp_up", tokens, up, shape.hidden),
                 activation,
@@ -73,25 +72,19 @@ def mlp(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[S
     ]
 
 
-def mlp_grad(shape: Shape, strategy: Strategy, tokens: int, count: int = 1) -> list[Stretch]:
+def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
     up = inner * (2 if shape.gated else 1)
     activation = memory("activation", BF16 * tokens * (2 * up + inner), backward=True)
     return [
         *_row_grad("mlp_down", shape, strategy, tokens, inner, count),
-        Stretch(kernels=(activation,), count=count),
+        Segment(kernels=(activation,), count=count),
         *_column_grad("mlp_up", shape, strategy, tokens, up, count),
-        Stretch(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
+        Segment(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
     ]
 
 
-def layer_parameters(shape: Shape, tensor: int) -> float:
-    """Parameters of a layer on one TP rank; norms and biases, which TP copies, are left out."""
-    inner = shape.ffn // tensor * (3 if shape.gated else 2)
-    return shape.hidden * (_qkv(shape, tensor) + shape.heads * shape.head_dim // tensor + inner)
-
-
-def entering(strategy: Strategy, width: int, tokens: int) -> tuple[Transfer, ...]:
+def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
     """What a column-parallel layer on ``width`` wide tokens waits for in the forward pass, a row-parallel one's
     gradient in the backward pass."""
     if strategy.tensor == 1 or not strategy.sequence_parallel:
@@ -99,7 +92,7 @@ def entering(strategy: Strategy, width: int, tokens: int) -> tuple[Transfer, ...
     return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)
 
 
-def leaving(strategy: Strategy, width: int, tokens: int) -> tuple[Transfer, ...]:
+def leaving(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
     if strategy.tensor == 1:
         return ()
     kind = "reduce_scatter" if strategy.sequence_parallel else "all_reduce"
@@ -107,51 +100,61 @@ def leaving(strategy: Strategy, width: int, tokens: int) -> tuple[Transfer, ...]
 
 
 def _qkv(shape: Shape, tensor: int) -> int:
-    return (shape.heads // tensor + 2 * kv_heads_of_rank(shape, tensor)) * shape.head_dim
+    """Columns of the QKV projection on a TP rank: an even share, also where that is less than a key/value head."""
+    return (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
 
 
-def _local(strategy: Strategy, tokens: int) -> int:
-    return tokens // strategy.tensor if strategy.sequence_parallel else tokens
+def _all_of_qkv(kind: Collective, shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
+    """With more TP ranks than key/value heads core gathers queries, keys and values of all ranks, and each takes what
+    its heads need (core/transformer/attention.py, get_query_key_value_tensors)."""
+    if shape.kv_heads >= strategy.tensor:
+        return []
+    whole = BF16 * tokens * _qkv(shape, 1)
+    return [Segment(transfers=(collective(kind, "tp", strategy.group("tp"), whole),), count=count)]
 
 
-def _rotary(shape: Shape, strategy: Strategy, tokens: int, backward: bool = False) -> tuple[Kernel, ...]:
+def _local(strategy: Strategy, tokens: float) -> float:
+    return tokens / strategy.tensor if strategy.sequence_parallel else tokens
+
+
+def _rotary(shape: Shape, strategy: Strategy, tokens: float, backward: bool = False) -> tuple[Kernel, ...]:
     if shape.positions:
         return ()
-    heads = shape.heads // strategy.tensor + kv_heads_of_rank(shape, strategy.tensor)
-    return (memory("rotary", 2 * BF16 * tokens * heads * shape.head_dim, backward=backward),)
+    held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
+    return (memory("rotary", 2 * BF16 * tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
 
 
-def _enter(shape: Shape, strategy: Strategy, tokens: int, count: int) -> list[Stretch]:
+def _enter(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
     transfers = entering(strategy, shape.hidden, tokens)
-    return [Stretch(transfers=transfers, count=count)] if transfers else []
+    return [Segment(transfers=transfers, count=count)] if transfers else []
 
 
-def _leave(shape: Shape, strategy: Strategy, tokens: int, count: int) -> list[Stretch]:
+def _leave(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
     residual = memory("residual", 3 * BF16 * _local(strategy, tokens) * shape.hidden)
     transfers = leaving(strategy, shape.hidden, tokens)
-    return [*([Stretch(transfers=transfers, count=count)] if transfers else []), Stretch((residual,), count=count)]
+    return [*([Segment(transfers=transfers, count=count)] if transfers else []), Segment((residual,), count=count)]
 
 
-def _weight_grad(name: str, tokens: int, n: int, k: int) -> tuple[Kernel, ...]:
+def _weight_grad(name: str, tokens: float, n: int, k: int) -> tuple[Kernel, ...]:
     """The product, added to the main gradients in fp32."""
     return gemm(name + "_wgrad", n, k, tokens, backward=True), memory(
         "main_grad", (BF16 + 2 * FP32) * n * k, backward=True
     )
 
 
-def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: int, width: int, count: int) -> list[Stretch]:
+def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int) -> list[Segment]:
     dgrad = gemm(name + "_dgrad", tokens, shape.hidden, width, backward=True)
     wgrad = _weight_grad(name, tokens, width, shape.hidden)
     return [
-        Stretch((dgrad,), entering(strategy, shape.hidden, tokens), count=count),
-        Stretch(wgrad, leaving(strategy, shape.hidden, tokens), count=count),
+        Segment((dgrad,), entering(strategy, shape.hidden, tokens), count=count),
+        Segment(wgrad, leaving(strategy, shape.hidden, tokens), count=count),
     ]
 
 
-def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: int, width: int, count: int) -> list[Stretch]:
+def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int) -> list[Segment]:
     dgrad = gemm(name + "_dgrad", tokens, width, shape.hidden, backward=True)
     wgrad = _weight_grad(name, tokens, shape.hidden, width)
     return [
         *_enter(shape, strategy, tokens, count),
-        Stretch((dgrad, *wgrad), count=count),
+        Segment((dgrad, *wgrad), count=count),
     ]

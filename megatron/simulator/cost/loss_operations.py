@@ -3,46 +3,57 @@
 
 from __future__ import annotations
 
+from megatron.formulas.communication import LOSS_SUMS
+from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Shape, Strategy
 from megatron.simulator.cost.linear_operations import entering, leaving
-from megatron.simulator.cost.operations import BF16, FP32, gemm, memory
-from megatron.simulator.cost.stretch import Stretch
+from megatron.simulator.cost.operations import BF16, FP32, collective, gemm, memory
+from megatron.simulator.cost.segment import Segment
 
 # Bytes of a logit that megatron-core's cross-entropy reads and writes. Forward: widen to fp32 6, largest 4, subtract 8,
 # exp 12, sum 4, the label's 4, divide 8. Backward: the label's 8, scale 8, narrow 6, add to it 4.
 FORWARD, BACKWARD = 46, 26
 
 
-def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Stretch]:
+def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
     lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden)
-    return [Stretch((lookup,)), Stretch((), leaving(strategy, shape.hidden, tokens))]
+    return [Segment((lookup,)), Segment((), leaving(strategy, shape.hidden, tokens))]
 
 
-def embedding_grad(shape: Shape, strategy: Strategy, tokens: int) -> list[Stretch]:
+def embedding_grad(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
     """A gradient as large as the table, added to the main gradients."""
-    table = -(-shape.vocab // strategy.tensor) * shape.hidden
+    table = padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor * shape.hidden
     lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden + (2 * BF16 + 2 * FP32) * table, backward=True)
-    return [Stretch((), entering(strategy, shape.hidden, tokens)), Stretch((lookup,))]
+    return [Segment((), entering(strategy, shape.hidden, tokens)), Segment((lookup,))]
 
 
-def loss(shape: Shape, strategy: Strategy, tokens: int, pieces: int) -> list[Stretch]:
-    """Forward; ``tokens`` of a TP group, in ``pieces``."""
-    rows, vocab = max(1, tokens // pieces), -(-shape.vocab // strategy.tensor)
+def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
+    """Forward; ``tokens`` of a TP group, in ``chunks``; 0: whole."""
+    pieces = chunks or 1
+    rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", FORWARD * rows * vocab)
+    sums = (collective("all_reduce", "tp", strategy.group("tp"), FP32 * rows, count=LOSS_SUMS),)
     return [
-        Stretch((memory("norm", 2 * BF16 * tokens // strategy.tensor * shape.hidden),)),
-        Stretch((), entering(strategy, shape.hidden, rows), count=pieces),
-        Stretch((gemm("logits", rows, vocab, shape.hidden), entropy), count=pieces),
+        Segment((memory("norm", 2 * BF16 * tokens // strategy.tensor * shape.hidden),)),
+        Segment((), entering(strategy, shape.hidden, rows), count=pieces),
+        Segment((gemm("logits", rows, vocab, shape.hidden), entropy), count=pieces),
+        Segment((), sums if strategy.tensor > 1 else (), count=pieces),
     ]
 
 
-def loss_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int) -> list[Stretch]:
-    rows, vocab = max(1, tokens // pieces), -(-shape.vocab // strategy.tensor)
+def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
+    """In chunks it follows its forward pass at once, which has gathered the tokens, and nothing hides its transfer."""
+    pieces = chunks or 1
+    rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)
     dgrad = gemm("logits_dgrad", rows, shape.hidden, vocab, backward=True)
     wgrad = gemm("logits_wgrad", vocab, shape.hidden, rows, backward=True)
     sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
-    return [
-        Stretch((entropy, dgrad), entering(strategy, shape.hidden, rows), count=pieces),
-        Stretch((wgrad, sums), leaving(strategy, shape.hidden, rows), count=pieces),
-    ]
+    leave = leaving(strategy, shape.hidden, rows)
+    if chunks:
+        return [
+            Segment((entropy, dgrad), count=pieces),
+            Segment((), leave, count=pieces),
+            Segment((wgrad, sums), count=pieces),
+        ]
+    return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, sums), leave)]

@@ -9,8 +9,8 @@ from megatron.simulator.cost.trace import Collective, Kernel, Transfer
 BF16, FP32 = 2, 4  # bytes of an element
 
 
-def gemm(name: str, m: int, n: int, k: int, *, backward: bool = False, count: int = 1) -> Kernel:
-    """[m, k] times [k, n] in bf16."""
+def gemm(name: str, m: float, n: float, k: float, *, backward: bool = False, count: int = 1) -> Kernel:
+    """[m, k] times [k, n] in bf16; of pieces that are not all alike, the mean."""
     return Kernel(
         name, "gemm", 2.0 * m * n * k, float(BF16 * (m * k + k * n + m * n)), (1, m, n, k), BF16, backward, count
     )
@@ -22,7 +22,7 @@ def memory(name: str, size: float, *, backward: bool = False, count: int = 1) ->
 
 
 def tile(
-    queries: int, keys: int, heads: int, head_dim: int, pairs: float, *, backward: bool = False, count: int = 1
+    queries: float, keys: float, heads: int, head_dim: int, pairs: float, *, backward: bool = False, count: int = 1
 ) -> Kernel:
     """A flash attention kernel on ``pairs`` of ``queries`` x ``keys``; batch counts in ``heads``.
 

@@ -4,51 +4,81 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from megatron.formulas.strategy import Shape, Strategy
-from megatron.simulator.cost.linear_operations import layer_parameters
+from megatron.formulas.communication import whole_vectors
+from megatron.formulas.parameters import model_states, numel, shard_numel, stage_parameters
+from megatron.formulas.strategy import Group, Shape, Strategy
 from megatron.simulator.cost.operations import BF16, FP32, collective, memory
 from megatron.simulator.cost.trace import Kernel, Transfer
 
-# An Adam step reads gradient, weight and two moments and writes three of these, and the bf16 weight; before it, the
-# gradient is read for its norm and scaled. Bytes a parameter, in fp32.
-ADAM_BYTES = 7 * FP32 + BF16 + 3 * FP32
+# An Adam step reads gradient, weight and two moments and writes three of these; then weights are read and written in
+# bf16. Before it, the gradient is read for its norm, and scaled into its own place. Bytes a parameter.
+ADAM_BYTES = 7 * FP32 + FP32 + BF16 + 3 * FP32
 
 
 @dataclass(frozen=True)
 class States:
-    """Parameters on one rank of a pipeline stage: of each layer, of the stage's ends, and of the embedding alone."""
+    """Parameters on one rank of a pipeline stage, in whole, with the padding that travels with them.
 
-    layer: float
+    Attributes:
+        layer: of each of ``layers`` layers; ends: of the stage's ends; table: of an embedding alone.
+        all: of the stage.
+        vectors: those of norms and biases, that TP-sp sums over TP.
+    """
+
+    layer: int
     layers: int
-    ends: float
-    table: float
-
-    @property
-    def all(self) -> float:
-        return self.layer * self.layers + self.ends
+    ends: int
+    table: int
+    all: int
+    vectors: int
 
 
-def states(shape: Shape, strategy: Strategy) -> States:
-    """Without pipeline stages both ends are on every rank; else the first or last stage has one."""
-    end = shape.vocab * shape.hidden / strategy.tensor
-    both = 1 if shape.tied else 2
-    ends = end * (both if strategy.pipeline == 1 else 1) + shape.positions * shape.hidden
-    return States(layer_parameters(shape, strategy.tensor), -(-shape.layers // strategy.pipeline), ends, end)
+def states(shape: Shape, strategy: Strategy, stage: int) -> States:
+    """Raises ValueError where pipeline stages do not divide the layers."""
+    if shape.layers % strategy.pipeline:
+        raise ValueError(f"{strategy.pipeline} pipeline stages do not divide {shape.layers} layers")
+    return _states(shape, strategy.tensor, strategy.pipeline, stage, strategy.zero, strategy.group("dp").size,
+                   strategy.overlap_grad_reduce)  # fmt: skip
 
 
-def reduce_gradients(strategy: Strategy, parameters: float) -> Transfer:
+@lru_cache(maxsize=4096)
+def _states(shape: Shape, tensor: int, pipeline: int, stage: int, zero: int, ranks: int, bucketed: bool) -> States:
+    held = stage_parameters(shape, tensor, pipeline, stage)
+    table = numel(stage_parameters(shape, tensor, 1, 0).embedding[:1])
+    if zero < 2:
+        every, layer = model_states(held, zero, ranks, BF16, bucketed=bucketed).gradients // FP32, held.layer_numel
+    else:
+        every, layer = (ranks * shard_numel(tensors, ranks) for tensors in (held.tensors, held.layer))
+    vectors = whole_vectors(shape, held)
+    return States(layer, held.layers, every - layer * held.layers, table, every, vectors)
+
+
+def reduce_gradients(strategy: Strategy, parameters: int) -> Transfer:
     """In fp32, onto shards; ZeRO 0 keeps all of them."""
     kind = "reduce_scatter" if strategy.zero else "all_reduce"
     return collective(kind, "dp", strategy.group("dp"), FP32 * parameters)
 
 
-def gather_parameters(strategy: Strategy, parameters: float) -> Transfer:
+def gather_parameters(strategy: Strategy, parameters: int) -> Transfer:
     """In bf16, from shards."""
     return collective("all_gather", "dp", strategy.group("dp"), BF16 * parameters)
 
 
-def optimizer_step(strategy: Strategy, parameters: float) -> Kernel:
+def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list[Transfer]:
+    """Once a step: of what every TP rank has whole; of a tied embedding, on the first and on the last stage."""
+    found = []
+    if strategy.tensor > 1 and strategy.sequence_parallel:
+        found.append(collective("all_reduce", "tp", strategy.group("tp"), FP32 * held.vectors))
+    if shape.tied and strategy.pipeline > 1:
+        stages = strategy.group("pp")
+        ends = Group(2, stages.stride * (stages.size - 1))
+        found.append(collective("all_reduce", "pp", ends, FP32 * held.table))
+    return found
+
+
+def optimizer_step(strategy: Strategy, parameters: int) -> Kernel:
     """Adam on this rank's shard, and all of its gradients set to zero (ZeRO 2 and 3 have a shard of them)."""
     share = strategy.context * strategy.data if strategy.zero else 1
     return memory(
@@ -56,7 +86,7 @@ def optimizer_step(strategy: Strategy, parameters: float) -> Kernel:
     )
 
 
-def split_and_join(strategy: Strategy, parameters: float) -> Kernel:
+def split_and_join(strategy: Strategy, parameters: int) -> Kernel:
     """FSDP's copies: gathered weights into their tensors, gradients into one buffer in fp32."""
     gathers = 2 if strategy.zero == 3 else 1
     return memory("shards", (gathers * 2 * BF16 + BF16 + FP32) * parameters)

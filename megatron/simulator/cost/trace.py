@@ -29,7 +29,7 @@ class Kernel:
     kind: Literal["gemm", "attention", "memory"]
     flops: float
     bytes: float
-    shape: tuple[int, ...] = ()
+    shape: tuple[float, ...] = ()
     itemsize: int = 2
     backward: bool = False
     count: int = 1
@@ -91,8 +91,8 @@ class Trace:
         total = dict.fromkeys((*AXES, "other"), 0)
         for event in self.events:
             if isinstance(event, Transfer):
-                total[event.axis if event.axis in AXES else "other"] += int(event.bytes) * event.count
-        return total
+                total[event.axis if event.axis in AXES else "other"] += event.bytes * event.count
+        return {axis: round(size) for axis, size in total.items()}
 
     def flops(self) -> float:
         return sum(event.flops * event.count for event in self.events if isinstance(event, Kernel))

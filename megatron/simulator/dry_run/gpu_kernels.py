@@ -13,6 +13,7 @@ import torch
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from torch import Tensor
 from torch.nn import functional
+from torch.optim import adam
 
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.positions import rope
@@ -35,6 +36,7 @@ def gpu_kernels(recorder: Recorder) -> Iterator[None]:
             for name in names:
                 stack.enter_context(patch.object(module, name, _as_one(recorder, getattr(module, name))))
         stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
+        stack.enter_context(patch.object(adam, "_single_tensor_adam", _adam(recorder, adam._single_tensor_adam)))
         stack.enter_context(sharded_streams(recorder))
         stack.enter_context(patch.dict(rope.PIECE, clear=True))  # runs that suit a CPU's caches
         stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
@@ -45,6 +47,19 @@ def _as_one(recorder: Recorder, function: Callable) -> Callable:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         return recorder.fused(function, args, kwargs)
+
+    return run
+
+
+def _adam(recorder: Recorder, function: Callable) -> Callable:
+    """Transformer Engine's Adam, which core takes on a GPU, updates all tensors in one kernel."""
+
+    def fused_adam(*args: Any, **kwargs: Any) -> tuple:
+        function(*args, **kwargs)
+        return args[0], args[2], args[3]  # what it writes: parameters and moments
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        recorder.fused(fused_adam, args, kwargs)
 
     return run
 

@@ -118,7 +118,7 @@ class Recorder(TensorMeter):
             device.peak, device.high = peak, max(high, device.now)
             self._forget_passing(begin)
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
-            size = sum(x.numel() * x.element_size() for x in tensors)
+            size = _bytes([getattr(x, "_local_tensor", x) for x in tensors])
             self.trace.events.append(Kernel(function.__name__, "memory", 0.0, size))
         return out
 
@@ -268,6 +268,7 @@ def in_host(x: Tensor) -> bool:
 
 
 GEMMS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+WRITES_ALONE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar)
 ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 
 
@@ -278,6 +279,8 @@ def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
     size = sum(x.numel() * x.element_size() for x in tensors)
     if not size:
         return None
+    if func in WRITES_ALONE:  # what is written over is not read
+        size -= tensors[0].numel() * tensors[0].element_size()
     if func in GEMMS:
         a, b = args[GEMMS[func] : GEMMS[func] + 2]
         shape = (1 if a.dim() == 2 else a.size(0), a.size(-2), b.size(-1), a.size(-1))

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 
+from megatron.formulas.chunks import chunks_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 FPDT_CHUNKS = tuple(2**power for power in range(14, 20))  # 16K to 512K tokens
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-LOSS_ROWS = 1024  # tokens of a rank that a chunk of the loss has, where logits are not to be whole
+LOSS_CHUNK_TOKENS = 1024  # of a rank, in a chunk of the loss that the planner proposes without FPDT
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ def zero_stages(grid: Strategy, limits: Limits = Limits()) -> list[int]:
 
 def savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """``grid`` with every combination of recompute, offloading and chunks; nothing saved comes first."""
-    rows = workload.seq_length // grid.context // grid.tensor
-    pieces = ceil(rows / LOSS_ROWS)
+    pieces = ceil(chunks_of(workload, grid).all_rows / LOSS_CHUNK_TOKENS)
     for recompute in chosen(("none", "selective", "full"), limits.recompute):
         for loss_chunks in (0, pieces) if limits.loss_chunks and pieces > 1 else (0,):
             if allowed(0, limits.fpdt_chunk):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
@@ -96,6 +97,8 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         layer_norm=model.normalization == "LayerNorm",
         tied=not model.untie_embeddings_and_output_weights,
         positions=(model.max_position_embeddings or 0) if learned else 0,
+        qkv_bias=model.add_qkv_bias,
+        qk_norm=model.qk_layernorm,
     )
 
 
@@ -118,21 +121,4 @@ def count_parameters(model: ModelConfig, vocab_size: int) -> int:
 
     Learned positions count ``max_position_embeddings`` rows, none where that is not set.
     """
-    model = derive_shape(model)
-    width, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
-    size, ffn = model.kv_channels, model.ffn_hidden_size
-    bias = int(model.add_bias_linear)
-    norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight alone
-    gates = 2 if model.swiglu else 1
-
-    qkv = (heads + 2 * groups) * size
-    attention = width * qkv + heads * size * width + width * bias + qkv * (bias or int(model.add_qkv_bias))
-    if model.qk_layernorm:
-        attention += 2 * norm * size
-    mlp = (gates + 1) * width * ffn + (gates * ffn + width) * bias
-    layer = attention + mlp + 2 * norm * width
-
-    embeddings = vocab_size * width * (2 if model.untie_embeddings_and_output_weights else 1)
-    if model.position_embedding_type == "learned_absolute":
-        embeddings += (model.max_position_embeddings or 0) * width
-    return model.num_layers * layer + norm * width + embeddings
+    return stage_parameters(model_shape(model, vocab_size), 1, 1, 0, padded=False).numel

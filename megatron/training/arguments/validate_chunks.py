@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from math import ceil
-
-from megatron.formulas.sizes import LOSS_ROWS
+from megatron.formulas import chunks as counts
 from megatron.training.arguments.config import ChunkConfig, Config
 from megatron.training.refusal import Refusal
 
@@ -71,39 +69,39 @@ def _fpdt(config: Config) -> None:
             "--pipeline-model-parallel-size 1, or --offload-checkpoints in its place"
         )
     if chunks.ffn_chunks is None:
-        chunks.ffn_chunks = 2 * attention_chunks(config)
+        chunks.ffn_chunks = counts.ffn_chunks(attention_chunks(config))
 
 
 def _unit(config: Config) -> int:
     """A ring rank's chunk is a multiple of this."""
     parallel = config.parallel
-    return parallel.ulysses_parallel_size * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    return counts.chunk_unit(
+        parallel.ulysses_parallel_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    )
+
+
+def _rows(config: Config) -> int:
+    """Tokens of a rank, between the layers."""
+    return config.data.seq_length // config.parallel.ring_parallel_size // _unit(config)
 
 
 def rows_of_a_chunk(config: Config) -> int:
     """Longest chunk of a ring rank, in units of one token a rank."""
-    return config.chunks.fpdt_chunk_size // config.parallel.ring_parallel_size // _unit(config)
+    return counts.chunk_rows(config.chunks.fpdt_chunk_size, config.parallel.ring_parallel_size, _unit(config))
 
 
 def attention_chunks(config: Config) -> int:
     """Chunks that FPDT cuts the sequence in (1 without FPDT), of a completed configuration."""
-    if not config.chunks.fpdt:
-        return 1
-    units = config.data.seq_length // config.parallel.ring_parallel_size // _unit(config)
-    return ceil(units / rows_of_a_chunk(config))
+    return counts.attention_chunks(_rows(config), rows_of_a_chunk(config)) if config.chunks.fpdt else 1
 
 
 def loss_chunks(config: Config, vocab_size: int) -> int | None:
-    """Chunks of the loss. FPDT's are the paper's 2 x vocabulary / hidden size, or more: so many that the logits of one
-    are no larger than the inside of an MLP chunk, however long the sequence, but for chunks of a few tokens, which
-    would spend their time on adding to the weight's gradient."""
-    model, parallel, chunks = config.model, config.parallel, config.chunks
+    """Chunks of the loss: as the flags say, or as FPDT derives them; None: the loss is whole."""
+    model, chunks = config.model, config.chunks
     if chunks.loss_chunks or not chunks.fpdt:
         return chunks.loss_chunks
-    paper = 2 * ceil(vocab_size / model.hidden_size)
-    as_mlp = chunks.ffn_chunks * ceil(vocab_size / model.ffn_hidden_size)
-    rows = config.data.seq_length // parallel.ring_parallel_size // _unit(config)
-    return max(paper, min(as_mlp, ceil(rows / LOSS_ROWS)))
+    widths = {"hidden": model.hidden_size, "ffn_hidden": model.ffn_hidden_size, "vocab": vocab_size}
+    return counts.loss_chunks(_rows(config), chunks.ffn_chunks, **widths)
 
 
 def layers_recompute(config: Config) -> bool:

@@ -12,23 +12,23 @@ from megatron.simulator.machines.machine import Machine
 
 
 @dataclass(slots=True)
-class Stretch:
+class Segment:
     """Work that begins and ends together, ``count`` times in a row.
 
-    A transfer that nothing overlaps is a stretch of its own.
+    A transfer that nothing overlaps is a segment of its own. ``count`` is not whole where segments are not all alike.
     """
 
     kernels: tuple[Kernel, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     copies: tuple[HostCopy, ...] = ()
-    count: int = 1
+    count: float = 1
 
 
 Parts = dict[str, float]
 """Seconds by what they went to: a kind of kernel, an axis that was waited for, ``host``."""
 
 
-def price(stretches: Iterable[Stretch], machine: Machine) -> Parts:
+def price(segments: Iterable[Segment], machine: Machine) -> Parts:
     """Seconds of all of them.
 
     Kernels count as what they are. A transfer beside them slows them down by a share of itself
@@ -37,24 +37,24 @@ def price(stretches: Iterable[Stretch], machine: Machine) -> Parts:
     """
     parts: Parts = {}
     felt = 1 - machine.calibration.overlap
-    for stretch in stretches:
-        count = stretch.count
+    for segment in segments:
+        count = segment.count
         compute = 0.0
-        for kernel in stretch.kernels:
+        for kernel in segment.kernels:
             seconds = kernel_seconds(kernel, machine)
             compute += seconds
             parts[kernel.kind] = parts.get(kernel.kind, 0.0) + seconds * count
         travel = 0.0
-        for transfer in stretch.transfers:
+        for transfer in segment.transfers:
             travel += transfer_seconds(transfer, machine)
         if travel:
             waited = max(felt * travel, travel - compute)
-            axis = stretch.transfers[0].axis
+            axis = segment.transfers[0].axis
             parts[axis] = parts.get(axis, 0.0) + waited * count
             compute += waited
-        if stretch.copies:
+        if segment.copies:
             ways = {"to_host": 0.0, "to_device": 0.0}
-            for copy in stretch.copies:
+            for copy in segment.copies:
                 ways[copy.direction] += copy_seconds(copy, machine)
             waited = max(ways.values()) - compute
             if waited > 0:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole step of the busiest rank: what a micro-batch does, what a pipeline sends, and all of it as one trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from megatron.formulas.chunks import chunks_of
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.layer_operations import layer
+from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
+from megatron.simulator.cost.operations import BF16
+from megatron.simulator.cost.segment import Segment
+from megatron.simulator.cost.state_operations import (
+    States,
+    gather_parameters,
+    reduce_gradients,
+    states,
+    sum_shared_gradients,
+)
+from megatron.simulator.cost.trace import Event, Trace, Transfer
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Work of a micro-batch: a layer's forward and backward pass, the embedding's both, the loss' both."""
+
+    forward: list[Segment]
+    backward: list[Segment]
+    first: list[Segment]
+    last: list[Segment]
+
+
+def micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
+    """Raises ValueError where Ulysses does not divide a TP rank's heads."""
+    shape, chunks = workload.shape, chunks_of(workload, strategy)
+    forward, backward = layer(workload, strategy)
+    tokens = workload.seq_length * strategy.micro_batch // strategy.context
+    first = embedding(shape, strategy, tokens) + embedding_grad(shape, strategy, tokens)
+    last = loss(shape, strategy, tokens, chunks.loss) + loss_grad(shape, strategy, tokens, chunks.loss)
+    return MicroBatch(forward, backward, first, last)
+
+
+def busiest_stage(strategy: Strategy) -> int:
+    """The last: it has the loss."""
+    return strategy.pipeline - 1
+
+
+def stage_transfer(workload: Workload, strategy: Strategy) -> Transfer:
+    """A step's messages of the last stage: of every virtual stage what it gets back, of all but the very last what it
+    passes on."""
+    sent = 2 * strategy.virtual - 1 if strategy.pipeline > 1 else 0
+    hidden = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
+    return Transfer("p2p", "pp", strategy.group("pp"), hidden, count=sent * strategy.micro_batches(workload))
+
+
+def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
+    """ZeRO 2 and 3, each micro-batch."""
+    gathers = 2 if strategy.zero == 3 else 1  # forward, and again backward
+    yield replace(gather_parameters(strategy, held.layer), count=gathers * held.layers)
+    yield replace(reduce_gradients(strategy, held.layer), count=held.layers)
+    yield gather_parameters(strategy, held.ends)
+    yield reduce_gradients(strategy, held.ends)
+
+
+def step_trace(workload: Workload, strategy: Strategy) -> Trace:
+    """All kernels, transfers and copies that :func:`~megatron.simulator.cost.estimate.estimate` prices, but for the
+    optimizer's, without saying what goes on beside what."""
+    batches, held = strategy.micro_batches(workload), states(workload.shape, strategy, busiest_stage(strategy))
+    work = micro_batch(workload, strategy)
+    events = [*_events([*work.forward, *work.backward], batches * held.layers), *_events(work.last, batches)]
+    if strategy.pipeline == 1:
+        events += _events(work.first, batches)
+    if strategy.zero >= 2:
+        events += [replace(event, count=event.count * batches) for event in sharded_transfers(strategy, held)]
+    else:
+        events += [reduce_gradients(strategy, held.all)]
+        events += [gather_parameters(strategy, held.all)] if strategy.zero else []
+    return Trace([*events, *sum_shared_gradients(workload.shape, strategy, held), stage_transfer(workload, strategy)])
+
+
+def _events(segments: Iterable[Segment], times: int) -> Iterator[Event]:
+    for segment in segments:
+        for event in (*segment.kernels, *segment.transfers, *segment.copies):
+            yield replace(event, count=event.count * segment.count * times)

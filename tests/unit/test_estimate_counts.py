@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the estimate prices, against the closed forms: the same bytes by axis, the same FLOPs, to the last one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.layout.grid import Axis, Grid
+from megatron.context_parallel.layout.masks import Causal, Full
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import count
+from megatron.formulas.communication import ring_blocks_sent, sent_bytes
+from megatron.formulas.flops import busiest_ring_rank, step_flops
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.cost.step_operations import busiest_stage, step_trace
+from megatron.simulator.cost.trace import Kernel
+
+LLAMA = Shape(layers=4, hidden=256, ffn=768, heads=16, kv_heads=4, head_dim=32, vocab=1000)
+GPT = replace(LLAMA, kv_heads=16, gated=False, bias=True, layer_norm=True, tied=True, positions=4096)
+SHAPES = {
+    "gqa": LLAMA,
+    "mqa": replace(LLAMA, kv_heads=1),
+    "mha, tied": GPT,
+    "norms of queries and keys": replace(LLAMA, qk_norm=True, qkv_bias=True),
+}
+
+
+def check(workload: Workload, strategy: Strategy) -> None:
+    trace, stage = step_trace(workload, strategy), busiest_stage(strategy)
+    sent = trace.communication_bytes()
+    assert sent.pop("other") == 0
+    assert sent == sent_bytes(workload, strategy, stage=stage)
+
+    def computed(kind: str, word: str = "") -> float:
+        return sum(
+            event.flops * event.count
+            for event in trace.events
+            if isinstance(event, Kernel) and event.kind == kind and word in event.name
+        )
+
+    logits, told = computed("gemm", "logits"), step_flops(workload, strategy)
+    gemm = computed("gemm") - logits + logits / strategy.pipeline  # one stage has them
+    assert strategy.ranks * gemm == pytest.approx(told.gemm, rel=1e-12)
+    share = busiest_ring_rank(strategy, workload.causal)
+    assert strategy.ranks * computed("attention") == pytest.approx(told.attention * share, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor": 16},  # beyond the key/value heads
+        {"tensor": 8, "sequence_parallel": False, "recompute": "full"},
+        {"tensor": 2, "ulysses": 4, "ring": 2, "data": 2, "zero": 3, "recompute": "selective"},
+        {"ring": 2, "recompute": "full"},
+        {"ring": 4, "balance": "contiguous", "data": 2, "zero": 0},
+        {"ring": 8, "ulysses": 8},
+        {"ulysses": 16, "zero": 2, "micro_batch": 2, "ffn_chunks": 4, "loss_chunks": 8},
+        {"fpdt_chunk": 512, "ring": 2, "tensor": 2, "recompute": "full"},
+        {"fpdt_chunk": 1024, "ulysses": 4, "fpdt_offload": False, "recompute": "full", "recompute_layers": 2},
+        {"fpdt_chunk": 4096, "ring": 4, "balance": "contiguous"},
+        {"pipeline": 2, "tensor": 2, "data": 2},
+        {"pipeline": 2, "virtual": 2, "recompute": "full", "offload_checkpoints": True},
+    ],
+    ids=lambda given: " ".join(f"{key}={value}" for key, value in given.items()),
+)
+def test_a_step_sends_and_computes_what_the_formulas_say(shape: str, given: dict) -> None:
+    strategy = Strategy(**given)
+    check(Workload(SHAPES[shape], 4096, 4 * strategy.data * strategy.micro_batch), strategy)
+
+
+powers = st.sampled_from([1, 2, 4, 8])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(list(SHAPES.values())), st.booleans(),
+    st.builds(
+        Strategy, tensor=powers, ulysses=st.sampled_from([1, 2]), ring=powers, data=st.sampled_from([1, 2]),
+        pipeline=st.sampled_from([1, 2, 4]), micro_batch=st.sampled_from([1, 2]), zero=st.integers(0, 3),
+        recompute=st.sampled_from(["none", "selective", "full"]), recompute_layers=st.sampled_from([1, 2]),
+        offload_checkpoints=st.booleans(), fpdt_chunk=st.sampled_from([0, 512, 2048]), fpdt_offload=st.booleans(),
+        ffn_chunks=st.sampled_from([0, 4]), loss_chunks=st.sampled_from([0, 4]),
+        balance=st.sampled_from(["zigzag", "contiguous"]), sequence_parallel=st.booleans(),
+        overlap_grad_reduce=st.booleans(),
+    ),
+)  # fmt: skip
+def test_any_step_sends_and_computes_what_the_formulas_say(shape: Shape, causal: bool, strategy: Strategy) -> None:
+    assume(strategy.pipeline == 1 or strategy.zero < 2)
+    assume(not strategy.fpdt_chunk or strategy.recompute != "selective")
+    check(Workload(shape, 4096, 2 * strategy.data * strategy.micro_batch, causal), strategy)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("ring", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_blocks_on_a_ring_are_those_of_its_plans(ring: int, chunks: int, balance: str, causal: bool) -> None:
+    """The most keys that a rank sends; gradients of rank 1 on a zigzag ring, of the last on a contiguous one."""
+    block, keys, grads = 240, [], []
+    for rank in range(ring):
+        grid = Grid(ring=Axis(ring, rank), context=Axis(ring))
+        layout = SequenceLayout(block * ring, grid, balance, chunks=chunks)
+        mask = Causal() if causal else Full()
+        plans = [ring_plan(layout, mask, chunk=chunk if chunks > 1 else None) for chunk in range(chunks)]
+        hops = [hop for plan in plans for hop in plan.hops]
+        keys.append(sum(count(hop.forward) for hop in hops))
+        grads.append(sum(count(hop.grads_out) for hop in hops))
+    told = ring_blocks_sent(Strategy(ring=ring, balance=balance), causal)
+    assert max(keys) == told.keys * block
+    assert grads[1 if balance == "zigzag" else -1] == told.grads * block
+    if balance == "zigzag":
+        assert keys[1] == max(keys)
