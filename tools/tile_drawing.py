@@ -105,7 +105,7 @@ def draw_gallery(figure: Any, ring: int, length: int) -> None:
 
 
 def gallery(ring: int, length: int) -> list[tuple[str, SequenceLayout, Mask]]:
-    """(title, layout, mask) of each panel, balanced as a training run does by default, but for the documents in zigzag."""
+    """(title, layout, mask) of each panel: balanced as a training run is by default, but for documents in zigzag."""
     ends, block = document_ends(length), length // 16
     dilated = cp.MaskFunction(lambda q, k: (q - k) % (length // 8) < length // 16)
     masks: list[tuple[str, str, Mask]] = [
