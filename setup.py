@@ -4,6 +4,7 @@
 from setuptools import find_namespace_packages, setup
 
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2"]
 
 setup(
     name="megatron-longcontext",
@@ -49,6 +50,7 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
         "test": TEST,
-        "dev": [*TEST, "ruff>=0.6"],
+        "docs": DOCS,
+        "dev": [*TEST, *DOCS, "ruff>=0.6"],
     },
 )

@@ -235,12 +235,13 @@ def draw(found: Sequence[Row], title: str, path: Path, machine: Machine | None =
     if machine is not None:
         room = machine.usable_memory / 2**30
         axes.axvline(room, color="black", linestyle="--", linewidth=1, label=f"{machine.name}, usable")
-        if max(left) > 3 * room:
-            axes.set_xlim(0, 3 * room)
+        if max(left) > 3 * room:  # the few longest bars would leave the others no width: they break off, and say so
+            axes.set_xlim(0, 3.4 * room)
             for place, total in zip(places, left):
                 if total > 3 * room:
-                    axes.text(2.99 * room, place, f"{total:,.0f} ", ha="right", va="center", fontsize=8)
-    axes.set_xlabel("GiB a GPU at the fullest moment")
+                    axes.barh(place, total, left=3 * room, color="white", height=0.8)
+                    axes.text(3.02 * room, place, f"// {total:,.0f} GiB", ha="left", va="center", fontsize=8)
+    axes.set_xlabel("GiB a GPU at the fullest moment; // where a bar goes on beyond the picture")
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="lower right")
     axes.grid(axis="x", alpha=0.3)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the pages of docs/, written for reading in a repository, pages of a site (a hook of mkdocs.yml)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FENCE = re.compile(r"^```(\w+) (?:run=\d+|refused)$", re.MULTILINE)
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Code blocks without the words that the tests read; links out of docs/ as the names of their files.
+
+    Raises:
+        FileNotFoundError: a link leads to no file of the repository.
+    """
+    return OUTSIDE.sub(_named, FENCE.sub(r"```\1", markdown))
+
+
+def _named(link: re.Match) -> str:
+    path = (ROOT / "docs" / link[2]).resolve()
+    if not path.exists():
+        raise FileNotFoundError(f"a page links to {link[2]}, which is not there")
+    name = str(path.relative_to(ROOT))
+    return f"`{name}`" if link[1].strip("`") in (name, path.name) else f"{link[1]} (`{name}`)"
