@@ -13,6 +13,7 @@ from megatron.training.refusal import Refusal
 from tests.distributed.test_fpdt import DEVICE, HOST, STREAM, TWO, fpdt
 from tests.distributed.test_training import FULL, GQA, MHA, P2, SP, T2, cp
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
+from tests.pairs import by_pairs, settings
 
 
 def host_memory_of_a_run(flags, steps):
@@ -41,7 +42,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world, flags", CASES)
+@pytest.mark.parametrize("world, flags", by_pairs(CASES, lambda _, flags: settings(flags), lambda world, _: world))
 def test_the_estimate_holds_and_is_not_far_off(pool, world, flags):
     ranks = pool.run(host_memory_of_a_run, world, flags, 2, timeout=120)
     estimate, used = ranks[0][0], max(rank[1] for rank in ranks)

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
 from tests.distributed.test_fpdt import STREAM, fpdt
-from tests.distributed.test_training import FULL, P2, SP, T2, V2, ZERO1, check, cp, on_one_process
+from tests.distributed.test_training import FULL, P2, SP, T2, V2, ZERO1, check, cp
 from tests.distributed.training_runs import gather_by_position, make_job, run_training, train_job
-
-__all__ = ["on_one_process"]
+from tests.pairs import grid_pairs
 
 PARTITION = "--partition-position-embedding"
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0"
@@ -46,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world, model, grid", CASES)
+@pytest.mark.parametrize("world, model, grid", grid_pairs(CASES))
 def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=5)
     _, norms, _ = on_one_process(f"{GPT} {model} --num-layers 2 ", False)
@@ -181,15 +178,14 @@ TRAINED = f"{SMALL} --hidden-dropout 0 {SPARE}"
 
 
 @pytest.fixture(scope="module")
-def saved(pool, tmp_path_factory):
+def saved(pool, shared, tmp_path_factory):
     """What a grid has saved after three steps, once; the losses of its next two, the table before and after them."""
 
-    @cache
     def run(name):
         (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
         return folder, *pool.run(train_and_save, world, f"{TRAINED} {flags}", folder, 3, 2, timeout=120)[0]
 
-    return run
+    return lambda name: shared(("saved with positions", name), lambda: run(name))
 
 
 @pytest.mark.parametrize(
