@@ -21,6 +21,17 @@ from tests.shared import Shared  # noqa: E402
 settings.load_profile("ci")  # --hypothesis-profile comes later, and wins
 
 LEFT = pytest.StashKey[dict[str, int]]()
+SLOW = {  # of tests/unit: not in --quick, but for tests that say ``quick``
+    "test_dry_run.py",
+    "test_examples.py",
+    "test_formulas.py",
+    "test_measure_hardware.py",
+    "test_memory.py",
+    "test_planner.py",
+    "test_preprocess.py",
+    "test_refusals.py",
+    "test_reproduce_measure.py",
+}
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     left = {} if config.getoption("--full") else {"--full": [item for item in items if "full" in item.keywords]}
     if config.getoption("--quick"):
-        left["a run without --quick"] = [i for i in items if "quick" not in i.keywords and "full" not in i.keywords]
+        left["a run without --quick"] = [item for item in items if not quick(item) and "full" not in item.keywords]
     gone = {item for some in left.values() for item in some}
     if gone:
         items[:] = [item for item in items if item not in gone]
@@ -70,6 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords or item.path.parent.name == "gpu":
             item.add_marker(no_gpu)
+
+
+def quick(item: pytest.Item) -> bool:
+    return "quick" in item.keywords or item.path.parent.name == "unit" and item.path.name not in SLOW
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,7 @@ A matrix of cases stays as it is written. ``by_pairs`` marks those that bring no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from itertools import combinations
 from typing import Any
 
@@ -35,6 +35,22 @@ PLAIN = (
     "--global-batch-size",
     "--recompute-num-layers",
 )
+# It is enough to meet these once: they act in a place of their own.
+ALONE = (
+    "--context-parallel-balance contiguous",
+    "--ffn-chunks",
+    "--loss-chunks",
+    "--num-query-groups",
+    "--qk-layernorm",
+    "--eod-mask-loss",
+    "--overlap-grad-reduce",
+    "--attention-kernel",
+    "--max-position-embeddings",
+    "--untie-embeddings-and-output-weights",
+    "--optimizer",
+    "--lr",
+    "--weight-decay",
+)
 
 
 def settings(flags: str) -> frozenset[str]:
@@ -55,21 +71,21 @@ def settings(flags: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def pairs(levels: frozenset[Hashable]) -> set[frozenset[Hashable]]:
-    """Every level and every two of them."""
-    return {frozenset(two) for two in combinations(levels, 2)} | {frozenset([one]) for one in levels} | {frozenset()}
+def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
+    """Every level, and every two of them that may act on each other."""
+    acting = [level for level in levels if not str(level).startswith(ALONE)]
+    return {frozenset(two) for two in combinations(acting, 2)} | {frozenset([one]) for one in levels} | {frozenset()}
 
 
-def covering(cases: Sequence[frozenset[Hashable]], costs: Sequence[float]) -> list[int]:
-    """Indices of cases that together hold every pair of levels that any case holds.
+def covering(held: Sequence[Set[Hashable]], costs: Sequence[float]) -> list[int]:
+    """Indices of cases that together hold everything that any case holds.
 
-    Greedy and deterministic: each time the case with the most new pairs for its cost, the first of equals.
+    Greedy and deterministic: each time the case with the most that is new for its cost, the first of equals.
     """
-    held = [pairs(levels) for levels in cases]
     left = set().union(*held)
     chosen: list[int] = []
     while left:
-        best = max(range(len(cases)), key=lambda index: (len(held[index] & left) / costs[index], -index))
+        best = max(range(len(held)), key=lambda index: (len(held[index] & left) / costs[index], -index))
         chosen.append(best)
         left -= held[best]
     return sorted(chosen)
@@ -77,23 +93,26 @@ def covering(cases: Sequence[frozenset[Hashable]], costs: Sequence[float]) -> li
 
 def by_pairs(
     cases: Sequence[tuple[Any, ...]],
-    levels: Callable[..., frozenset[Hashable]],
+    held: Callable[..., Set[Hashable]],
     cost: Callable[..., float] = lambda *_: 1.0,
     ids: Callable[..., str] | None = None,
 ) -> list[Any]:
-    """``cases`` for ``pytest.mark.parametrize``, with ``full`` on those whose pairs others hold.
+    """``cases`` for ``pytest.mark.parametrize``, with ``full`` on those that hold nothing which others do not.
 
     Args:
-        levels: of a case, given as arguments: what it sets.
+        held: of a case, given as arguments: the pairs that it is there for.
         cost: of a case, given as arguments: for equal use the cheaper is kept.
+        ids: of a case, given as arguments: its name.
     """
-    kept = set(covering([levels(*case) for case in cases], [cost(*case) for case in cases]))
+    kept = set(covering([held(*case) for case in cases], [cost(*case) for case in cases]))
     return [
         pytest.param(*case, marks=[] if index in kept else [pytest.mark.full], id=ids and ids(*case))
         for index, case in enumerate(cases)
     ]
 
 
-def grid_pairs(cases: Sequence[tuple[int, str, str]]) -> list[Any]:
-    """The same for cases of (processes, model flags, grid flags)."""
-    return by_pairs(cases, lambda world, model, grid: settings(f"{model} {grid}"), lambda world, *_: 2.0 + world)
+def grid_pairs(cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = ()) -> list[Any]:
+    """The same for cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too."""
+    assert set(quick) <= set(cases), "no such case"
+    found = by_pairs(cases, lambda _, model, grid: pairs(settings(f"{model} {grid}")), lambda world, *_: 2.0 + world)
+    return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in found]

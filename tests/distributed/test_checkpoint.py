@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.training_runs import make_job, train_job
-from tests.pairs import by_pairs, settings
+from tests.pairs import by_pairs, pairs, settings
 
 GQA = "--group-query-attention --num-query-groups 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -109,10 +109,10 @@ TRANSITIONS = [
 
 
 def kinds(saved_on, loaded_on):
-    """How each side holds weights and states: what is split over tokens alone changes neither."""
+    """Pairs of how each side holds weights and states: what is split over tokens alone changes neither."""
     sides = {"saved": settings(GRIDS[saved_on][1]), "loaded": settings(GRIDS[loaded_on][1])}
     split = ("--tensor", "--pipeline", "--zero", "--fpdt")
-    return frozenset(f"{side} {level}" for side, found in sides.items() for level in found if level.startswith(split))
+    return pairs({f"{side} {level}" for side, found in sides.items() for level in found if level.startswith(split)})
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, kinds))

@@ -4,7 +4,7 @@
 import pytest
 
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
-from tests.pairs import by_pairs, settings
+from tests.pairs import by_pairs, pairs, settings
 
 BIGGER = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -75,7 +75,7 @@ def watch(flags, llama):
 
 def what(name):
     ranks, llama, flags = CASES[name]
-    return settings(flags) | {"llama" if llama else "gpt"}
+    return pairs(settings(flags) | {"llama" if llama else "gpt"})
 
 
 @pytest.mark.parametrize("name", by_pairs([(name,) for name in CASES], what, lambda name: 2.0 + CASES[name][0]))

@@ -27,6 +27,7 @@ TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-l
 DEVICE = "--no-fpdt-offload"
 STREAM = "--fpdt-stream-hidden"
 HOST = "--offload-checkpoints"
+FP16 = "--fp16 --initial-loss-scale 1024"
 
 
 def fpdt(chunk: int, *others: str) -> str:
@@ -131,7 +132,9 @@ def test_dropout_in_many_chunks_does_not_depend_on_what_is_recomputed(pool):
         assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(LLAMA_CASES))
+@pytest.mark.parametrize(
+    "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")])
+)
 def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid))
 
@@ -141,9 +144,16 @@ def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid))
 
 
-@pytest.mark.parametrize("dtype", ["--bf16", "--fp16 --initial-loss-scale 1024"])
 @pytest.mark.parametrize(
-    "world, flags", [(1, fpdt(16, STREAM)), (1, fpdt(13, FULL, HOST)), (2, f"{cp(1, 2)} {fpdt(8)}")]
+    "world, flags, dtype",
+    [
+        (1, fpdt(16, STREAM), "--bf16"),
+        (1, fpdt(13, FULL, HOST), "--bf16"),
+        (2, f"{cp(1, 2)} {fpdt(8)}", "--bf16"),
+        pytest.param(1, fpdt(16, STREAM), FP16, marks=pytest.mark.full),
+        (1, fpdt(13, FULL, HOST), FP16),
+        pytest.param(2, f"{cp(1, 2)} {fpdt(8)}", FP16, marks=pytest.mark.full),
+    ],
 )
 def test_half_precision_in_chunks_is_as_near_to_fp32_as_the_plain_run(pool, on_one_process, world, flags, dtype):
     """Sums over chunks are in fp32: cutting costs no precision."""

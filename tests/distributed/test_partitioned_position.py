@@ -9,7 +9,7 @@ import torch
 from tests.distributed.test_fpdt import STREAM, fpdt
 from tests.distributed.test_training import FULL, P2, SP, T2, V2, ZERO1, check, cp
 from tests.distributed.training_runs import gather_by_position, make_job, run_training, train_job
-from tests.pairs import grid_pairs
+from tests.pairs import by_pairs, grid_pairs, settings
 
 PARTITION = "--partition-position-embedding"
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0"
@@ -188,22 +188,28 @@ def saved(pool, shared, tmp_path_factory):
     return lambda name: shared(("saved with positions", name), lambda: run(name))
 
 
-@pytest.mark.parametrize(
-    "saved_on, loaded_on",
-    [
-        ("whole", "R 2"),
-        ("R 2", "whole"),
-        ("whole", "TP 2 sp, R 2, ZeRO 1"),
-        ("TP 2 sp, R 2, ZeRO 1", "whole, ZeRO 3"),
-        ("whole, ZeRO 3", "PP 2, U 2, ZeRO 1"),
-        ("PP 2, U 2, ZeRO 1", "whole, R 2, ZeRO 1"),
-        ("whole, R 2, ZeRO 1", "DP 2, R 2, ZeRO 1"),
-        ("DP 2, R 2, ZeRO 1", "FPDT, TP 2 sp"),
-        ("FPDT, TP 2 sp", "TP 2, U 2, ZeRO 1"),
-        ("TP 2, U 2, ZeRO 1", "ZeRO 3, U 2"),
-        ("ZeRO 3, U 2", "R 2"),
-    ],
-)
+TRANSITIONS = [
+    ("whole", "R 2"),
+    ("R 2", "whole"),
+    ("whole", "TP 2 sp, R 2, ZeRO 1"),
+    ("TP 2 sp, R 2, ZeRO 1", "whole, ZeRO 3"),
+    ("whole, ZeRO 3", "PP 2, U 2, ZeRO 1"),
+    ("PP 2, U 2, ZeRO 1", "whole, R 2, ZeRO 1"),
+    ("whole, R 2, ZeRO 1", "DP 2, R 2, ZeRO 1"),
+    ("DP 2, R 2, ZeRO 1", "FPDT, TP 2 sp"),
+    ("FPDT, TP 2 sp", "TP 2, U 2, ZeRO 1"),
+    ("TP 2, U 2, ZeRO 1", "ZeRO 3, U 2"),
+    ("ZeRO 3, U 2", "R 2"),
+]
+
+
+def sides(saved_on, loaded_on):
+    """Each way of holding the table is written once, and read once."""
+    names = {"saved": GRIDS[saved_on][1], "loaded": GRIDS[loaded_on][1]}
+    return {(side, level) for side, flags in names.items() for level in settings(flags) or {"one process"}}
+
+
+@pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, sides))
 def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     folder, losses, before, after = saved(saved_on)
     world, flags = GRIDS[loaded_on]

@@ -142,7 +142,9 @@ def check(pool, on_one_process, world, model, grid, llama, steps=20):
     assert seen == set(grads)
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(LLAMA_CASES))
+@pytest.mark.parametrize(
+    "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(4, GQA, cp(2, 2)), (2, GQA, f"{ZERO3} {cp(1, 2)} {FULL}")])
+)
 def test_llama_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(grid))
 
