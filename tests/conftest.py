@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for all tests."""
+"""Fixtures for all tests, and which of them run: the usual ones, --quick a few, --full all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
+import tests.properties  # noqa: E402, F401 (the profiles)
 from tests.distributed.pool import Pool  # noqa: E402
+from tests.shared import Shared  # noqa: E402
+
+settings.load_profile("ci")  # --hypothesis-profile comes later, and wins
+
+LEFT = pytest.StashKey[dict[str, int]]()
+SLOW = {  # of tests/unit: not in --quick, but for tests that say ``quick``
+    "test_dry_run.py",
+    "test_examples.py",
+    "test_formulas.py",
+    "test_measure_hardware.py",
+    "test_memory.py",
+    "test_planner.py",
+    "test_preprocess.py",
+    "test_refusals.py",
+    "test_reproduce_measure.py",
+}
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +41,40 @@ def pool() -> Iterator[Pool]:
         yield workers
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """What is made once for all tests, also of the other processes of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    return Shared((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     if importlib.util.find_spec("pytest_timeout") is None:
         parser.addini("timeout", "limit of a test in seconds; needs pytest-timeout to act")
+    parser.addoption("--quick", action="store_true", help="only the tests to run after every change")
+    parser.addoption("--full", action="store_true", help="whole matrices too, as before a release")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu``, and all of tests/gpu, where there is no GPU."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT] = {}
+    if config.getoption("--quick") and config.getoption("--full"):
+        raise pytest.UsageError("--quick and --full: leave one out")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what was not asked for; skip what needs a GPU (all of tests/gpu does) where there is none."""
     import torch
 
+    left = {} if config.getoption("--full") else {"--full": [item for item in items if "full" in item.keywords]}
+    if config.getoption("--quick"):
+        left["a run without --quick"] = [item for item in items if not quick(item) and "full" not in item.keywords]
+    gone = {item for some in left.values() for item in some}
+    if gone:
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=list(gone))
+    config.stash[LEFT] = {option: len(some) for option, some in left.items() if some}
+    if hasattr(config, "workeroutput"):  # of pytest-xdist: what its controller is told at the end
+        config.workeroutput["left"] = config.stash[LEFT]
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="no GPU")
@@ -39,7 +83,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
 
 
+def quick(item: pytest.Item) -> bool:
+    return "quick" in item.keywords or item.path.parent.name == "unit" and item.path.name not in SLOW
+
+
 def pytest_collection_finish() -> None:
     """Keep garbage collections, and what walks through all tensors, out of the million objects that were imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT].update(getattr(node, "workeroutput", {}).get("left", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left := config.stash[LEFT]:
+        terminalreporter.write_line("left for " + ", ".join(f"{option}: {count}" for option, count in left.items()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program of the repository, run as by its command line, in a fork of a process that has imported everything."""
+"""A program of the repository, run as by its command line, in forks of a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -8,27 +8,79 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 
 from tests.distributed.pool import fork_server
+from tests.patience import patience
+
+GRACE = 10.0  # seconds the other ranks have when one has failed
 
 
 def run_forked(
     script: Path, argv: Sequence[str], environment: Mapping[str, str], timeout: float = 100
 ) -> subprocess.CompletedProcess:
-    """What ``python script *argv`` does, without the seconds that its imports take."""
+    """What ``python script *argv`` does, without the seconds that its imports take.
+
+    ``timeout``: seconds on a quiet machine; on a busy one as many times more as it is slower.
+    """
+    return _run(script, argv, [environment], timeout)[0]
+
+
+def run_ranks(
+    script: Path, argv: Sequence[str], environment: Mapping[str, str], ranks: int, timeout: float = 100
+) -> list[subprocess.CompletedProcess]:
+    """What ``torchrun --nproc-per-node ranks script *argv`` does, by rank; where one fails, the rest are ended.
+
+    The ranks meet as torchrun's do, in a store of this process, at a port that the system chose.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        **environment,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    if sys.platform == "linux":
+        common.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mine = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return _run(script, argv, [common | one for one in mine], timeout)
+
+
+def _run(
+    script: Path, argv: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float
+) -> list[subprocess.CompletedProcess]:
     command = [str(script), *argv]
     with tempfile.TemporaryDirectory() as folder:
-        process = fork_server().Process(target=_main, args=(command, dict(environment), folder))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
+        folders = [Path(folder, str(number)) for number in range(len(environments))]
+        processes = []
+        for environment, mine in zip(environments, folders):
+            mine.mkdir()
+            processes.append(fork_server().Process(target=_main, args=(command, dict(environment), str(mine))))
+            processes[-1].start()
+        deadline = time.monotonic() + patience(timeout)
+        running, late = list(processes), False
+        while running:
+            late = not connection.wait([one.sentinel for one in running], max(0.0, deadline - time.monotonic()))
+            if late:
+                break
+            running = [one for one in running if one.is_alive()]
+            if any(one.exitcode for one in processes):
+                deadline = min(deadline, time.monotonic() + patience(GRACE))
+        for process in processes:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(command, timeout)
-        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
-    return subprocess.CompletedProcess(command, process.exitcode, out, err)
+        said = [[(mine / name).read_text() for name in ("out", "err")] for mine in folders]
+        if late and not any(one.exitcode for one in processes if one not in running):
+            raise subprocess.TimeoutExpired(command, patience(timeout), *map("\n".join, zip(*said)))
+    return [subprocess.CompletedProcess(command, one.exitcode, *texts) for one, texts in zip(processes, said)]
 
 
 def _main(command: list[str], environment: dict[str, str], folder: str) -> None:

@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Set everything up, then lint and test:  bash tests/run.sh [arguments of pytest]
-# Two processes share the tests, each with a pool of workers of its own; -n 0 runs all in one, as --pdb needs it.
+# Set everything up, then lint and test:
+#
+#   bash tests/run.sh --quick     most unit tests and a few grids: after every change
+#   bash tests/run.sh             every promise, combinations by covering pairs: before a pull request, and in CI
+#   bash tests/run.sh --full      whole matrices: before a release
+#
+# All other arguments are pytest's. Two processes share the tests, each with a pool of workers of its own; -n 0 runs all
+# in one, as --pdb needs it. --hypothesis-profile=explore looks for new counterexamples.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -9,9 +15,11 @@ PYTHON="$(bash scripts/setup.sh dev)"
 export PATH="${PYTHON%/*}:$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
+SECONDS=0
 lint=0
 "$PYTHON" -m ruff check --output-format concise . || lint=$?
 tests=0
-"$PYTHON" -m pytest -q -n 2 --dist worksteal "$@" || tests=$?
+"$PYTHON" -m pytest -q -n 2 --dist worksteal --durations 10 --durations-min 1 "$@" || tests=$?
+echo "lint and tests took $((SECONDS / 60)) min $((SECONDS % 60)) s"
 if ((lint)); then echo "ruff check found what is listed above the tests: exit code $lint" >&2; fi
 exit $((tests ? tests : lint))

@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed import worker
+from tests.patience import patience
 
 ROOT = str(Path(__file__).resolve().parents[2])
 GRACE = 2.0  # seconds the other ranks have to report after a first failure
-START_TIMEOUT = 180.0  # first import of torch and megatron-core, on a slow and busy machine
+START_TIMEOUT = 60.0  # first import of torch and megatron-core
 
 
 class RankError(RuntimeError):
@@ -65,16 +66,20 @@ class Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
         # One store for all jobs: no port is ever chosen twice, and a dead rank cannot take it down.
         self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=patience(60))
         )
         atexit.register(self.close)  # before multiprocessing's own, which would wait for the workers
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks; the return values by rank, or RankError."""
+        """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks; the return values by rank, or RankError.
+
+        ``timeout``: seconds on a quiet machine; on a busy one as many times more as it is slower.
+        """
         __tracebackhide__ = True
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(f"world size {world_size} does not fit a pool of {self.max_workers}")
         payload = pickle.dumps((fn, args, kwargs))
+        timeout = patience(timeout)
         try:
             self._start(world_size)
             self._jobs += 1
@@ -120,7 +125,7 @@ class Pool:
             theirs.close()
             their_life.close()
             self._workers[n] = Worker(process, ours, life, log)
-        deadline = time.monotonic() + START_TIMEOUT
+        deadline = time.monotonic() + patience(START_TIMEOUT)
         for n in missing:
             w = self._workers[n]
             connection.wait([w.conn, w.process.sentinel], max(0.0, deadline - time.monotonic()))
@@ -166,7 +171,7 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + GRACE)
         if waiting and not failures:
             stacks = self._dump_stacks(sorted(waiting))
-            text = f"no answer after {timeout:g} s from ranks {sorted(waiting)}\n{stacks}"
+            text = f"no answer after {timeout:.0f} s from ranks {sorted(waiting)}\n{stacks}"
             failures.append((False, time.monotonic(), min(waiting), text))
         return answers, failures
 

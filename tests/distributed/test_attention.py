@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention import kernels
+from tests.pairs import by_pairs, pairs
 
 MASKS = {"causal": cp.Causal(), "full": cp.Full()}
 
@@ -47,7 +48,7 @@ def compare_with_dense(ulysses, ring, heads, kv_heads, batch, length, balance, m
 GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8), (8, 1)]
 HEADS = [(8, 8), (8, 2), (8, 1)]
 CASES = [
-    pytest.param(u, r, heads, kv, batch, balance, mask, id=f"U{u}-R{r}-h{heads}kv{kv}-b{batch}-{balance}-{mask}")
+    (u, r, heads, kv, batch, balance, mask)
     for index, (u, r) in enumerate(GRIDS)
     for h_index, (heads, kv) in enumerate(HEADS)
     for batch, balance, mask in [
@@ -57,7 +58,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ulysses, ring, heads, kv_heads, batch, balance, mask", CASES)
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "ulysses, ring, heads, kv_heads, batch, balance, mask",
+    by_pairs(
+        CASES,
+        lambda u, r, heads, kv, *others: pairs({f"U{u}", f"R{r}", f"kv{kv}", *others[1:]}),
+        lambda u, r, *_: 2 + u * r,
+        lambda u, r, heads, kv, *others: f"U{u}-R{r}-h{heads}kv{kv}-b{'-'.join(map(str, others))}",
+    ),
+)
 def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, batch, balance, mask):
     errors = pool.run(
         compare_with_dense,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
@@ -15,6 +15,8 @@ from megatron.context_parallel.fpdt.host_pool import is_host_buffer
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.layout.grid import abstract_grid
 from tests.distributed.test_attention import dense_attention
+from tests.pairs import by_pairs, pairs
+from tests.properties import examples
 
 MASKS = {"causal": cp.Causal(), "full": cp.Full()}
 WIDTH, SIZE = 24, 8
@@ -103,17 +105,7 @@ def compare_on_grid(ulysses, ring, heads, kv_heads, length, batch, chunks, balan
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (2, 4), (4, 2)]
 CASES = [
-    pytest.param(
-        u,
-        r,
-        *heads,
-        batch,
-        chunks,
-        balance,
-        mask,
-        store,
-        id=f"U{u}-R{r}-h{heads[0]}kv{heads[1]}-{chunks}-{mask}-{store}",
-    )
+    (u, r, *heads, batch, chunks, balance, mask, store)
     for index, (u, r) in enumerate(GRIDS)
     for step, (heads, batch, chunks, balance, mask, store) in enumerate(
         [
@@ -129,7 +121,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store", CASES)
+def name(u, r, heads, kv_heads, batch, chunks, balance, mask, store):
+    return f"U{u}-R{r}-h{heads}kv{kv_heads}-{chunks}-{mask}-{store}"
+
+
+@pytest.mark.parametrize(
+    "ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store",
+    by_pairs(CASES, lambda *case: pairs({*name(*case).split("-")}), lambda u, r, *_: 2 + u * r, name),
+)
 def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store):
     length = 16 * ulysses * ring  # of a ring rank: 16 units, which 3 and 5 do not divide
     found = pool.run(
@@ -150,7 +149,7 @@ def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batc
     assert max(error for rank in found for error in rank) < 1e-10, found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     length=st.integers(1, 70),
     data=st.data(),

@@ -4,6 +4,7 @@
 import pytest
 
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
+from tests.pairs import by_pairs, pairs, settings
 
 BIGGER = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -72,7 +73,12 @@ def watch(flags, llama):
     return recorder.peak, host, recorder.trace.communication_bytes(), recorder.trace.flops()
 
 
-@pytest.mark.parametrize("name", CASES)
+def what(name):
+    ranks, llama, flags = CASES[name]
+    return pairs(settings(flags) | {"llama" if llama else "gpt"})
+
+
+@pytest.mark.parametrize("name", by_pairs([(name,) for name in CASES], what, lambda name: 2.0 + CASES[name][0]))
 def test_dry_run_equals_the_run(pool, name):
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.training.arguments.parser import parse

@@ -19,16 +19,15 @@ from tests.distributed.test_training import (
     ZERO1,
     check,
     cp,
-    on_one_process,
 )
 from tests.distributed.training_runs import run_training
-
-__all__ = ["on_one_process"]
+from tests.pairs import grid_pairs
 
 TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 DEVICE = "--no-fpdt-offload"
 STREAM = "--fpdt-stream-hidden"
 HOST = "--offload-checkpoints"
+FP16 = "--fp16 --initial-loss-scale 1024"
 
 
 def fpdt(chunk: int, *others: str) -> str:
@@ -112,17 +111,13 @@ def steps(world: int, grid: str) -> int:
     return 20 if world == 1 or (few_messages and few_chunks) else 5
 
 
-def losses_and_grads(flags):
-    return run_training(flags, False, 5)
-
-
 @pytest.mark.parametrize("memory", ["", DEVICE, FULL, STREAM, f"{STREAM} {FULL}", f"{FULL} {HOST}"])
-def test_dropout_is_the_same_in_the_backward_pass(pool, memory):
+def test_dropout_is_the_same_in_the_backward_pass(pool, on_one_process, memory):
     """With one chunk random numbers are drawn in the plain layer's order, so the whole run is the plain one."""
     shape = "--num-layers 2 --hidden-dropout 0.2 --attention-dropout 0"
-    ((losses, _, grads),) = pool.run(losses_and_grads, 1, shape)
+    losses, _, grads = on_one_process(shape, False, 5)
     flags = f"{shape} --fpdt --fpdt-chunk-size 64 --ffn-chunks 1 {memory}"
-    ((mine, _, my_grads),) = pool.run(losses_and_grads, 1, flags)
+    ((mine, _, my_grads),) = pool.run(run_training, 1, flags, False, 5)
     assert mine == pytest.approx(losses, rel=1e-5)
     for name, grad in grads.items():
         assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
@@ -130,39 +125,48 @@ def test_dropout_is_the_same_in_the_backward_pass(pool, memory):
 
 def test_dropout_in_many_chunks_does_not_depend_on_what_is_recomputed(pool):
     shape = f"--num-layers 2 --hidden-dropout 0.2 --attention-dropout 0 {fpdt(13)}"
-    ((losses, _, grads),) = pool.run(losses_and_grads, 1, shape)
-    ((mine, _, my_grads),) = pool.run(losses_and_grads, 1, f"{shape} {FULL}")
+    ((losses, _, grads),) = pool.run(run_training, 1, shape, False, 5)
+    ((mine, _, my_grads),) = pool.run(run_training, 1, f"{shape} {FULL}", False, 5)
     assert mine == pytest.approx(losses, rel=1e-6)
     for name, grad in grads.items():
         assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
 
 
-@pytest.mark.parametrize("world, model, grid", LLAMA_CASES)
+@pytest.mark.parametrize(
+    "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")])
+)
 def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid))
 
 
-@pytest.mark.parametrize("world, model, grid", GPT_CASES)
+@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid))
 
 
-@pytest.mark.parametrize("dtype", ["--bf16", "--fp16 --initial-loss-scale 1024"])
 @pytest.mark.parametrize(
-    "world, flags", [(1, fpdt(16, STREAM)), (1, fpdt(13, FULL, HOST)), (2, f"{cp(1, 2)} {fpdt(8)}")]
+    "world, flags, dtype",
+    [
+        (1, fpdt(16, STREAM), "--bf16"),
+        (1, fpdt(13, FULL, HOST), "--bf16"),
+        (2, f"{cp(1, 2)} {fpdt(8)}", "--bf16"),
+        pytest.param(1, fpdt(16, STREAM), FP16, marks=pytest.mark.full),
+        (1, fpdt(13, FULL, HOST), FP16),
+        pytest.param(2, f"{cp(1, 2)} {fpdt(8)}", FP16, marks=pytest.mark.full),
+    ],
 )
 def test_half_precision_in_chunks_is_as_near_to_fp32_as_the_plain_run(pool, on_one_process, world, flags, dtype):
     """Sums over chunks are in fp32: cutting costs no precision."""
     exact, _, grads = on_one_process(f"{GQA} --num-layers 2 ", True)
 
-    def distance(world, flags):
-        losses, _, mine = pool.run(run_training, world, f"{GQA} --num-layers 2 {dtype} {flags}", True, 6, timeout=120)[
-            0
-        ]
+    def distance(run):
+        losses, _, mine = run
         apart = max(abs(a / b - 1) for a, b in zip(losses, exact))
         scale = 1024 if "fp16" in dtype else 1
         errors = [float((mine[name] / scale - grad).norm() / grad.norm()) for name, grad in grads.items()]
         return apart, max(errors)
 
-    plain, chunked = distance(1, ""), distance(world, flags)
+    half = f"{GQA} --num-layers 2 {dtype}"
+    chunks = pool.run(run_training, world, f"{half} {flags}", True, 6, timeout=120)[0]
+    plain, chunked = distance(on_one_process(half, True, 6)), distance(chunks)
     assert chunked[0] < 2 * plain[0] + 1e-4 and chunked[1] < 1.5 * plain[1], (plain, chunked)

@@ -119,8 +119,8 @@ def run_with_parts_again(flags):
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", f"--zero-stage 3 {FULL}"])
-def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, flags):
-    losses, _, grads = pool.run(run_training, 1, GQA, steps=5)[0]
+def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, on_one_process, flags):
+    losses, _, grads = on_one_process(GQA, True, 5)
     for mine, _, my_grads in pool.run(run_with_parts_again, 2, f"{GQA} --micro-batch-size 1 {flags}"):
         assert mine == pytest.approx(losses, rel=1e-5)
         for name, grad in grads.items():

@@ -13,6 +13,7 @@ from megatron.training.refusal import Refusal
 from tests.distributed.test_fpdt import DEVICE, HOST, STREAM, TWO, fpdt
 from tests.distributed.test_training import FULL, GQA, MHA, P2, SP, T2, cp
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
+from tests.pairs import by_pairs, pairs, settings
 
 
 def host_memory_of_a_run(flags, steps):
@@ -41,7 +42,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world, flags", CASES)
+@pytest.mark.parametrize(
+    "world, flags", by_pairs(CASES, lambda _, flags: pairs(settings(flags)), lambda world, _: world)
+)
 def test_the_estimate_holds_and_is_not_far_off(pool, world, flags):
     ranks = pool.run(host_memory_of_a_run, world, flags, 2, timeout=120)
     estimate, used = ranks[0][0], max(rank[1] for rank in ranks)
@@ -61,7 +64,9 @@ def bytes_after(flags, *steps):
     return found
 
 
-@pytest.mark.parametrize("flags", [fpdt(16), fpdt(16, FULL, HOST), fpdt(13, STREAM)])
+@pytest.mark.parametrize(
+    "flags", [pytest.param(fpdt(16), marks=pytest.mark.full), fpdt(16, FULL, HOST), fpdt(13, STREAM)]
+)
 def test_bytes_are_the_same_after_step_3_and_step_50(pool, flags):
     ((early, late),) = pool.run(bytes_after, 1, f"{GQA} --num-layers 2 --train-iters 50 {flags}", 3, 47, timeout=120)
     assert early == late and late[1] == 0 < late[2]

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
 from tests.distributed.test_fpdt import STREAM, fpdt
-from tests.distributed.test_training import FULL, P2, SP, T2, V2, ZERO1, check, cp, on_one_process
+from tests.distributed.test_training import FULL, P2, SP, T2, V2, ZERO1, check, cp
 from tests.distributed.training_runs import gather_by_position, make_job, run_training, train_job
-
-__all__ = ["on_one_process"]
+from tests.pairs import by_pairs, grid_pairs, settings
 
 PARTITION = "--partition-position-embedding"
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0"
@@ -46,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world, model, grid", CASES)
+@pytest.mark.parametrize("world, model, grid", grid_pairs(CASES))
 def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=5)
     _, norms, _ = on_one_process(f"{GPT} {model} --num-layers 2 ", False)
@@ -181,33 +178,38 @@ TRAINED = f"{SMALL} --hidden-dropout 0 {SPARE}"
 
 
 @pytest.fixture(scope="module")
-def saved(pool, tmp_path_factory):
+def saved(pool, shared, tmp_path_factory):
     """What a grid has saved after three steps, once; the losses of its next two, the table before and after them."""
 
-    @cache
     def run(name):
         (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
         return folder, *pool.run(train_and_save, world, f"{TRAINED} {flags}", folder, 3, 2, timeout=120)[0]
 
-    return run
+    return lambda name: shared(("saved with positions", name), lambda: run(name))
 
 
-@pytest.mark.parametrize(
-    "saved_on, loaded_on",
-    [
-        ("whole", "R 2"),
-        ("R 2", "whole"),
-        ("whole", "TP 2 sp, R 2, ZeRO 1"),
-        ("TP 2 sp, R 2, ZeRO 1", "whole, ZeRO 3"),
-        ("whole, ZeRO 3", "PP 2, U 2, ZeRO 1"),
-        ("PP 2, U 2, ZeRO 1", "whole, R 2, ZeRO 1"),
-        ("whole, R 2, ZeRO 1", "DP 2, R 2, ZeRO 1"),
-        ("DP 2, R 2, ZeRO 1", "FPDT, TP 2 sp"),
-        ("FPDT, TP 2 sp", "TP 2, U 2, ZeRO 1"),
-        ("TP 2, U 2, ZeRO 1", "ZeRO 3, U 2"),
-        ("ZeRO 3, U 2", "R 2"),
-    ],
-)
+TRANSITIONS = [
+    ("whole", "R 2"),
+    ("R 2", "whole"),
+    ("whole", "TP 2 sp, R 2, ZeRO 1"),
+    ("TP 2 sp, R 2, ZeRO 1", "whole, ZeRO 3"),
+    ("whole, ZeRO 3", "PP 2, U 2, ZeRO 1"),
+    ("PP 2, U 2, ZeRO 1", "whole, R 2, ZeRO 1"),
+    ("whole, R 2, ZeRO 1", "DP 2, R 2, ZeRO 1"),
+    ("DP 2, R 2, ZeRO 1", "FPDT, TP 2 sp"),
+    ("FPDT, TP 2 sp", "TP 2, U 2, ZeRO 1"),
+    ("TP 2, U 2, ZeRO 1", "ZeRO 3, U 2"),
+    ("ZeRO 3, U 2", "R 2"),
+]
+
+
+def sides(saved_on, loaded_on):
+    """Each way of holding the table is written once, and read once."""
+    names = {"saved": GRIDS[saved_on][1], "loaded": GRIDS[loaded_on][1]}
+    return {(side, level) for side, flags in names.items() for level in settings(flags) or {"one process"}}
+
+
+@pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, sides))
 def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     folder, losses, before, after = saved(saved_on)
     world, flags = GRIDS[loaded_on]

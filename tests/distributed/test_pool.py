@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from tests.distributed.pool import Pool, RankError
+from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,17 +126,17 @@ def test_exception_names_rank_and_line(pool: Pool, rank: int) -> None:
     assert f"raise_on failed on rank {rank} of 4" in message.splitlines()[0]
     assert f"ValueError: the fault of rank {rank}" in message and "in raise_on" in message
     assert "said before the end" in message
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < patience(10)
     assert len(pool.run(sum_of_ranks, 4, torch.ones(1))) == 4
 
 
 def test_hang_ends_at_the_timeout_with_stacks(pool: Pool) -> None:
     pool.run(draw, 4)
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"no answer after 3 s from ranks \[0, 1, 2, 3\]") as caught:
+    with pytest.raises(RankError, match=r"no answer after \d+ s from ranks \[0, 1, 2, 3\]") as caught:
         pool.run(leave_out, 4, 2, timeout=3)
     assert "in leave_out" in str(caught.value)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < patience(10)
     assert len(pool.run(sum_of_ranks, 8, torch.ones(1))) == 8
 
 
@@ -176,10 +177,12 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, timeout=120, text=True)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, stdout=subprocess.PIPE, timeout=patience(120), text=True
+    )
     assert done.returncode == -signal.SIGKILL
     workers = [int(pid) for pid in done.stdout.split()]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while any(_alive(pid) for pid in workers):
         assert time.monotonic() < deadline, f"{workers} outlived their parent"
         time.sleep(0.05)

@@ -14,10 +14,8 @@ from megatron.context_parallel.layout.spans import Span
 from megatron.context_parallel.positions.rope import rotary_angles
 from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
 from tests.distributed.test_fpdt import fpdt
-from tests.distributed.test_training import GPT, GQA, MHA, P2, SP, T2, check, cp, on_one_process
+from tests.distributed.test_training import GPT, GQA, MHA, P2, SP, T2, check, cp
 from tests.distributed.training_runs import make_job, train_job
-
-__all__ = ["on_one_process"]
 
 ROPE, FAR = "--position-embedding-type rope", 2**22
 YARN = (

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.distributed.training_runs import run_training
+from tests.pairs import grid_pairs
 
 GQA, MQA, MHA = "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 1", ""
 T2, T4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
@@ -114,19 +115,6 @@ ALWAYS_ONE_PROCESS = (
 )  # these change the numbers
 
 
-@pytest.fixture(scope="module")
-def on_one_process(pool):
-    """The run that others must equal, once a model."""
-    known = {}
-
-    def reference(flags: str, llama: bool):
-        if (flags, llama) not in known:
-            known[flags, llama] = pool.run(run_training, 1, flags, llama, timeout=120)[0]
-        return known[flags, llama]
-
-    return reference
-
-
 def steps(grid: str) -> int:
     """20, but for FSDP, whose many small messages take seconds on two cores."""
     return 5 if "--zero-stage 2" in grid or "--zero-stage 3" in grid else 20
@@ -154,12 +142,14 @@ def check(pool, on_one_process, world, model, grid, llama, steps=20):
     assert seen == set(grads)
 
 
-@pytest.mark.parametrize("world, model, grid", LLAMA_CASES)
+@pytest.mark.parametrize(
+    "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(4, GQA, cp(2, 2)), (2, GQA, f"{ZERO3} {cp(1, 2)} {FULL}")])
+)
 def test_llama_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(grid))
 
 
-@pytest.mark.parametrize("world, model, grid", GPT_CASES)
+@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
 def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(grid))
 

@@ -40,7 +40,7 @@ def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, 
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=600))
     conn.send_bytes(pickle.dumps(("ready",)))
     while True:
         try:

@@ -7,7 +7,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.training.arguments import megatron_flags
@@ -16,6 +16,7 @@ from megatron.training.arguments.parser import build_parser, parse, spellings, s
 from megatron.training.arguments.parser import settings as all_settings
 from megatron.training.arguments.validate import complete
 from megatron.training.refusal import Refusal
+from tests.properties import examples
 
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags_0.16.1.tsv"
 
@@ -313,7 +314,7 @@ def options(draw: st.DrawFn) -> list[str]:
     return [flag, *draw(st.lists(VALUES, min_size=1, max_size=3 if "rampup" in flag or "hier" in flag else 1))]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.one_of(options(), st.lists(st.text(max_size=6), max_size=2)), max_size=6))
 def test_parse_raises_nothing_but_refusals(words: list[list[str]]):
     argv = [word for option in words for word in option if not word.startswith(("-h", "--h", "@"))]
@@ -323,8 +324,9 @@ def test_parse_raises_nothing_but_refusals(words: list[list[str]]):
         assert "\n" not in str(refusal)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(options(), max_size=4), st.sampled_from([1, 2, 4, 6, 8, 64]))
+@example([["--dry-run"]], 2)  # is completed for its own --world-size
 def test_complete_raises_nothing_but_refusals_and_is_idempotent(words: list[list[str]], world_size: int):
     base = "--model llama3-8b --mock-data --train-iters 4 --lr 1e-3 --micro-batch-size 1 --seq-length 512".split()
     try:

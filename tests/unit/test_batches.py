@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
@@ -19,6 +19,8 @@ from megatron.training.data.batches import KEYS, micro_batches, shard_batch
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from tests.patience import patience
+from tests.properties import examples
 
 
 class Numbers(Dataset):
@@ -48,7 +50,7 @@ def numbers(size, *, consumed=0, micro=1, rank=0, ranks=1, take=None, **options)
     return [batch["tokens"][:, 0].tolist() for batch in itertools.islice(batches, take)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), kind=st.sampled_from(["single", "cyclic"]))
 def test_global_batches_do_not_depend_on_the_grid(data, kind):
     """A step of G samples is the next G of one order, for any cut into ranks and micro-batches, G growing or not."""
@@ -144,11 +146,11 @@ def test_a_sigterm_to_the_group_leaves_the_loader_alive():
     process.start()
     there.close()
     assert here.poll(60) and here.recv() == list(range(102))
-    process.join(60)
+    process.join(patience(60))
     assert process.exitcode == 0
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_shard_batch(data):
     rows, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 24))

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.formulas.strategy import Group
@@ -15,6 +15,7 @@ from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transf
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from megatron.simulator.machines.machine_file import known, load
+from tests.properties import examples
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "p2p")
 # Round figures: link 100, network 10, host 5 bytes a second.
@@ -133,7 +134,7 @@ sizes = st.integers(1, 10**7)
 machines = st.sampled_from([load(name) for name in known()])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(machines, sizes, sizes, st.booleans(), st.sampled_from([2, 4]))
 def test_kernels_are_in_order_and_never_above_the_peak(machine, size, other, backward, itemsize):
     peak = machine.peak["fp32" if itemsize == 4 else "bf16"]
@@ -151,7 +152,7 @@ def test_kernels_are_in_order_and_never_above_the_peak(machine, size, other, bac
         assert took >= max(machine.launch, second.flops / peak, second.bytes / machine.memory_bandwidth) * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(machines, st.sampled_from(KINDS), sizes, sizes, st.integers(2, 64), st.sampled_from([1, 2, 4, 8, 16]))
 def test_transfers_are_in_order_and_never_above_the_links(machine, kind, size, other, ranks, stride):
     small, large = sorted((size, other))

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -18,6 +18,7 @@ from megatron.training.data.batches import build_datasets
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from tests.properties import examples
 
 NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
 
@@ -124,7 +125,7 @@ def test_blends(tmp_path, grouped):
             torch.distributed.destroy_process_group()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_blends_of_few_samples(tmp_path_factory, data):
     """Long sequences mean few samples: core's margin for blends must still do."""
@@ -262,7 +263,7 @@ def test_mock_data():
     assert samples_of(build_datasets(other, NULL, (50, 0, 0))[0]) != samples_of(train)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(vocab=st.integers(2, 200_000), length=st.sampled_from([1, 17, 5000]), index=st.integers(0, 2**40))
 def test_mock_data_of_any_vocabulary(vocab, length, index):
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), vocab)

@@ -18,6 +18,7 @@ import pytest
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.parser import build_parser, parse, supported_flags
 from megatron.training.refusal import Refusal
+from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
@@ -151,7 +152,9 @@ def captured(text: str, stubs: Path) -> Iterator[list[str]]:
     file = stubs / "captured"
     file.unlink(missing_ok=True)
     env = {"PATH": f"{stubs / 'stubs'}{os.pathsep}{os.environ['PATH']}", "CAPTURED": str(file)}
-    done = subprocess.run(["bash", "-e"], input=text, cwd=stubs, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-e"], input=text, cwd=stubs, env=env, capture_output=True, text=True, timeout=patience(60)
+    )
     assert done.returncode == 0, done.stderr
     for command in file.read_text().split("\0") if file.exists() else ():
         if command:
@@ -197,7 +200,9 @@ def test_the_example_agrees_with_one_process(pool, options: tuple[str, ...]) -> 
 def test_the_example_runs_alone() -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, str(EXAMPLE)]
-    done = subprocess.run(command, env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=patience(100)
+    )
     assert done.returncode == 0, done.stderr
     assert "largest difference in dv" in done.stdout
 

@@ -32,8 +32,8 @@ def config_of(flags, ranks):
     [
         (4, "--ulysses-parallel-size 2 --zero-stage 1 --bf16"),
         (2, f"--fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}"),
-        (2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel"),
-        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --bf16 --num-layers 20"),
+        pytest.param(2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
+        pytest.param(1, f"{RECOMPUTE[:-1]}2 --bf16 --num-layers 20", marks=pytest.mark.full),
     ],
 )
 def test_a_few_layers_stand_for_all(ranks, flags):

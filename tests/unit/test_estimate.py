@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
@@ -20,6 +20,7 @@ from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Transfer
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from megatron.simulator.machines.machine_file import load
+from tests.properties import examples
 
 GEMM, FORWARD, BACKWARD = 1e14, 8e13, 5e13
 TOY = Machine(
@@ -198,7 +199,7 @@ powers = st.sampled_from([1, 2, 4, 8])
 machines = st.sampled_from([load(name) for name in ("A100-80G", "H100-80G", "L20-48G")])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     machines, powers, powers, powers, powers, powers, st.sampled_from([0, 1, 2, 3]),
     st.sampled_from(["none", "selective", "full"]), st.booleans(), st.booleans(), st.sampled_from([1, 2, 8]),

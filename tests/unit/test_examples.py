@@ -15,6 +15,7 @@ import pytest
 
 from megatron.training.arguments.validate_chunks import attention_chunks
 from megatron.training.data.files import open_prefix
+from tests.patience import patience
 
 arguments = pytest.importorskip("megatron.training.arguments.parser")
 
@@ -118,7 +119,9 @@ def run_quickstart(script: Path, genome: str, out: str) -> subprocess.CompletedP
     stub.write_text("#!/bin/sh\nexit 100\n")
     stub.chmod(0o755)
     env = {**os.environ, "PATH": f"{script.parent}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(["bash", str(script), genome, out], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        ["bash", str(script), genome, out], env=env, capture_output=True, text=True, timeout=patience(120)
+    )
 
 
 def test_there_are_scripts_for_every_way_to_launch() -> None:
@@ -155,7 +158,7 @@ def launch(script: Path, folder: Path, data: dict[str, str], *flags: str) -> lis
         "SLURM_JOB_NODELIST": "node[0-1]",
         **data,
     }
-    done = subprocess.run(["bash", str(copy), *flags], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", str(copy), *flags], env=env, capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 0, done.stderr
     return (folder / "captured").read_text().splitlines()
 

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,6 +27,7 @@ from megatron.context_parallel.attention.kernels import (
     math_kernel,
     select,
 )
+from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
 # Largest error of (out, lse, each gradient), relative to the largest entry of the truth.
@@ -252,7 +253,7 @@ def test_large_scores(name):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(st.data())
 def test_cpu_agrees_with_math(data):
     def draw(low: int, high: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.context_parallel.attention.ring_plan import ring_plan
@@ -13,6 +13,7 @@ from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.context_parallel.layout.tiles import tiles
+from tests.properties import examples
 
 grids = st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["zigzag", "contiguous"]), st.integers(1, 7))
 
@@ -36,7 +37,7 @@ def draw_layout(data, case) -> SequenceLayout:
     return SequenceLayout(length, abstract_grid(ulysses=ulysses, ring=ring), balance, chunks, tensor)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(grids, st.data())
 def test_every_position_is_held_once(case, data):
     layout = draw_layout(data, case)
@@ -47,7 +48,7 @@ def test_every_position_is_held_once(case, data):
     assert all(rank.positions.numel() == layout.local_length for rank in all_ranks(layout))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(grids, st.integers(0, 2), st.data())
 def test_shards_put_back_in_order_give_the_whole(case, dim, data):
     layout = draw_layout(data, case)
@@ -59,7 +60,7 @@ def test_shards_put_back_in_order_give_the_whole(case, dim, data):
     assert torch.equal(whole, x)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(grids)
 def test_the_ulysses_ranks_of_a_ring_rank_hold_its_sequence_in_order(case):
     ulysses, ring, balance, times = case
@@ -72,7 +73,7 @@ def test_the_ulysses_ranks_of_a_ring_rank_hold_its_sequence_in_order(case):
         assert torch.equal(torch.cat(joined), spans)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(grids, st.data())
 def test_gathering_a_chunk_over_tp_and_then_ulysses_gives_it_in_order(case, data):
     layout = draw_layout(data, case)
@@ -96,7 +97,7 @@ def test_chunks_that_cannot_be_cut_are_refused():
         SequenceLayout(8, abstract_grid(ulysses=2), chunks=5)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(grids, st.booleans())
 def test_tiles_cover_exactly_the_mask(case, causal):
     ulysses, ring, balance, times = case

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
@@ -18,6 +18,7 @@ from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.training.report.memory import TensorMeter
+from tests.properties import examples
 
 LENGTH = 160
 
@@ -53,7 +54,7 @@ def masks(draw):
 
 
 @given(masks(), spans(), spans(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_tiles_are_what_the_mask_allows(mask, q_spans, k_spans, same):
     k_spans = q_spans if same else k_spans
     q, k = (positions(block, torch.device("cpu")) for block in (q_spans, k_spans))
@@ -105,7 +106,7 @@ def test_documents_are_dealt_evenly(seed):
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.sets(st.integers(1, 10**6), max_size=30))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_dealing_loses_no_token(ranks, share, cuts):
     length = ranks * share
     ends = (*sorted({cut % length for cut in cuts} - {0}), length)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.arguments.config import Config
@@ -19,6 +19,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.report.memory import PeakBytes, TensorMeter
 from megatron.training.report.memory_picture import COLUMNS, KINDS, draw, peak_of, read, series
 from megatron.training.report.memory_profile import MemoryProfile, check_profile
+from tests.properties import examples
 from tests.unit.test_refusals import GOOD, MOCK, pretrain, refused
 from tools import plot_memory
 
@@ -134,7 +135,7 @@ def test_gradients_and_states_made_in_the_step_are_known_too():
     assert sizes[:, :-1].sum(axis=1).max() == meter.peak
 
 
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(
     st.lists(st.tuples(st.sampled_from(["device", "host", "free", "view", "forward", "backward"]), st.integers(1, 50)))
 )

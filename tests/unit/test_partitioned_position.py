@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,12 +21,13 @@ from megatron.training.arguments.parser import parse
 from megatron.training.model import weights
 from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import RUN, SHAPE
+from tests.properties import examples
 
 PARTITION = "--partition-position-embedding --hidden-dropout 0 --attention-dropout 0"
 cases = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cases, st.integers(1, 4), st.integers(0, 40), st.data())
 def test_every_position_has_one_row_and_tokens_theirs(case, times, spare, data):
     ulysses, ring, tensor, sequence_parallel, fpdt = case

@@ -16,6 +16,8 @@ import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from tests.patience import patience
+
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
@@ -217,7 +219,7 @@ def test_write_error(tmp_path):
     """A real one, from the system: one line, and nothing left behind."""
     source = pack(tmp_path / "x.jsonl", jsonl(DOCUMENTS * 200))
     process = start(tmp_path, source, limit=100_000)
-    process.join(60)
+    process.join(patience(60))
     lines = (tmp_path / "messages").read_text().splitlines()
     assert process.exitcode == 2 and lines[-1].endswith("out_text_document.bin: File too large")
     assert not any("Traceback" in line for line in lines) and outputs(tmp_path) == []
@@ -228,7 +230,7 @@ def test_a_pipe(tmp_path):
     os.mkfifo(fifo)
     process = start(tmp_path, fifo)
     fifo.write_bytes(jsonl(DOCUMENTS))
-    process.join(60)
+    process.join(patience(60))
     assert process.exitcode == 0 and read(str(tmp_path / "out_text_document")) == TOKENS
 
 
@@ -240,7 +242,7 @@ def test_sigterm(tmp_path):
     with open(fifo, "wb") as writer:
         writer.write(jsonl(DOCUMENTS))
         writer.flush()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while process.is_alive() and not outputs(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert outputs(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.patience import patience
 from tests.program import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ def pretrain(flags: str, world: int = 1, fresh: bool = False) -> subprocess.Comp
     if not fresh:
         return run_forked(script, flags.split(), environment)
     command = [sys.executable, str(script), *flags.split()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(100), env=environment)
 
 
 def refused(flags: str, *expected: str, world: int = 1, fresh: bool = False) -> None:
@@ -107,6 +108,6 @@ def test_a_missing_tokenizer():
 
 
 def test_the_same_settings_without_the_fault_do_run():
-    done = pretrain(f"{GOOD} {MOCK} --log-interval 1", fresh=True)
+    done = pretrain(f"{GOOD} {MOCK} --log-interval 1")
     assert done.returncode == 0, done.stderr
     assert "iteration        1/       1" in done.stdout

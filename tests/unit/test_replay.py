@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -18,6 +18,7 @@ from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transf
 from megatron.simulator.dry_run.replay import duration, replay, table
 from megatron.simulator.dry_run.timeline import coverage, draw, lanes
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
+from tests.properties import examples
 
 ONE = Rate(((1.0, 1.0),), power=0.0)
 # A FLOP, a byte of memory, of the link and of the host link each take a second.
@@ -98,7 +99,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(events, max_size=30), st.floats(0, 1))
 def test_where_time_goes_adds_up(steps, overlap):
     machine = replace(TOY, calibration=Calibration(overlap=overlap))

@@ -15,6 +15,7 @@ from examples.reproduce import report
 from examples.reproduce.report import Row
 from megatron.training.arguments.parser import parse
 from pretrain_llama import LLAMA
+from tests.patience import patience
 
 REPRODUCE = Path(report.__file__).parent
 
@@ -133,7 +134,7 @@ def test_run_all_runs_every_command(tmp_path):
     for name in ("usp/table_5.py", "usp/figure_6.sh", "usp/counting.py", "fpdt/figure_14.sh", "genslm/section_2.py"):
         (folder / name).write_text("echo shell $*\nexit 3\n" if "figure_14" in name else "echo shell $*\n")
     command = ["bash", str(folder / "run_all.sh"), str(tmp_path / "out")]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 1 and "error: failed: examples/reproduce/fpdt/figure_14.sh" in done.stderr
     reports = {str(p.parent.relative_to(tmp_path / "out")): p.read_text() for p in tmp_path.glob("out/**/report.txt")}
     assert sorted(reports) == ["fpdt/figure_14", "genslm/section_2", "usp/figure_6", "usp/table_5"]
@@ -155,7 +156,9 @@ def test_curves_are_of_one_training(script: str, runs: int, tmp_path: Path):
     (tree / "scripts").mkdir()
     (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
     command = ["bash", str(tree / "examples" / "reproduce" / f"{script}.sh"), "out/here"]
-    done = subprocess.run(command, env={**os.environ, "DEVICE": "cpu"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env={**os.environ, "DEVICE": "cpu"}, capture_output=True, text=True, timeout=patience(60)
+    )
     assert done.returncode == 0, done.stderr
     commands = [text.splitlines() for text in captured.read_text().strip().split("\n\n")]
     trainings = [words for words in commands if "torch.distributed.run" in words]

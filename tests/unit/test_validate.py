@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -17,6 +17,7 @@ from megatron.training.arguments.parser import parse
 from megatron.training.arguments.validate import complete, data_parallel_size
 from megatron.training.arguments.validate_chunks import attention_chunks, loss_chunks
 from megatron.training.refusal import Refusal
+from tests.properties import examples
 
 SMALL = (
     "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 192 --max-position-embeddings 192 "
@@ -453,7 +454,7 @@ def test_everything_missing_is_named_in_one_line():
         assert f"--{name}" in str(caught.value)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.integers(1, 6),
     st.integers(1, 6),

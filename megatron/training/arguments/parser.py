@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run import processes, settle
+from megatron.training.arguments.dry_run import settle
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.validate import complete
 from megatron.training.refusal import Refusal
@@ -58,8 +58,7 @@ def parse(
         raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
     if world_size is None:
         return config
-    config = settle(config)
-    return complete(config, processes(config, world_size))
+    return complete(settle(config), world_size)
 
 
 def settings() -> Iterator[tuple[str, str, Field]]:

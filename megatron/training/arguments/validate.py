@@ -13,6 +13,7 @@ from dataclasses import fields
 from math import gcd
 
 from megatron.training.arguments.config import Config, ModelConfig
+from megatron.training.arguments.dry_run import processes
 from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.arguments.validate_chunks import check_chunks
@@ -27,10 +28,13 @@ def complete(config: Config, world_size: int) -> Config:
 
     Remarks for the user are added to ``config.notes``.
 
+    Args:
+        world_size: processes that were started; a dry run is completed for its own ``--world-size``.
+
     Raises:
-        Refusal: the settings contradict each other or do not fit ``world_size`` processes.
+        Refusal: the settings contradict each other or do not fit the processes.
     """
-    config = deepcopy(config)
+    config, world_size = deepcopy(config), processes(config, world_size)
     _required(config)
     check_ranges(config)
     config.model = _model(config)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the distributed tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.distributed.training_runs import run_training
+from tests.shared import Shared
+
+
+@pytest.fixture(scope="session")
+def on_one_process(pool: Pool, shared: Shared) -> Callable[..., Any]:
+    """The run that others must equal, once a model for the whole run of pytest: (flags, llama, steps)."""
+
+    def reference(flags: str, llama: bool, steps: int = 20) -> tuple[list[float], list[float], dict]:
+        flags = " ".join(flags.split())
+        key = ("reference", flags, llama, steps)
+        return shared(key, lambda: pool.run(run_training, 1, flags, llama, steps, timeout=120)[0])
+
+    return reference

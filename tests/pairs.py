@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations by covering pairs: the few of many cases in which every two settings that meet anywhere still meet.
+
+A matrix of cases stays as it is written. ``by_pairs`` marks those that bring no new pair as ``full``: they run with
+``--full`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+# Of these it matters that they are there, not how many: 1 is off. All other settings count with their values.
+AMOUNTS = (
+    "--tensor-model-parallel-size",
+    "--ulysses-parallel-size",
+    "--ring-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--fpdt-chunk-size",
+    "--ffn-chunks",
+    "--loss-chunks",
+)
+# Of no weight: they follow from others, or only make a run shorter.
+PLAIN = (
+    "--fpdt",
+    "--group-query-attention",
+    "--sequence-parallel",
+    "--context-parallel-balance zigzag",
+    "--overlap-param-gather",
+    "--micro-batch-size 4",
+    "--global-batch-size",
+    "--recompute-num-layers",
+)
+# It is enough to meet these once: they act in a place of their own.
+ALONE = (
+    "--context-parallel-balance contiguous",
+    "--ffn-chunks",
+    "--loss-chunks",
+    "--num-query-groups",
+    "--qk-layernorm",
+    "--eod-mask-loss",
+    "--overlap-grad-reduce",
+    "--attention-kernel",
+    "--max-position-embeddings",
+    "--untie-embeddings-and-output-weights",
+    "--optimizer",
+    "--lr",
+    "--weight-decay",
+)
+
+
+def settings(flags: str) -> frozenset[str]:
+    """What a command line sets: ``--zero-stage 3``, or the name alone for an amount above 1."""
+    words: list[str] = []
+    for word in flags.split():
+        if word.startswith("--"):
+            words.append(word)
+        else:
+            words[-1] += f" {word}"
+    found = set()
+    for word in words:
+        name, _, value = word.partition(" ")
+        if name in AMOUNTS and value != "1":
+            found.add(name)
+        elif name not in AMOUNTS and name not in PLAIN and word not in PLAIN:
+            found.add(word)
+    return frozenset(found)
+
+
+def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
+    """Every level, and every two of them that may act on each other."""
+    acting = [level for level in levels if not str(level).startswith(ALONE)]
+    return {frozenset(two) for two in combinations(acting, 2)} | {frozenset([one]) for one in levels} | {frozenset()}
+
+
+def covering(held: Sequence[Set[Hashable]], costs: Sequence[float]) -> list[int]:
+    """Indices of cases that together hold everything that any case holds.
+
+    Greedy and deterministic: each time the case with the most that is new for its cost, the first of equals.
+    """
+    left = set().union(*held)
+    chosen: list[int] = []
+    while left:
+        best = max(range(len(held)), key=lambda index: (len(held[index] & left) / costs[index], -index))
+        chosen.append(best)
+        left -= held[best]
+    return sorted(chosen)
+
+
+def by_pairs(
+    cases: Sequence[tuple[Any, ...]],
+    held: Callable[..., Set[Hashable]],
+    cost: Callable[..., float] = lambda *_: 1.0,
+    ids: Callable[..., str] | None = None,
+) -> list[Any]:
+    """``cases`` for ``pytest.mark.parametrize``, with ``full`` on those that hold nothing which others do not.
+
+    Args:
+        held: of a case, given as arguments: the pairs that it is there for.
+        cost: of a case, given as arguments: for equal use the cheaper is kept.
+        ids: of a case, given as arguments: its name.
+    """
+    kept = set(covering([held(*case) for case in cases], [cost(*case) for case in cases]))
+    return [
+        pytest.param(*case, marks=[] if index in kept else [pytest.mark.full], id=ids and ids(*case))
+        for index, case in enumerate(cases)
+    ]
+
+
+def grid_pairs(cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = ()) -> list[Any]:
+    """The same for cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too."""
+    assert set(quick) <= set(cases), "no such case"
+    found = by_pairs(cases, lambda _, model, grid: pairs(settings(f"{model} {grid}")), lambda world, *_: 2.0 + world)
+    return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in found]
