@@ -113,8 +113,13 @@ def _all_of_qkv(kind: Collective, shape: Shape, strategy: Strategy, tokens: floa
     its heads need (core/transformer/attention.py, get_query_key_value_tensors)."""
     if shape.kv_heads >= strategy.tensor:
         return []
-    whole = BF16 * tokens * _qkv(shape, 1)
-    return [Segment(transfers=(collective(kind, "tp", strategy.group("tp"), whole),), count=count)]
+    whole, backward = BF16 * tokens * _qkv(shape, 1), kind == "reduce_scatter"
+    # Ranks' columns are joined by a copy; their gradient is first made as wide as all of them, of zeros.
+    copies = memory("join", (4 if backward else 2) * whole, backward=backward)
+    return [
+        Segment(transfers=(collective(kind, "tp", strategy.group("tp"), whole),), count=count),
+        Segment(kernels=(copies,), count=count),
+    ]
 
 
 def _local(strategy: Strategy, tokens: float) -> float:
