@@ -66,6 +66,7 @@ def flags(case: Case) -> list[str]:
         "--ring-parallel-size": strategy.ring,
         "--pipeline-model-parallel-size": strategy.pipeline,
         "--zero-stage": strategy.zero,
+        "--context-parallel-balance": strategy.balance,
         "--train-iters": 2,
         "--eval-iters": 0,
         "--lr": 1e-3,

@@ -15,6 +15,10 @@ from megatron.simulator.cost.operations import BF16, FP32, collective, gemm, mem
 from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Collective, Kernel, Transfer
 
+# Bytes of a number that is rotated, by PyTorch's operations in fp32 (context_parallel/positions/rope.py): widen 6,
+# times cosine 8, plus the other one times sine 12, narrow 6.
+ROTARY_BYTES = 32
+
 
 def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
     """Norm, QKV and rotary."""
@@ -109,8 +113,13 @@ def _all_of_qkv(kind: Collective, shape: Shape, strategy: Strategy, tokens: floa
     its heads need (core/transformer/attention.py, get_query_key_value_tensors)."""
     if shape.kv_heads >= strategy.tensor:
         return []
-    whole = BF16 * tokens * _qkv(shape, 1)
-    return [Segment(transfers=(collective(kind, "tp", strategy.group("tp"), whole),), count=count)]
+    whole, backward = BF16 * tokens * _qkv(shape, 1), kind == "reduce_scatter"
+    # Ranks' columns are joined by a copy; their gradient is first made as wide as all of them, of zeros.
+    copies = memory("join", (4 if backward else 2) * whole, backward=backward)
+    return [
+        Segment(transfers=(collective(kind, "tp", strategy.group("tp"), whole),), count=count),
+        Segment(kernels=(copies,), count=count),
+    ]
 
 
 def _local(strategy: Strategy, tokens: float) -> float:
@@ -121,7 +130,7 @@ def _rotary(shape: Shape, strategy: Strategy, tokens: float, backward: bool = Fa
     if shape.positions:
         return ()
     held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
-    return (memory("rotary", 2 * BF16 * tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
+    return (memory("rotary", ROTARY_BYTES * tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
 
 
 def _enter(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
