@@ -8,7 +8,7 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.kernels import select
 from megatron.context_parallel.attention.merge import Accumulator
-from megatron.context_parallel.attention.ring import RingSource
+from megatron.context_parallel.attention.ring import RingSource, schedule
 from megatron.context_parallel.attention.ring_plan import ring_plan
 
 
@@ -77,3 +77,25 @@ def test_second_derivatives_are_refused_not_wrong():
     (grad,) = torch.autograd.grad(attend(q, k, v, layout).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("mask", [cp.Causal(), cp.Full(), cp.Window(20), cp.Documents((13, 50, 120))], ids=str)
+@pytest.mark.parametrize("ring", [1, 2, 3, 5])
+def test_what_a_rank_sends_at_a_step_its_peer_receives_at_that_step(balance, mask, ring):
+    layout = cp.SequenceLayout(120, cp.abstract_grid(ring=ring), balance)
+    steps = [schedule(ring_plan(layout, mask, rank), grads=True) for rank in range(ring)]
+    for at in range(ring):
+        sent, received = [], []
+        for rank in range(ring):
+            step = steps[rank][at]
+            for found, kind, message in (
+                (sent, "keys", step.keys_out),
+                (sent, "grads", step.grads_out),
+                (received, "keys", step.keys_in),
+                (received, "grads", step.grads_in),
+                (received, "grads", step.grads_home),
+            ):
+                ends = (rank, message.peer) if found is sent else (message.peer, rank)
+                found += [(kind, ends, message.rows)] if message.rows else []
+        assert sorted(sent) == sorted(received)
