@@ -89,7 +89,10 @@ class ChunkWork:
             x = hidden[start:stop].requires_grad_()
             with torch.enable_grad():
                 y = self.layer.ffn(x)
-            (dhidden[start:stop],) = self._grads(y, [x], dy[start:stop])
+            wanted = [x, *self.parameter_grads.wanted]
+            dx, *grads = torch.autograd.grad(y, wanted, dy[start:stop], allow_unused=True)
+            dhidden[start:stop] = dx
+            self.parameter_grads.add(grads)
         return dhidden
 
     def project_grad(self, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
