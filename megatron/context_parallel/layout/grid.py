@@ -98,10 +98,11 @@ class Grid:
         groups = {}
         for axis, name in names.items():
             try:
-                groups[axis] = None if name is None else device_mesh[name].get_group()
+                dim = None if name is None else device_mesh[name]
             except (KeyError, RuntimeError):
                 dims = ", ".join(device_mesh.mesh_dim_names or ()) or "no names"
                 raise ValueError(f"{axis}={name!r} is no dim of the mesh, which has {dims}") from None
+            groups[axis] = None if dim is None else dim.get_group()
         return cls.from_groups(**groups)
 
     @classmethod
