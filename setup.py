@@ -3,7 +3,7 @@
 
 from setuptools import find_namespace_packages, setup
 
-TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis"]
+TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2"]
 
 setup(

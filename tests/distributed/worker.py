@@ -49,6 +49,7 @@ def serve(worker: int, conn: Connection, life: Connection, root: str, log: str, 
             return
         os.ftruncate(fd, 0)
         answer = _job(worker, request, store)
+        _keep_coverage()
         sys.stdout.flush()
         sys.stderr.flush()
         conn.send_bytes(answer)
@@ -72,6 +73,13 @@ def _job(rank: int, request: bytes, store: object) -> bytes:
     except BaseException:
         answer = pickle.dumps(("error", False, time.monotonic(), "while cleaning up:\n" + traceback.format_exc()))
     return answer
+
+
+def _keep_coverage() -> None:
+    """Workers are killed in the end: with ``--cov``, what a job has run is written down after it."""
+    if coverage := sys.modules.get("coverage"):
+        if running := coverage.Coverage.current():
+            running.save()
 
 
 def _begin(rank: int, world_size: int, prefix: str, timeout: float, store: object) -> None:
