@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -113,12 +113,27 @@ def fit(
     return machine
 
 
-def beginning(name: str) -> Machine:
-    """The cluster with the constants that are to be fitted as the shipped machine has them, or as a fit may begin."""
-    wanted, machine = FITS[name], cluster(name)
+def unfitted(name: str) -> Machine:
+    """The cluster with the constants that are to be fitted as the shipped machine has them."""
+    machine = cluster(name)
     base = load(json.loads((CLUSTERS / f"{name}.json").read_text())["extends"]).calibration
-    values = {key: wanted.start.get(key, getattr(base, key)) for key in wanted.constants}
+    values = {key: getattr(base, key) for key in FITS[name].constants}
     return replace(machine, calibration=replace(machine.calibration, **values))
+
+
+def beginning(name: str) -> Machine:
+    """The same, but for the constants that a search begins elsewhere with."""
+    machine = unfitted(name)
+    return replace(machine, calibration=replace(machine.calibration, **FITS[name].start))
+
+
+def how_much(names: Sequence[str]) -> Iterator[str]:
+    """A table in Markdown: constants and rows of each fit, and the error without and with it."""
+    yield "| cluster | constants | rows | unfitted | where the search begins | fitted |\n|---|---|---|---|---|---|"
+    for name in names:
+        tables = list(FITS[name].tables.values())
+        means = [f"{mean_error(made(name), tables):.1f} %" for made in (unfitted, beginning, cluster)]
+        yield f"| {name} | {len(FITS[name].constants)} | {len(errors(cluster(name), tables))} | {' | '.join(means)} |"
 
 
 def report(name: str) -> Machine:
@@ -152,7 +167,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clusters", nargs="*", metavar="CLUSTER", help=f"of {', '.join(FITS)}")
     parser.add_argument("--write", action="store_true", help="change clusters/CLUSTER.json")
+    parser.add_argument("--how-much", action="store_true", help="fit nothing: errors with and without what was fitted")
     options = parser.parse_args()
+    if options.how_much:
+        print(*how_much(options.clusters or list(FITS)), sep="\n")
+        return
     for name in options.clusters or FITS:
         machine = report(name)
         if options.write:
