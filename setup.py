@@ -4,7 +4,7 @@
 from setuptools import find_namespace_packages, setup
 
 TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis"]
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
 setup(
     name="megatron-longcontext",

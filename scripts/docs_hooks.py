@@ -12,6 +12,22 @@ FENCE = re.compile(r"^```(\w+) (?:run=\d+|refused)$", re.MULTILINE)
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 
 
+ENTRY = re.compile(r"^\d+\. \[([^\]]+)\]\(([\w-]+\.md)\)|^(\w.*):$", re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """The navigation is the index of docs/README.md: its headings end in a colon, its entries are numbered."""
+    sections: list[dict[str, list]] = []
+    index = (ROOT / "docs" / "README.md").read_text().split("\n## ")[0]
+    for title, page, heading in ENTRY.findall(index):
+        if heading:
+            sections.append({heading: []})
+        else:
+            next(iter(sections[-1].values())).append({title: page})
+    config["nav"] = [{"Documentation": "README.md"}, *sections]
+    return config
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Code blocks without the words that the tests read; links out of docs/ as the names of their files.
 
