@@ -20,5 +20,5 @@ subprocess.run([f"{sys.argv[1]}/bin/python", "-m", "pip", "install", "-q", *ast.
 PYTHON
 fi
 OUT="$(realpath -m "$OUT")"
-NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --quiet --site-dir "$OUT"
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --site-dir "$OUT"  # with --quiet, --strict would see no warnings
 echo "docs: $OUT/index.html"

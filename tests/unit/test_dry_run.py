@@ -31,7 +31,11 @@ def config_of(flags, ranks):
     ("ranks", "flags"),
     [
         (4, "--ulysses-parallel-size 2 --zero-stage 1 --bf16"),
-        (2, f"--fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}"),
+        pytest.param(
+            2,
+            f"--fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}",
+            marks=pytest.mark.full,
+        ),
         pytest.param(2, f"{RECOMPUTE} --tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
         pytest.param(1, f"{RECOMPUTE[:-1]}2 --bf16 --num-layers 20", marks=pytest.mark.full),
     ],

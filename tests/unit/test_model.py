@@ -55,5 +55,7 @@ def test_the_activation_is_megatrons(flags, same, other):
     config = parse(f"{SHAPE} {RUN} {GPT} {flags}".split(), None, 1)
     x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
     activation = transformer_config(config, Grid(), on_gpu=False).activation_func
-    assert torch.allclose(activation(x), same(x), rtol=0, atol=2e-8)  # the fused kernel has 8 digits of sqrt(2 / pi)
-    assert (activation(x) - other(x)).abs().max() > 1e-4
+    with torch.compiler.set_stance("force_eager"):  # core compiles its kernel; the formula is what counts here
+        same_x, other_x = same(x), other(x)
+    assert torch.allclose(activation(x), same_x, rtol=0, atol=2e-8)  # the fused kernel has 8 digits of sqrt(2 / pi)
+    assert (activation(x) - other_x).abs().max() > 1e-4
