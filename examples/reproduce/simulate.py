@@ -45,7 +45,7 @@ class Clock(Protocol):
         """Of a step; or a word that says why there are none, such as "OOM".
 
         Args:
-            model: the name in training/models.py; ``workload.shape`` may have other layers, heads or width.
+            model: the name in training/arguments/models.py; ``workload.shape`` may have other layers, heads or width.
             inputs_in_host: layer inputs wait in host memory, as the strategy does not say.
         """
 
@@ -101,7 +101,7 @@ def told(seconds: float | str, count: Callable[[float], float]) -> float | str:
 
 
 def shape_of(model: str, **sizes: int) -> Shape:
-    """A named model (training/models.py) with the vocabulary it was published with; ``sizes`` replace its own."""
+    """A named model with the vocabulary it was published with; ``sizes`` replace its own."""
     return model_shape(ModelConfig(**(shape(model) | sizes)), vocabulary(model))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FPDT's attention: tiles between chunks, and what comes from and goes to host memory meanwhile.
 
-The loops are those of context_parallel/chunk_pass.py. By queries keys move, by keys queries do; on a ring both passes
-go by keys. A tile and the copies for the next one are side by side, which is what the double buffer is for. What the
-first chunk of a backward pass needs comes while nothing else is there to do; one chunk alone hides nothing.
+The loops are those of fpdt/by_queries.py and fpdt/by_keys.py. By queries keys move, by keys queries do; on a ring both
+passes go by keys. A tile and the copies for the next one are side by side, which is what the double buffer is for.
+What the first chunk of a backward pass needs comes while nothing else is there to do; one chunk alone hides nothing.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def tensor_divides(shape: Shape, tensor: int) -> bool:
 
 
 def length_unit(tensor: int, ulysses: int, ring: int) -> int:
-    """Sequence lengths are a multiple of this: as context_parallel/layout.py, zigzag and with sequence parallelism."""
+    """Sequence lengths are a multiple of this: of a zigzag layout, with sequence parallelism."""
     return lcm(2 * ring if ring > 1 else 1, ulysses * ring * tensor)
 
 

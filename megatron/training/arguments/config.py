@@ -2,7 +2,7 @@
 """Every setting of a training run, as small dataclasses.
 
 A field *is* its command-line flag: ``num_layers`` is ``--num-layers``. Names, defaults and meanings are
-Megatron-LM's wherever Megatron-LM has the flag; the new ones are the contract of this project. `arguments.py` builds
+Megatron-LM's wherever Megatron-LM has the flag; the new ones are the contract of this project. `parser.py` builds
 the parser from these classes, so a setting is written down once.
 """
 
