@@ -14,6 +14,12 @@ from tests.shared import Shared
 
 
 @pytest.fixture(scope="session")
+def long_runs(pytestconfig: pytest.Config) -> bool:
+    """Whether runs on four ranks and more go on for all their steps, as with --full."""
+    return pytestconfig.getoption("--full")
+
+
+@pytest.fixture(scope="session")
 def on_one_process(pool: Pool, shared: Shared) -> Callable[..., Any]:
     """The run that others must equal, once a model for the whole run of pytest: (flags, llama, steps)."""
 

@@ -115,9 +115,10 @@ ALWAYS_ONE_PROCESS = (
 )  # these change the numbers
 
 
-def steps(grid: str) -> int:
-    """20, but for FSDP, whose many small messages take seconds on two cores."""
-    return 5 if "--zero-stage 2" in grid or "--zero-stage 3" in grid else 20
+def steps(world: int, grid: str, long_runs: bool) -> int:
+    """20, but for FSDP, whose many small messages take seconds on two cores, and for many ranks in the usual run."""
+    fsdp = "--zero-stage 2" in grid or "--zero-stage 3" in grid
+    return 5 if fsdp else 20 if long_runs or world <= 2 else 8
 
 
 def check(pool, on_one_process, world, model, grid, llama, steps=20):
@@ -145,13 +146,13 @@ def check(pool, on_one_process, world, model, grid, llama, steps=20):
 @pytest.mark.parametrize(
     "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(4, GQA, cp(2, 2)), (2, GQA, f"{ZERO3} {cp(1, 2)} {FULL}")])
 )
-def test_llama_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, model, grid, llama=True, steps=steps(grid))
+def test_llama_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world, model, grid):
+    check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
-def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(grid))
+def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world, model, grid):
+    check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 
 
 def threads() -> int:
