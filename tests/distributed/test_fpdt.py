@@ -104,11 +104,11 @@ GPT_CASES = [
 ]
 
 
-def steps(world: int, grid: str) -> int:
+def steps(world: int, grid: str, long_runs: bool) -> int:
     """20 where that takes a few seconds; the others have so many small messages that two cores wait for each other."""
     few_messages = world == 2 and T2 not in grid and "--zero-stage" not in grid
     few_chunks = not any(f"--fpdt-chunk-size {size}" in grid for size in (8, 13, 16, 22))
-    return 20 if world == 1 or (few_messages and few_chunks) else 5
+    return 20 if world == 1 or (few_messages and few_chunks) else 5 if long_runs or world <= 2 else 3
 
 
 @pytest.mark.parametrize("memory", ["", DEVICE, FULL, STREAM, f"{STREAM} {FULL}", f"{FULL} {HOST}"])
@@ -135,13 +135,13 @@ def test_dropout_in_many_chunks_does_not_depend_on_what_is_recomputed(pool):
 @pytest.mark.parametrize(
     "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")])
 )
-def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid))
+def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
+    check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
-def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid))
+def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
+    check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 
 
 @pytest.mark.parametrize(

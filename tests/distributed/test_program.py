@@ -72,10 +72,8 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
-    """A run of 6 steps on 2 processes that was stopped by SIGTERM on the way, and resumed."""
-    folder = tmp_path_factory.mktemp("run")
+def stopped_by_sigterm(folder: Path) -> tuple[str, str, str]:
+    """A run on 2 processes that was stopped by SIGTERM on the way: its flags, what it said, and its errors."""
     flags = (
         f"--ring-parallel-size 2 --train-iters 400 --eval-iters 1 --eval-interval 100 --log-throughput "
         f"--log-params-norm --log-num-zeros-in-grad --log-progress --tensorboard-dir {folder}/tensorboard "
@@ -92,19 +90,17 @@ def finished_run(tmp_path_factory):
     watch.cancel()
     os.killpg(process.pid, signal.SIGTERM)
     _, out, err = finish(process)
-    return folder, flags, seen + out, err
+    return flags, seen + out, err
 
 
-def test_sigterm_saves_and_stops(finished_run):
-    folder, _, out, err = finished_run
+def test_sigterm_saves_and_stops_and_resuming_goes_on_in_a_log_of_whole_objects(tmp_path):
+    folder = tmp_path
+    flags, out, err = stopped_by_sigterm(folder)
     assert "stopped after iteration" in out and "SIGTERM" in out, out + err
     saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == len(rows(folder / "log.jsonl")) >= 5
     assert f"iteration {saved}" in (folder / "checkpoints" / "progress.txt").read_text()
 
-
-def test_the_log_holds_one_whole_object_a_step_and_resuming_goes_on(finished_run):
-    folder, flags, _, _ = finished_run
     before = rows(folder / "log.jsonl")
     with open(folder / "log.jsonl", "a") as file:
         file.write('{"iteration": 7, "lm_l')  # torn by a kill
