@@ -80,6 +80,14 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
     )
 
 
+def activation(model: ModelConfig) -> str:
+    """What the MLP computes, as Megatron-LM does with the same flags: ``silu``, ``squared_relu``, or GELU by tanh
+    (``tanh_gelu``), as in the fused kernel that adds the bias as well, or by erf (``gelu``), where that is not used."""
+    if model.swiglu or model.squared_relu:
+        return "silu" if model.swiglu else "squared_relu"
+    return "tanh_gelu" if model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear) else "gelu"
+
+
 def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
     """What the closed forms know of a model. Learned positions count ``max_position_embeddings`` rows."""
     model = derive_shape(model)

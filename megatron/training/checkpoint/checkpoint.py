@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from megatron.core.tensor_parallel import random as core_random
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.training.arguments.config import CheckpointConfig, Config
+from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
+from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate import Refusal
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
@@ -65,7 +66,6 @@ SHAPES = (
 
 # Settings that change the network but no shape: weights may be taken over on purpose, a run may not go on.
 FORMULAS = (
-    "squared_relu",
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
@@ -359,9 +359,26 @@ def _check_model(saved: dict[str, Any], config: Config, path: Path, weights_only
     if learned:
         shapes, formulas = (*SHAPES, positions, "max_position_embeddings"), FORMULAS
     wrong = differing(shapes if weights_only else (*shapes, *formulas))
+    changed = differing(formulas)
+    there, here = _activation_of(saved), activation(config.model)
+    if there not in (None, here):
+        changed.append(f"the activation {there} there, {here} here")
+        if not weights_only:
+            wrong.append(changed[-1])
     if wrong:
         raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
-    config.notes += [f"weights of another network: {change}" for change in differing(formulas)]
+    config.notes += [f"weights of another network: {change}" for change in changed]
+
+
+def _activation_of(saved: dict[str, Any]) -> str | None:
+    """Of the model that a checkpoint describes; GELU was always by tanh before there was a flag for it."""
+    if not saved:
+        return None
+    known = {field.name for field in fields(ModelConfig)}
+    model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
+    if "bias_gelu_fusion" not in saved:
+        model.openai_gelu = True
+    return activation(model)
 
 
 def _raise_together(error: str | None, folder: str) -> None:

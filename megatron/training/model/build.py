@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -30,7 +29,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import Rope, Yarn
 from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import ROTARY
+from megatron.training.arguments.models import ROTARY, activation
 from megatron.training.arguments.validate_chunks import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule
@@ -117,7 +116,6 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
     dtype = torch.bfloat16 if optimizer.bf16 else torch.float16 if optimizer.fp16 else torch.float32
     gated = model.swiglu
-    activation = functional.silu if gated else squared_relu if model.squared_relu else gelu(model)
     overlap_p2p = on_gpu and virtual_stages(config) is not None
     fp8: dict[str, Any] = {}
     if model.fp8_format:
@@ -152,7 +150,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
         gated_linear_unit=gated,
-        activation_func=activation,
+        activation_func=ACTIVATIONS[activation(model)],
         # Weights are drawn after construction, see weights.py.
         init_method=keep,
         output_layer_init_method=keep,
@@ -342,19 +340,16 @@ def virtual_stages(config: Config) -> int | None:
     return None
 
 
-def gelu(model: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Megatron-LM's GELU: by tanh in its fused kernel, which adds the bias as well, and by erf where that is not used;
-    the same formula on every device."""
-    by_tanh = model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear)
-    return tanh_gelu if by_tanh else functional.gelu
-
-
 def tanh_gelu(x: Tensor) -> Tensor:
+    """The same formula on every device."""
     return functional.gelu(x, approximate="tanh")
 
 
 def squared_relu(x: Tensor) -> Tensor:
     return functional.relu(x).square()
+
+
+ACTIVATIONS = {"silu": functional.silu, "squared_relu": squared_relu, "tanh_gelu": tanh_gelu, "gelu": functional.gelu}
 
 
 def keep(weight: Tensor) -> Tensor:
