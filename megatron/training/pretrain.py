@@ -35,7 +35,7 @@ def main(
     """
     try:
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")))
-        quiet()
+        _quiet()
         if not config.simulation.dry_run:
             return run(config)
         if simulate is None:
@@ -103,7 +103,7 @@ def train(config: Config, runtime: Any) -> int:
         stopper.restore()
 
 
-def quiet() -> None:
+def _quiet() -> None:
     """Keep libraries from warning of what does not concern a run."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off

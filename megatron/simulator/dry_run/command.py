@@ -9,8 +9,7 @@ import time
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import processes
-
-EXIT_FAILED = 1
+from megatron.training.pretrain import EXIT_FAILED
 
 
 def simulate(config: Config) -> int:
