@@ -111,6 +111,12 @@ def by_pairs(
     ]
 
 
+def also_in_full(*cases: Any) -> list[Any]:
+    """Cases for ``pytest.mark.parametrize`` that run with ``--full`` alone."""
+    every = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=pytest.mark.full) for case in every]
+
+
 def grid_pairs(cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = ()) -> list[Any]:
     """The same for cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too."""
     assert set(quick) <= set(cases), "no such case"

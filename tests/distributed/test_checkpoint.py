@@ -63,6 +63,7 @@ def test_a_resumed_run_goes_on_exactly(pool, tmp_path, world, flags):
     assert resumed == uninterrupted  # to the last bit
 
 
+TWO = f"{GQA} --num-layers 2"
 BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 GRIDS = {
     "one process": (1, ""),
@@ -89,7 +90,7 @@ def saved(pool, shared, tmp_path_factory):
 
     def run(name: str) -> tuple[str, list[float]]:
         (world, flags), folder = GRIDS[name], str(tmp_path_factory.mktemp("checkpoint"))
-        return folder, pool.run(train_and_save, world, f"{GQA} {flags}", folder, 3, 3, timeout=120)[0][1]
+        return folder, pool.run(train_and_save, world, f"{TWO} {flags}", folder, 3, 3, timeout=120)[0][1]
 
     return lambda name: shared(("saved", name), lambda: run(name))
 
@@ -122,7 +123,7 @@ def kinds(saved_on, loaded_on):
 def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     folder, uninterrupted = saved(saved_on)
     world, flags = GRIDS[loaded_on]
-    first, resumed = pool.run(resume, world, f"{GQA} {flags}", folder, 3, timeout=120)[0]
+    first, resumed = pool.run(resume, world, f"{TWO} {flags}", folder, 3, timeout=120)[0]
     assert first == 3
     assert resumed == pytest.approx(uninterrupted, rel=1e-5)
 
@@ -209,7 +210,10 @@ def what_is_large():
     return SaveStrategy(much=0)
 
 
-@pytest.mark.parametrize("world, flags", [(1, ""), (4, f"{P2} --ring-parallel-size 2 --zero-stage 1")])
+@pytest.mark.parametrize(
+    "world, flags",
+    [(1, ""), pytest.param(4, f"{P2} --ring-parallel-size 2 --zero-stage 1", marks=pytest.mark.full)],
+)
 def test_a_small_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_path, world, flags):
     flags, read = f"{GQA} {flags}", {}
     for name, strategy in (("ours", None), ("core", core_strategy), ("large", what_is_large)):

@@ -4,7 +4,7 @@
 import pytest
 
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
-from tests.pairs import by_pairs, pairs, settings
+from tests.pairs import by_pairs, settings
 
 BIGGER = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -74,8 +74,10 @@ def watch(flags, llama):
 
 
 def what(name):
-    ranks, llama, flags = CASES[name]
-    return pairs(settings(flags) | {"llama" if llama else "gpt"})
+    """Each setting, and FPDT with each axis of parallelism."""
+    _, llama, flags = CASES[name]
+    found = settings(flags) | {"llama" if llama else "gpt"}
+    return found | ({("--fpdt", level) for level in found} if "--fpdt" in flags else set())
 
 
 @pytest.mark.parametrize("name", by_pairs([(name,) for name in CASES], what, lambda name: 2.0 + CASES[name][0]))

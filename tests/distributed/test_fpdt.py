@@ -21,7 +21,7 @@ from tests.distributed.test_training import (
     cp,
 )
 from tests.distributed.training_runs import run_training
-from tests.pairs import grid_pairs
+from tests.pairs import also_in_full, grid_pairs
 
 TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 DEVICE = "--no-fpdt-offload"
@@ -105,10 +105,12 @@ GPT_CASES = [
 
 
 def steps(world: int, grid: str, long_runs: bool) -> int:
-    """20 where that takes a few seconds; the others have so many small messages that two cores wait for each other."""
+    """In long runs 20 where that takes a few seconds: others have many small messages, and two cores wait for them."""
+    if not long_runs:
+        return 4 if world <= 2 else 3
     few_messages = world == 2 and T2 not in grid and "--zero-stage" not in grid
     few_chunks = not any(f"--fpdt-chunk-size {size}" in grid for size in (8, 13, 16, 22))
-    return 20 if world == 1 or (few_messages and few_chunks) else 5 if long_runs or world <= 2 else 3
+    return 20 if world == 1 or (few_messages and few_chunks) else 5
 
 
 @pytest.mark.parametrize("memory", ["", DEVICE, FULL, STREAM, f"{STREAM} {FULL}", f"{FULL} {HOST}"])
@@ -147,12 +149,14 @@ def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, 
 @pytest.mark.parametrize(
     "world, flags, dtype",
     [
-        (1, fpdt(16, STREAM), "--bf16"),
-        (1, fpdt(13, FULL, HOST), "--bf16"),
         (2, f"{cp(1, 2)} {fpdt(8)}", "--bf16"),
-        pytest.param(1, fpdt(16, STREAM), FP16, marks=pytest.mark.full),
         (1, fpdt(13, FULL, HOST), FP16),
-        pytest.param(2, f"{cp(1, 2)} {fpdt(8)}", FP16, marks=pytest.mark.full),
+        *also_in_full(
+            (1, fpdt(16, STREAM), "--bf16"),
+            (1, fpdt(13, FULL, HOST), "--bf16"),
+            (1, fpdt(16, STREAM), FP16),
+            (2, f"{cp(1, 2)} {fpdt(8)}", FP16),
+        ),
     ],
 )
 def test_half_precision_in_chunks_is_as_near_to_fp32_as_the_plain_run(pool, on_one_process, world, flags, dtype):

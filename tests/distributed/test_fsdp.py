@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.training_runs import make_job, run_training, train_job
+from tests.pairs import also_in_full
 
 GQA = "--group-query-attention --num-query-groups 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -39,7 +40,7 @@ def bytes_held(flags):
     return found[0]
 
 
-@pytest.mark.parametrize("flags", ["", T2, FULL])
+@pytest.mark.parametrize("flags", ["", *also_in_full(T2, FULL)])
 def test_a_rank_holds_its_share(pool, flags):
     whole = pool.run(bytes_held, 2 if flags == T2 else 1, f"{GQA} {flags} --micro-batch-size 1")[0]
     for stage in (2, 3):
@@ -72,7 +73,7 @@ def test_the_metered_peak_falls_with_the_stage(pool):
     assert peaks[3] < 0.8 * peaks[2] < 0.5 * peaks[0]  # the weights are whole
 
 
-@pytest.mark.parametrize("flags", ["", "--micro-batch-size 1 --grad-reduce-in-bf16", FULL])
+@pytest.mark.parametrize("flags", ["--micro-batch-size 1 --grad-reduce-in-bf16", *also_in_full("", FULL)])
 def test_bf16_trains_as_with_zero_1(pool, flags):
     """Weights and forward pass are the same to the last bit; bf16 gradients are summed in another order."""
     runs = {

@@ -9,7 +9,7 @@ import torch
 from tests.distributed.test_fpdt import STREAM, fpdt
 from tests.distributed.test_training import FULL, P2, SP, T2, V2, ZERO1, check, cp
 from tests.distributed.training_runs import gather_by_position, make_job, run_training, train_job
-from tests.pairs import by_pairs, grid_pairs, settings
+from tests.pairs import also_in_full, by_pairs, grid_pairs, settings
 
 PARTITION = "--partition-position-embedding"
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --attention-dropout 0"
@@ -45,9 +45,9 @@ CASES = [
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(CASES))
 def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=5)
+    check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=3)
     _, norms, _ = on_one_process(f"{GPT} {model} --num-layers 2 ", False)
-    assert min(norms[:5]) > 0.5  # all of them are clipped
+    assert min(norms[:3]) > 0.5  # all of them are clipped
 
 
 def test_virtual_stages(pool, on_one_process):
@@ -73,7 +73,8 @@ def test_dropout_is_that_of_the_whole_table_on_the_same_grid(pool, grid):
 
 
 @pytest.mark.parametrize(
-    "world, grid", [(4, f"{P2} {cp(2, 1)}"), (4, f"{P2} {cp(1, 2)} {ZERO1}"), (2, f"--zero-stage 3 {cp(2, 1)}")]
+    "world, grid",
+    [(2, f"--zero-stage 3 {cp(2, 1)}"), *also_in_full((4, f"{P2} {cp(2, 1)}"), (4, f"{P2} {cp(1, 2)} {ZERO1}"))],
 )
 def test_bf16_is_that_of_the_whole_table_on_the_same_grid(pool, world, grid):
     losses, norms, _ = pool.run(run_training, world, f"{GPT} --bf16 {grid}", False, 5)[0]
@@ -96,7 +97,11 @@ def figures(flags):
 
 
 @pytest.mark.parametrize(
-    "world, grid", [(4, f"{T2} {cp(2, 1)}"), (4, f"{T2} {SP} {cp(1, 2)} {ZERO1}"), (4, f"--zero-stage 3 {cp(2, 1)}")]
+    "world, grid",
+    [
+        (4, f"{T2} {SP} {cp(1, 2)} {ZERO1}"),
+        *also_in_full((4, f"{T2} {cp(2, 1)}"), (4, f"--zero-stage 3 {cp(2, 1)}")),
+    ],
 )
 def test_figures_count_each_row_once(pool, world, grid):
     expected, zeros = pool.run(figures, 1, f"{GPT} {SPARE}")[0]
@@ -206,7 +211,8 @@ TRANSITIONS = [
 def sides(saved_on, loaded_on):
     """Each way of holding the table is written once, and read once."""
     names = {"saved": GRIDS[saved_on][1], "loaded": GRIDS[loaded_on][1]}
-    return {(side, level) for side, flags in names.items() for level in settings(flags) or {"one process"}}
+    split = ("--tensor", "--pipeline", "--zero", "--fpdt", "--partition")
+    return {(side, level) for side, flags in names.items() for level in settings(flags) if level.startswith(split)}
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, sides))

@@ -41,7 +41,7 @@ LINEAR = f"{ROPE} --rotary-seq-len-interpolation-factor 2.5"
     ],
 )
 def test_rope_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, model, grid, llama=True, steps=5)
+    check(pool, on_one_process, world, model, grid, llama=True, steps=3)
 
 
 def test_gpt_with_yarn_does_not_depend_on_the_grid(pool, on_one_process):

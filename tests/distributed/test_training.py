@@ -116,9 +116,9 @@ ALWAYS_ONE_PROCESS = (
 
 
 def steps(world: int, grid: str, long_runs: bool) -> int:
-    """20, but for FSDP, whose many small messages take seconds on two cores, and for many ranks in the usual run."""
+    """20 in long runs, but for FSDP, whose many small messages take seconds on two cores; else 5."""
     fsdp = "--zero-stage 2" in grid or "--zero-stage 3" in grid
-    return 5 if fsdp else 20 if long_runs or world <= 2 else 8
+    return 20 if long_runs and not fsdp else 5
 
 
 def check(pool, on_one_process, world, model, grid, llama, steps=20):
