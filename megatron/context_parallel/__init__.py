@@ -26,6 +26,7 @@ from megatron.context_parallel.layout.grid import Axis, Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.alibi import alibi_slopes
+from megatron.context_parallel.positions.dropout import Dropout
 
 __all__ = [
     "AttentionRule",
@@ -36,6 +37,7 @@ __all__ = [
     "Causal",
     "ChunkedLayer",
     "Documents",
+    "Dropout",
     "Full",
     "Grid",
     "LongformerBlocks",

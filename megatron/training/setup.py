@@ -36,6 +36,7 @@ class Runtime:
     offload: Offload | None = None  # host memory, where anything goes there
     by_documents: bool = False  # attention or positions depend on where a batch's documents end
     reset_positions: bool = False  # positions start anew in each document
+    drops: bool = False  # dropout goes by the numbers of a batch's samples
 
     @property
     def device(self) -> torch.device:
@@ -47,8 +48,8 @@ class Runtime:
 
     @property
     def reads_data(self) -> bool:
-        """Tokens are needed on the first pipeline stage, labels on the last, the ends of documents on every one."""
-        return self.by_documents or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
+        """The first pipeline stage needs tokens, the last one labels, each one numbers and the ends of documents."""
+        return self.by_documents or self.drops or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
 def start(config: Config, where: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
@@ -74,12 +75,18 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
             dtype=compute_dtype(config),
             head_dim=config.model.kv_channels,
             needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
+            needs_dropout=config.model.attention_dropout > 0,
         )
     except kernels.KernelUnavailable as error:
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
         raise Refusal(str(error)) from None
     config.attention.attention_kernel = kernel.name
+    if where.on_gpu and config.model.attention_dropout:
+        config.notes.append(
+            f"--attention-dropout {config.model.attention_dropout:g}: on a GPU the math kernel computes it, which is "
+            "slow at long sequences (docs/dropout.md)"
+        )
     if config.model.transformer_impl == "auto":
         engine = where.on_gpu and not where.simulated and transformer_engine_installed()
         config.model.transformer_impl = "transformer_engine" if engine else "local"
@@ -114,11 +121,12 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         (offload or Offload(where.device)) if offloads else None,
         by_documents=varies_by_batch(config),
         reset_positions=config.data.reset_position_ids,
+        drops=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
     )
 
 
 def seed_everything(seed: int, grid: Grid) -> None:
-    """Random states for dropout: alike where TP ranks hold the same tokens, different wherever tokens differ."""
+    """Random states, for what draws from them; weights and dropout do not."""
     from megatron.core import tensor_parallel
 
     tokens_of = grid.context.rank + grid.context.size * grid.data.rank

@@ -17,6 +17,7 @@ from megatron.core.parallel_state import get_data_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from megatron.context_parallel.layout.samples import told
 from megatron.training.arguments.config import Config
 from megatron.training.data.batches import shard_batch
 from megatron.training.setup import Runtime
@@ -46,14 +47,15 @@ def forward_step(
     """Run the model on the next micro-batch; returns its output and the function that makes a loss of it."""
     if mark is not None:
         mark("forward")
-    batch: dict[str, Tensor | None] = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask", "document_ends"))
+    names = ("tokens", "position_ids", "labels", "loss_mask", "document_ends", "numbers")
+    batch: dict[str, Tensor | None] = dict.fromkeys(names)
     if runtime.reads_data:
         restart = runtime.reset_positions
         batch.update(shard_batch(next(batches), runtime.layout, runtime.device, reset_positions=restart))
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        batch["document_ends"],  # in the place of core's dense mask: see AttentionSettings.of_documents
+        told(batch["numbers"] if runtime.drops else None, batch["document_ends"]),  # in the place of core's dense mask
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )

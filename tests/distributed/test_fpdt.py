@@ -113,27 +113,6 @@ def steps(world: int, grid: str, long_runs: bool) -> int:
     return 20 if world == 1 or (few_messages and few_chunks) else 5
 
 
-@pytest.mark.parametrize("memory", ["", DEVICE, FULL, STREAM, f"{STREAM} {FULL}", f"{FULL} {HOST}"])
-def test_dropout_is_the_same_in_the_backward_pass(pool, on_one_process, memory):
-    """With one chunk random numbers are drawn in the plain layer's order, so the whole run is the plain one."""
-    shape = "--num-layers 2 --hidden-dropout 0.2 --attention-dropout 0"
-    losses, _, grads = on_one_process(shape, False, 5)
-    flags = f"{shape} --fpdt --fpdt-chunk-size 64 --ffn-chunks 1 {memory}"
-    ((mine, _, my_grads),) = pool.run(run_training, 1, flags, False, 5)
-    assert mine == pytest.approx(losses, rel=1e-5)
-    for name, grad in grads.items():
-        assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
-
-
-def test_dropout_in_many_chunks_does_not_depend_on_what_is_recomputed(pool):
-    shape = f"--num-layers 2 --hidden-dropout 0.2 --attention-dropout 0 {fpdt(13)}"
-    ((losses, _, grads),) = pool.run(run_training, 1, shape, False, 5)
-    ((mine, _, my_grads),) = pool.run(run_training, 1, f"{shape} {FULL}", False, 5)
-    assert mine == pytest.approx(losses, rel=1e-6)
-    for name, grad in grads.items():
-        assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
-
-
 @pytest.mark.parametrize(
     "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")])
 )

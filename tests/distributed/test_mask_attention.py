@@ -12,6 +12,7 @@ from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Band
 from megatron.context_parallel.positions.alibi import alibi_slopes
+from megatron.context_parallel.positions.dropout import TileDropout
 
 LENGTH, SIZE, WIDTH = 192, 8, 24
 ENDS = (1, 20, 90, 91, 150, 192)  # documents of one token, and one longer than a rank's share
@@ -47,8 +48,10 @@ MASKS = {
     "function in documents": cp.Documents(LONG, cp.MaskFunction(lambda q, k: (q + k) % 2 == 0, cp.Window(40))),
     "half sees nothing": cp.MaskFunction(sees_nothing),
 }
-SCHEMES = {name: (name, False) for name in MASKS}
-SCHEMES |= {f"ALiBi, {name}": (name, True) for name in ("causal", "full", "window 50", "documents", "function")}
+SCHEMES = {name: (name, "") for name in MASKS}
+SCHEMES |= {f"ALiBi, {name}": (name, "ALiBi") for name in ("causal", "full", "window 50", "documents", "function")}
+SCHEMES |= {f"dropout, {name}": (name, "dropout") for name in ("causal", "full", "window 50", "documents", "function")}
+SCHEMES |= {"dropout and ALiBi, window both sides": ("window both sides", "dropout and ALiBi")}
 # (Ulysses, Ring, TP, balance, chunks)
 BACKENDS = {
     "one process": (1, 1, 1, "zigzag", 1),
@@ -61,7 +64,7 @@ BACKENDS = {
 }
 
 
-def dense(q, k, v, mask, slopes=None):
+def dense(q, k, v, mask, slopes=None, dropout=None):
     """Plain attention on [s, b, h, d] in float64; queries without any key give 0."""
     group = q.size(2) // k.size(2)
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
@@ -71,6 +74,10 @@ def dense(q, k, v, mask, slopes=None):
     if slopes is not None:
         scores = scores - slopes.double()[:, None, None] * (at_q - at_k).abs()
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    if dropout is not None:
+        spans = [((0, len(x)),) for x in (q, k)]
+        kept = TileDropout(dropout, q.size(2), *spans, q.device).rows(0, len(q), len(k))
+        weights = weights * kept.double() * dropout.scale
     return torch.einsum("bhqk,kbhd->qbhd", weights, v)
 
 
@@ -96,15 +103,16 @@ def errors(pairs):
 
 def compare(scheme, backend, kernel, dtype, threshold=16384, batch=2, layout=None):
     """Largest errors of out, dq, dk, dv on this rank, each relative to its largest entry."""
-    name, alibi = SCHEMES[scheme]
-    mask, slopes = MASKS[name], alibi_slopes(4) if alibi else None
+    name, more = SCHEMES[scheme]
+    mask, slopes = MASKS[name], alibi_slopes(4) if "ALiBi" in more else None
+    dropout = cp.Dropout(0.25, seed=5, stream=8, samples=tuple(range(20, 20 + batch))) if "dropout" in more else None
     layout = layout or make_layout(backend)
     q, k, v, dout = inputs(4, 2, batch)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = dense(*whole, mask, slopes)
+    expected = dense(*whole, mask, slopes, dropout)
     expected_grads = torch.autograd.grad(expected, whole, dout)
     local = [layout.shard(x).to(dtype).requires_grad_() for x in (q, k, v)]
-    options = {"kernel": kernel, "alibi_slopes": slopes, "mask_cpu_threshold": threshold}
+    options = {"kernel": kernel, "alibi_slopes": slopes, "mask_cpu_threshold": threshold, "dropout": dropout}
     if layout.chunks > 1:
         out = chunked(*local, layout, cp.AttentionRule(mask, **options))
     else:

@@ -55,23 +55,6 @@ def test_virtual_stages(pool, on_one_process):
     check(pool, on_one_process, 4, f"{GPT} --num-layers 4", grid, llama=False, steps=3)
 
 
-def run_seeded(flags):
-    """Losses and norms from random states that do not hang on what the model drew when it was built."""
-    from megatron.training.setup import seed_everything
-
-    job = make_job(flags, False)
-    seed_everything(1234, job.runtime.grid)
-    return train_job(job, 3)[:2]
-
-
-@pytest.mark.parametrize("grid", [cp(2, 1), f"{T2} {SP}", f"{T2} {SP} {fpdt(22, STREAM)}"])
-def test_dropout_is_that_of_the_whole_table_on_the_same_grid(pool, grid):
-    flags = f"{SMALL} --hidden-dropout 0.2 {grid}"
-    losses, norms = pool.run(run_seeded, 2, flags)[0]
-    mine, my_norms = pool.run(run_seeded, 2, f"{flags} {PARTITION}")[0]
-    assert mine == pytest.approx(losses, rel=1e-6) and my_norms == pytest.approx(norms, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "world, grid",
     [(2, f"--zero-stage 3 {cp(2, 1)}"), *also_in_full((4, f"{P2} {cp(2, 1)}"), (4, f"{P2} {cp(1, 2)} {ZERO1}"))],

@@ -60,7 +60,7 @@ def refused(flags: str, *expected: str, world: int = 1, fresh: bool = False) -> 
         ("--numlayers 2", 1, ("--numlayers", "--num-layers")),
         ("--fpdt", 1, ("--fpdt-chunk-size 65536", "--seq-length")),
         ("--partition-position-embedding", 1, ("--partition-position-embedding", "learned_absolute")),
-        ("--attention-dropout 0.1", 1, ("--attention-dropout 0",)),
+        ("--attention-dropout 1", 1, ("--attention-dropout 1",)),
         ("--zero-stage 3 --pipeline-model-parallel-size 2", 2, ("--zero-stage 3", "--pipeline-model-parallel-size")),
         ("--device cuda", 1, ("--device",)),
     ],

@@ -313,7 +313,6 @@ REFUSALS = [
         "--global-batch-size 3 micro-batches --pipeline-model-parallel-size 2 multiple of 2",
     ),
     # precision and memory
-    ("--attention-dropout 0.1", 1, "--attention-dropout 0.1 pass --attention-dropout 0"),
     ("--bf16 --fp16", 1, "--bf16 --fp16"),
     ("--fp8-format hybrid", 1, "--fp8-format hybrid Transformer Engine"),
     ("--fp8-format hybrid --transformer-impl local", 1, "--fp8-format hybrid --transformer-impl transformer_engine"),

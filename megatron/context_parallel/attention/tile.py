@@ -15,9 +15,10 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, parts
+from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 
 MADE_AT_ONCE = 2048
-"""Queries, and keys, of the largest tile for which pairs are made one by one: masks of functions, biases."""
+"""Queries, and keys, of the largest tile for which pairs are made one by one: masks of functions, biases, dropout."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TileKernel:
         slopes: ALiBi's, fp32 [heads], of the heads in q; None without ALiBi.
         mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
             tile's (of :meth:`parts`) at once.
+        dropout: of the attention weights, for the samples and heads in q; None keeps all.
     """
 
     kernel: Kernel
@@ -38,11 +40,12 @@ class TileKernel:
     mask: Mask
     slopes: Tensor | None = None
     mask_in_host: bool = False
+    dropout: Dropout | None = None
 
     def parts(self, computed: Iterable[Tile]) -> Iterator[Tile]:
-        """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where masks or a bias are made."""
+        """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where pairs are looked at one by one."""
         for tile in computed:
-            if tile.masked or self.slopes is not None:
+            if self._asks(tile):
                 yield from parts(tile, MADE_AT_ONCE)
             else:
                 yield tile
@@ -51,9 +54,7 @@ class TileKernel:
         """out [b, h, sq, d] and lse [b, h, sq] of a tile; q, k, v [s, b, heads, d] are the blocks it is a part of."""
         flip = _backwards if tile.kind == "anticausal" else _as_is
         qkv = (flip(x) for x in tile_of(tile, q, k, v))
-        out, lse = self.kernel.forward(
-            *qkv, causal=tile.kind != "full", mask=self._row_mask(tile, q.device, q.dtype), scale=self.scale
-        )
+        out, lse = self.kernel.forward(*qkv, causal=tile.kind != "full", mask=self._row_mask(tile, q), scale=self.scale)
         return flip(out), flip(lse)
 
     def backward(
@@ -68,16 +69,20 @@ class TileKernel:
             flip(_heads_first(out[rows])),
             flip(lse[rows].permute(1, 2, 0)),
             causal=tile.kind != "full",
-            mask=self._row_mask(tile, q.device, q.dtype),
+            mask=self._row_mask(tile, q),
             scale=self.scale,
         )
         return [flip(grad).permute(2, 0, 1, 3) for grad in grads]
 
-    def _row_mask(self, tile: Tile, device: torch.device, dtype: torch.dtype) -> RowMask | None:
-        if not tile.masked and self.slopes is None:
+    def _asks(self, tile: Tile) -> bool:
+        """Whether each pair of a tile has something of its own."""
+        return tile.masked or self.slopes is not None or self.dropout is not None
+
+    def _row_mask(self, tile: Tile, q: Tensor) -> RowMask | None:
+        if not self._asks(tile):
             return None
-        flip = tile.kind == "anticausal"
-        allowed = bias = None
+        device, flip = q.device, tile.kind == "anticausal"
+        allowed = bias = dropout = None
         if tile.masked:
             home = torch.device("cpu") if self.mask_in_host else device
             q_at, k_at = positions(tile.q_at, home, flip)[:, None], positions(tile.k_at, home, flip)
@@ -93,7 +98,7 @@ class TileKernel:
                     return whole[start:end, :keys]
 
         if self.slopes is not None:
-            wide = accumulation_dtype(dtype)
+            wide = accumulation_dtype(q.dtype)
             slopes = -self.slopes.to(device, wide)[:, None, None]
             first = tile.k_at[0][0]  # counted from here, positions are exact in fp32
             q_here = (positions(tile.q_at, device, flip) - first).to(wide)[:, None]
@@ -102,7 +107,9 @@ class TileKernel:
             def bias(start: int, end: int, keys: int) -> Tensor:
                 return (q_here[start:end] - k_here[:keys]).abs_() * slopes
 
-        return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes))
+        if self.dropout is not None:
+            dropout = TileDropout(self.dropout, q.size(2), tile.q_at, tile.k_at, device, flip=flip)
+        return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes), dropout)
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,8 @@ class AttentionRule:
             (ALiBi, arXiv 2108.12409).
         mask_cpu_threshold: masks that are asked about each pair (``MaskFunction``) are made in host memory, in blocks
             of rows, where the sequence is longer than this (DeepSpeed4Science, figure 4).
+        dropout: of the attention weights, by position; its heads are those before the all-to-all. None, or a
+            probability of 0, keeps all.
     """
 
     mask: Mask = Causal()
@@ -124,14 +133,21 @@ class AttentionRule:
     scale: float | None = None
     alibi_slopes: Tensor | None = None
     mask_cpu_threshold: int = 16384
+    dropout: Dropout | None = None
 
     def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int) -> TileKernel:
         """For queries [s, b, heads of this rank, d], after the all-to-all.
 
         Raises:
-            KernelUnavailable: the kernel cannot run here, or takes no masks where one is needed.
+            KernelUnavailable: the kernel cannot run here, or takes no masks or has no dropout where one is needed.
+            ValueError: slopes or dropout are for other heads or samples.
         """
-        heads, size = q_SBHD.shape[2:]
+        batch, heads, size = q_SBHD.shape[1:]
+        dropout = self.dropout if self.dropout is not None and self.dropout.threshold else None
+        if dropout is not None:
+            if len(dropout.samples) != batch:
+                raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {batch}: name each")
+            dropout = dropout.of_heads(ulysses.rank * heads)
         slopes = self.alibi_slopes
         if slopes is not None:
             if slopes.shape != (heads * ulysses.size,):
@@ -145,9 +161,10 @@ class AttentionRule:
             dtype=q_SBHD.dtype,
             head_dim=size,
             needs_mask=self.mask.fine or slopes is not None,
+            needs_dropout=dropout is not None,
         )
         scale = size**-0.5 if self.scale is None else self.scale
-        return TileKernel(kernel, scale, self.mask, slopes, seq_length > self.mask_cpu_threshold)
+        return TileKernel(kernel, scale, self.mask, slopes, seq_length > self.mask_cpu_threshold, dropout)
 
 
 def tile_of(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

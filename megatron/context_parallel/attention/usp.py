@@ -15,6 +15,7 @@ from megatron.context_parallel.attention.tile import AttentionRule
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.positions.dropout import Dropout
 
 
 def attention(
@@ -29,6 +30,7 @@ def attention(
     scale: float | None = None,
     alibi_slopes: Tensor | None = None,
     mask_cpu_threshold: int = 16384,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Exact attention over the whole sequence, each rank with its own tokens.
 
@@ -38,7 +40,7 @@ def attention(
         layout: who holds which tokens.
         mask: which keys a query attends to; a sequence has one for each sample of the batch.
         key_layout: who holds which keys, where they are another sequence (cross-attention); default ``layout``.
-        kernel, scale, alibi_slopes, mask_cpu_threshold: see
+        kernel, scale, alibi_slopes, mask_cpu_threshold, dropout: see
             :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
 
     Returns:
@@ -62,16 +64,17 @@ def attention(
         raise ValueError(f"{len(masks)} masks for {q.size(1)} samples: give one, or one a sample")
     longest = max(layout.seq_length, (key_layout or layout).seq_length)
 
-    def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, mask: Mask) -> Tensor:
-        rule = AttentionRule(mask, kernel, scale, alibi_slopes, mask_cpu_threshold)
+    def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, mask: Mask, dropout: Dropout | None) -> Tensor:
+        rule = AttentionRule(mask, kernel, scale, alibi_slopes, mask_cpu_threshold, dropout)
         tile_kernel = rule.tile_kernel(q_SBHD, layout.grid.ulysses, longest)
         source = RingSource(ring_plan(layout, mask, key_layout=key_layout), layout.grid.ring)
         return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=tile_kernel)
 
     def by_sample(*qkv: Tensor) -> Tensor:
         if len(masks) == 1:
-            return local(*qkv, masks[0])
+            return local(*qkv, masks[0], dropout)
         samples = zip(*(x.split(1, dim=1) for x in qkv))
-        return torch.cat([local(*sample, mask) for sample, mask in zip(samples, masks)], dim=1)
+        drops = [dropout and dropout.of_samples(i, i + 1) for i in range(len(masks))]
+        return torch.cat([local(*sample, mask, drop) for sample, mask, drop in zip(samples, masks, drops)], dim=1)
 
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=by_sample)

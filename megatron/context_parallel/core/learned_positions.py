@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
@@ -104,7 +103,7 @@ class PositionRows(nn.Module):
 
 
 class PartitionedEmbedding(MegatronModule):
-    """Takes the place of megatron-core's embedding without positions: its word embedding and dropout, our rows.
+    """Takes the place of megatron-core's embedding without positions: its word embedding, our rows.
 
     Words come first, summed over TP and, under sequence parallelism, scattered in one reduce-scatter; then each rank
     adds its rows. Core adds the whole table before it scatters.
@@ -117,7 +116,6 @@ class PartitionedEmbedding(MegatronModule):
         self.position_embeddings = PositionRows(
             layout, max_positions, core.config.hidden_size, sequence_parallel=core.config.sequence_parallel
         )
-        self.embedding_dropout = core.embedding_dropout
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, rows: Span | None = None) -> Tensor:
         """Hidden states [s, b, h] of this rank's tokens, from ids [b, s] of all its TP group's.
@@ -130,8 +128,4 @@ class PartitionedEmbedding(MegatronModule):
         if not self.config.sequence_parallel:
             words = words.transpose(0, 1).contiguous()
         positions = self.position_embeddings(rows)[:, None]
-        hidden = words + positions.to(words.dtype)  # FSDP's ranks hold fp32 rows, whatever the layers compute in
-        if not self.config.sequence_parallel:
-            return self.embedding_dropout(hidden)
-        with get_cuda_rng_tracker().fork():
-            return self.embedding_dropout(hidden)
+        return words + positions.to(words.dtype)  # FSDP's ranks hold fp32 rows, whatever the layers compute in

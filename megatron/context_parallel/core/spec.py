@@ -27,11 +27,13 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         AttentionSettings,
         ChunkedTransformerLayer,
         ChunkSettings,
+        LongContextLayer,
     )
 
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
-from megatron.context_parallel.layout.documents import document_rows
+from megatron.context_parallel.layout.samples import Samples, samples
+from megatron.context_parallel.positions.dropout import Dropout
 
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
 
@@ -43,29 +45,33 @@ class ContextParallelAttention(MegatronModule):
         self,
         config: TransformerConfig,
         settings: AttentionSettings,
+        layer_number: int = 1,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
             raise ValueError(
-                f"attention_dropout={config.attention_dropout} is not supported: the kernels have none, so set it to 0"
+                f"attention_dropout={config.attention_dropout} of megatron-core depends on the grid: set it to 0, and "
+                "give AttentionSettings a ModelDropout"
             )
-        self.settings, self.scale = settings, softmax_scale
+        self.settings, self.scale, self.layer_number = settings, softmax_scale, layer_number
+        self.first_head = settings.layout.grid.tensor.rank * (
+            config.num_attention_heads // settings.layout.grid.tensor.size
+        )
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> Tensor:
         """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
 
-        ``attention_mask``, which core hands through to here, is where packed documents end: see
-        :meth:`AttentionSettings.of_documents`. Masks themselves are never tensors.
+        ``attention_mask``, which core hands through to here, is what layout/samples.py tells of the batch. Masks
+        themselves are never tensors.
         """
-        settings, rule = self.settings, self.settings.rule
-        layout, masks = settings.of_documents(attention_mask)
+        settings, rule, seen = self.settings, self.settings.rule, samples(attention_mask)
+        layout, masks = settings.of_samples(seen)
         if settings.rotary is not None:
-            documents = () if attention_mask is None else document_rows(attention_mask)
-            query, key = settings.rotary.rotate(query, key, settings.rotary.angles(documents))
+            query, key = settings.rotary.rotate(query, key, settings.rotary.angles(seen.ends))
         out = attention(
             query,
             key,
@@ -76,8 +82,15 @@ class ContextParallelAttention(MegatronModule):
             scale=self.scale,
             alibi_slopes=rule.alibi_slopes,
             mask_cpu_threshold=rule.mask_cpu_threshold,
+            dropout=self.dropout_of(seen),
         )
         return out.flatten(2)
+
+    def dropout_of(self, seen: Samples) -> Dropout | None:
+        """Of this layer's attention weights, for the heads of this TP rank; none in evaluation."""
+        if not self.training:
+            return None
+        return self.settings.dropout.of_weights(self.layer_number, seen, self.first_head)
 
 
 class Norm(nn.Module):
@@ -153,7 +166,7 @@ def block_spec(
             qkv = layer.submodules.self_attention.submodules
             qkv.q_layernorm = qkv.k_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
-    layers = [layer] * num_layers
+    layers = [replace(layer, module=LongContextLayer, params={**layer.params, "attention": settings})] * num_layers
     if chunks is not None:
         layers = [
             replace(layer, module=ChunkedTransformerLayer, params={**layer.params, **settings})

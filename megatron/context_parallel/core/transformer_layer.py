@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's TransformerLayer in chunks: all of it by FPDT, or the FFN alone in spans of tokens.
+"""megatron-core's TransformerLayer with dropout by position, and in chunks: all of it by FPDT, or the FFN alone.
 
 The sub-modules, and so the parameters' names and checkpoints, are core's; only the order in which tokens go through
-them is ours.
+them, and what is dropped, is ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.core.dropout import ATTENTION, FFN, HiddenDropout, ModelDropout, stream_of
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.layout.documents import document_rows
 from megatron.context_parallel.layout.masks import Documents, Mask
+from megatron.context_parallel.layout.samples import Samples, samples
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span
 from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
 
 
@@ -38,25 +38,21 @@ class AttentionSettings:
         rule: the mask inside a document, and the rest.
         separate: packed documents do not see each other.
         rotary: RoPE; None where positions enter otherwise.
+        dropout: probabilities; core's own are 0.
     """
 
     layout: SequenceLayout
     rule: AttentionRule = AttentionRule()
     separate: bool = True
     rotary: LayoutRotaryEmbedding | None = None
+    dropout: ModelDropout = ModelDropout()
 
-    def of_documents(self, document_ends: Tensor | None) -> tuple[SequenceLayout, list[Mask]]:
-        """Layout and masks (one, or one a sample) of a batch.
-
-        Args:
-            document_ends: int64 [b, n] in host memory, one past the last token of each document; rows are filled up
-                with the length of the sequence. None: the sequences are one document each.
-        """
-        if document_ends is None:
+    def of_samples(self, seen: Samples) -> tuple[SequenceLayout, list[Mask]]:
+        """Layout and masks (one, or one a sample) of a batch."""
+        if not seen.ends:
             return self.layout, [self.rule.mask]
-        ends = document_rows(document_ends)
-        masks = [Documents(row, self.rule.mask) for row in ends] if self.separate else [self.rule.mask]
-        return self.layout.of_documents(ends[0]), masks
+        masks = [Documents(row, self.rule.mask) for row in seen.ends] if self.separate else [self.rule.mask]
+        return self.layout.of_documents(seen.ends[0]), masks
 
 
 @dataclass
@@ -78,7 +74,52 @@ class ChunkSettings:
     streamed: bool = False
 
 
-class ChunkedTransformerLayer(TransformerLayer):
+class LongContextLayer(TransformerLayer):
+    """A transformer layer whose hidden states are dropped by position.
+
+    Args:
+        attention: what the attention of every layer knows.
+    """
+
+    def __init__(self, *args: Any, attention: AttentionSettings, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.attention_settings, self.dropout = attention, None
+        self.self_attn_bda = partial(self._bias_dropout_add, self.self_attn_bda, ATTENTION)
+        self.mlp_bda = partial(self._bias_dropout_add, self.mlp_bda, FFN)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/samples.py tells."""
+        self.dropout = self._hidden_dropout(samples(attention_mask))
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)
+
+    def _hidden_dropout(self, seen: Samples) -> HiddenDropout | None:
+        """Of the batch that a forward pass is about."""
+        settings = self.attention_settings
+        if not (self.training and settings.dropout.hidden):
+            return None
+        layout, _ = settings.of_samples(seen)
+        return HiddenDropout(settings.dropout, seen, layout, self.config.sequence_parallel)
+
+    def _bias_dropout_add(self, core: Callable, which: int, training: bool, fused: bool) -> Callable:
+        """What takes the place of core's ``get_bias_dropout_add``."""
+        if self.dropout is None:
+            return core(training, fused)
+        return self._add(self.dropout, which, None)
+
+    def _add(self, dropout: HiddenDropout | None, which: int, rows: Span | None) -> Callable:
+        """(output with its bias, residual, _) -> their sum, after dropout; ``rows``: of this rank's tokens."""
+
+        def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+            x, bias = output_with_bias
+            x = x if bias is None else x + bias
+            return residual + dropout(x, stream_of(self.layer_number, which), rows)
+
+        return add
+
+
+class ChunkedTransformerLayer(LongContextLayer):
     """A transformer layer that never holds the insides of more than one chunk.
 
     Args:
@@ -87,36 +128,38 @@ class ChunkedTransformerLayer(TransformerLayer):
     """
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, attention=chunks.attention, **kwargs)
         self.chunks, self.recompute = chunks, recompute
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, h], the same, and no context. ``attention_mask``: see :meth:`AttentionSettings.of_documents`."""
+        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/samples.py tells."""
         if not self.chunks.fpdt:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        if attention_mask is None or len(attention_mask) == 1:
-            return self._chunked(hidden_states, attention_mask), None
-        samples = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each has tiles of its own
-        return torch.cat([self._chunked(*sample) for sample in samples], dim=1), None
+        seen = samples(attention_mask)
+        if len(seen.ends) <= 1:
+            return self._chunked(hidden_states, seen), None
+        parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each has tiles of its own
+        return torch.cat([self._chunked(part, samples(said)) for part, said in parts], dim=1), None
 
-    def _chunked(self, hidden_states: Tensor, document_ends: Tensor | None) -> Tensor:
-        settings = self.chunks
-        layout, (mask,) = settings.attention.of_documents(document_ends)
-        ends = None if document_ends is None else document_rows(document_ends)[0]
+    def _chunked(self, hidden_states: Tensor, seen: Samples) -> Tensor:
+        settings, training = self.chunks, self.training
+        layout, (mask,) = settings.attention.of_samples(seen)
+        core, dropout = self.self_attention.core_attention, self._hidden_dropout(seen)
+        rule = replace(settings.attention.rule, mask=mask, scale=core.scale, dropout=core.dropout_of(seen))
         layer = ChunkedLayer(
-            project=partial(self._project, layout, ends),
-            output=self._output,
-            ffn=self._ffn,
+            project=partial(self._project, layout, seen.ends[0] if seen.ends else None),
+            output=partial(self._output, layout, dropout),
+            ffn=partial(self._ffn, dropout),
+            ffn_by_rows=True,
             ffn_pieces=ceil(settings.ffn_chunks / layout.chunks),
             parameters=list(self.parameters()),
             layout=layout,
-            rule=replace(settings.attention.rule, mask=mask, scale=self.self_attention.core_attention.scale),
+            rule=rule,
             offload=settings.offload,
             streamed=settings.streamed,
-            recompute=self.recompute and self.training,
-            replay=self._replay(),
+            recompute=self.recompute and training,
         )
         return layer(hidden_states)
 
@@ -130,39 +173,30 @@ class ChunkedTransformerLayer(TransformerLayer):
             query, key = rotary.rotate(query, key, rotary.of_spans(layout.local_chunk_spans(chunk), ends))
         return query, key, value
 
-    def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
+    def _output(
+        self, layout: SequenceLayout, dropout: HiddenDropout | None, out: Tensor, x: Tensor, chunk: int
+    ) -> Tensor:
         """Output projection of [c, b, heads, d], bias, dropout and the residual x."""
-        add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
-        return add(self.self_attention.linear_proj(out.flatten(2)), x, self.hidden_dropout)
+        add = self._adding(dropout, ATTENTION, layout.local_chunks[chunk])
+        return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         settings = self.chunks
         if not settings.ffn_chunks:
             return super()._forward_mlp(hidden_states, *args, **kwargs)
         return apply_in_chunks(
-            lambda part, _: self._ffn(part),
+            partial(self._ffn, self.dropout),
             hidden_states,
             [*self.pre_mlp_layernorm.parameters(), *self.mlp.parameters()],
             even_spans(hidden_states.size(0), settings.ffn_chunks),
-            replay=self._replay(),
         )
 
-    def _ffn(self, x: Tensor) -> Tensor:
-        add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
-        return add(self.mlp(self.pre_mlp_layernorm(x)), x, self.hidden_dropout)
+    def _ffn(self, dropout: HiddenDropout | None, x: Tensor, rows: Span) -> Tensor:
+        add = self._adding(dropout, FFN, rows)
+        return add(self.mlp(self.pre_mlp_layernorm(x)), x, 0.0)
 
-    def _replay(self) -> Callable[[], Callable[[], AbstractContextManager]] | None:
-        return replay_random_state if self.hidden_dropout and self.training else None
-
-
-def replay_random_state() -> Callable[[], AbstractContextManager]:
-    """Note all random states, core's per region included; what is returned brings them back for a while."""
-    states = core_random._get_all_rng_states()
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        with core_random._fork_rng():
-            core_random._set_all_rng_states(*states)
-            yield
-
-    return again
+    def _adding(self, dropout: HiddenDropout | None, which: int, rows: Span) -> Callable:
+        if dropout is not None:
+            return self._add(dropout, which, rows)
+        core = (self.self_attn_bda if which == ATTENTION else self.mlp_bda).args[0]
+        return core(self.training, self.config.bias_dropout_fusion)

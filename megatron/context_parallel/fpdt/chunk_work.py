@@ -28,7 +28,8 @@ class LayerFunctions:
     parameters: Sequence[Tensor]
     layout: SequenceLayout
     rule: AttentionRule = AttentionRule()
-    ffn: Callable[[Tensor], Tensor] | None = None
+    ffn: Callable[..., Tensor] | None = None
+    ffn_by_rows: bool = False
     ffn_pieces: int = 1
     offload: Offload | None = None
     streamed: bool = False
@@ -69,7 +70,7 @@ class ChunkWork:
             self.random[chunk] = self.layer.replay()
         hidden, (first, _) = self._output(out, x, chunk), self.layer.layout.local_chunks[chunk]
         for start, stop in self._ffn_spans(hidden):
-            done = self.layer.ffn(hidden[start:stop]) if self.layer.ffn else hidden
+            done = self._ffn(hidden[start:stop], chunk, start) if self.layer.ffn else hidden
             y.write((first + start, first + stop), done)
 
     def output_grad(self, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -79,16 +80,16 @@ class ChunkWork:
             with torch.enable_grad():
                 hidden = self._output(out, x, chunk)
             if self.layer.ffn:
-                dy = self.ffn_grad(hidden.detach(), dy)
+                dy = self.ffn_grad(hidden.detach(), dy, chunk)
         return self._grads(hidden, [out, x], dy)
 
-    def ffn_grad(self, hidden: Tensor, dy: Tensor) -> Tensor:
+    def ffn_grad(self, hidden: Tensor, dy: Tensor, chunk: int) -> Tensor:
         """The gradient of the FFN's input."""
         dhidden = torch.empty_like(hidden)
         for start, stop in self._ffn_spans(hidden):
             x = hidden[start:stop].requires_grad_()
             with torch.enable_grad():
-                y = self.layer.ffn(x)
+                y = self._ffn(x, chunk, start)
             wanted = [x, *self.parameter_grads.wanted]
             dx, *grads = torch.autograd.grad(y, wanted, dy[start:stop], allow_unused=True)
             dhidden[start:stop] = dx
@@ -112,6 +113,13 @@ class ChunkWork:
 
     def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
         return self.layer.output(heads_to_sequence(out, self.ulysses), x, chunk)
+
+    def _ffn(self, hidden: Tensor, chunk: int, start: int) -> Tensor:
+        """Of the chunk's rows from ``start`` on."""
+        if not self.layer.ffn_by_rows:
+            return self.layer.ffn(hidden)
+        first = self.layer.layout.local_chunks[chunk][0] + start
+        return self.layer.ffn(hidden, (first, first + hidden.size(0)))
 
     def _ffn_spans(self, hidden: Tensor) -> list[Span]:
         return even_spans(hidden.size(0), self.layer.ffn_pieces if self.layer.ffn else 1)

@@ -34,13 +34,14 @@ class ChunkedLayer(LayerFunctions):
         output: (attention output [c, b, heads, d], x of the chunk, chunk) -> [c, b, h], residual added.
         parameters: what ``project``, ``output`` and ``ffn`` read and want gradients for.
         layout: of the sequence; its chunks are the chunks.
-        rule: mask, kernel, scale and ALiBi.
+        rule: mask, kernel, scale, ALiBi and dropout.
         ffn: token-wise, of what ``output`` gave: [n, b, h] -> [n, b, h]; None where the layer ends with ``output``.
+        ffn_by_rows: ``ffn`` is also told which of this rank's rows it has: (x, (first, end)).
         ffn_pieces: spans that a chunk goes through ``ffn`` in.
         offload: host memory for finished chunks; None keeps them on the device.
         streamed: the result and the gradient of x are host buffers (and x may be one).
         recompute: keep x alone for the backward pass, and compute attention again there.
-        replay: needed where ``output`` or ``ffn`` draws random numbers (dropout).
+        replay: needed where ``output`` or ``ffn`` draws random numbers from a generator's state.
     """
 
     def __call__(self, x: Tensor) -> Tensor:

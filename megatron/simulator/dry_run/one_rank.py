@@ -149,6 +149,7 @@ def _batches(config: Config, ends: Tensor | None) -> Iterator[dict[str, Tensor]]
     while True:
         batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("tokens", "labels")}
         batch["loss_mask"] = torch.empty(shape)
+        batch["numbers"] = torch.arange(data.micro_batch_size)
         if ends is not None:
             batch["document_ends"] = ends
         yield batch

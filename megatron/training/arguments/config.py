@@ -83,7 +83,7 @@ class ModelConfig:
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
     untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")
-    attention_dropout: float = flag(0.1, "dropout on attention probabilities; only 0 is supported")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities, by position: the same on every grid")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")

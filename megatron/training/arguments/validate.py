@@ -94,8 +94,6 @@ def _model(config: Config) -> ModelConfig:
             f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}: "
             f"use --num-query-groups {gcd(heads, groups)}"
         )
-    if model.attention_dropout != 0:
-        raise Refusal(f"--attention-dropout {model.attention_dropout:g} is not supported: pass --attention-dropout 0")
     chosen = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
     activations = [flag for flag, given in chosen.items() if given]
     if len(activations) > 1:

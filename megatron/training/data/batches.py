@@ -190,7 +190,7 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
         return [list(datasets) for datasets in zip(*built)]
 
 
-class MicroBatchSampler(Sampler[list[tuple[int, bool]]]):
+class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
     """The samples of this data-parallel rank, micro-batch by micro-batch.
 
     All ranks together take the next ``micro_batch_size * data_parallel_size`` samples of one order each time, rank d
@@ -212,8 +212,8 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool]]]):
         self.total, self.consumed, self.cyclic, self.seed, self.drop_last = total, consumed, cyclic, seed, drop_last
         self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
 
-    def __iter__(self) -> Iterator[list[tuple[int, bool]]]:
-        """Lists of (sample, real); not real: a filler of an incomplete last micro-batch, without loss."""
+    def __iter__(self) -> Iterator[list[tuple[int, bool, int]]]:
+        """Lists of (sample, real, number in the run); not real: filler of an incomplete micro-batch, without loss."""
         together = self.micro_batch * self.ranks
         epoch, order = -1, torch.empty(0)
         start = self.consumed
@@ -227,31 +227,32 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool]]]):
                     if position // self.total != epoch:
                         epoch = position // self.total
                         order = torch.randperm(self.total, generator=torch.Generator().manual_seed(self.seed + epoch))
-                    batch.append((int(order[position % self.total]), True))
+                    batch.append((int(order[position % self.total]), True, position))
                 yield batch
             else:
-                yield [(min(i, self.total - 1), i < self.total) for i in mine]
+                yield [(min(i, self.total - 1), i < self.total, i) for i in mine]
             start += together
 
 
 class _Samples(Dataset):
-    """A dataset by (index, real), where a sample that is not real has no loss."""
+    """A dataset by (index, real, number in the run), where a sample that is not real has no loss."""
 
     def __init__(self, dataset: Dataset, eod: int | None) -> None:
         self.dataset, self.eod = dataset, eod
 
-    def __getitem__(self, item: tuple[int, bool]) -> Batch:
-        index, real = item
+    def __getitem__(self, item: tuple[int, bool, int]) -> Batch:
+        index, real, number = item
         sample = self.dataset[index]
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
         taken = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
+        taken["numbers"] = torch.tensor(number)
         if self.eod is not None:
             taken["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod))
         return taken
 
 
 def _stack(samples: list[Batch]) -> Batch:
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in (*KEYS, "numbers")}
     if "document_ends" in samples[0]:  # rows of one length, filled up with the length of the sequence
         ends = [sample["document_ends"] for sample in samples]
         batch["document_ends"] = batch["tokens"].new_full((len(ends), max(map(len, ends))), batch["tokens"].size(1))
@@ -280,6 +281,7 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
+    ``numbers`` [b] count the samples of the run, which dropout goes by.
     With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end.
 
     Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows
@@ -310,7 +312,8 @@ def shard_batch(
     """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
 
     ``position_ids`` [b, s_local] are the global positions; with ``reset_positions`` those within the documents that
-    ``document_ends`` [b, n] bound, which stay in host memory. A tensor that is not in the batch is left out.
+    ``document_ends`` [b, n] bound; these, and ``numbers`` [b], stay in host memory. A tensor that is not in the batch
+    is left out.
     """
     device, ends = torch.device(device), batch.get("document_ends")
     rows = next(iter(batch.values())).shape[0]
@@ -328,4 +331,6 @@ def shard_batch(
     local["position_ids"] = local["position_ids"].expand(rows, -1)
     if documents:
         local["document_ends"] = ends
+    if "numbers" in batch:
+        local["numbers"] = batch["numbers"]
     return local

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from megatron.context_parallel.core.dropout import EMBEDDING, HiddenDropout, ModelDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, block_spec
-from megatron.context_parallel.core.transformer_layer import replay_random_state
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import SavedInHost
 from megatron.context_parallel.layout.grid import Axis, Grid
+from megatron.context_parallel.layout.samples import samples
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import Rope, Yarn
 from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
@@ -37,7 +38,7 @@ from megatron.training.model.weights import initialize_weights
 
 
 class LongContextGPT(GPTModel):
-    """megatron-core's GPT whose loss does not see the padding of the vocabulary.
+    """megatron-core's GPT whose loss does not see the padding of the vocabulary, and whose dropout goes by position.
 
     The padded size depends on TP; were padding part of the softmax, so would the loss. Megatron-LM leaves it in.
     """
@@ -49,19 +50,35 @@ class LongContextGPT(GPTModel):
         tensor: Axis,
         loss_chunks: int | None,
         chunks: ChunkSettings | None,
+        settings: AttentionSettings,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.settings, self.said = settings, None
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
-        """As core's; streamed hidden states are embedded chunk by chunk into host memory."""
-        if self.pre_process and self.chunks is not None and self.chunks.streamed:
-            kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids)
-        return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """As core's; ``attention_mask`` is what layout/samples.py tells of the batch."""
+        self.said = attention_mask
+        return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
-    def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
+        """As core's, with our dropout; streamed hidden states are embedded chunk by chunk into host memory."""
+        if not self.pre_process:
+            return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        dropout = None
+        if self.training and self.settings.dropout.hidden:
+            seen = samples(self.said)
+            layout, _ = self.settings.of_samples(seen)
+            dropout = HiddenDropout(self.settings.dropout, seen, layout, self.config.sequence_parallel)
+        streamed = self.chunks is not None and self.chunks.streamed
+        if streamed:
+            kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids, dropout)
+        hidden, *others = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        return hidden if streamed or dropout is None else dropout(hidden, EMBEDDING), *others
+
+    def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor, dropout: HiddenDropout | None) -> Tensor:
         """Host buffer [s, b, h] of this TP rank's tokens, from ids [b, s_local] of all its TP group's."""
         parts = self.tensor.size if self.config.sequence_parallel else 1
         ids, positions = (x.unflatten(1, (parts, -1)) for x in (input_ids, position_ids))
@@ -70,7 +87,8 @@ class LongContextGPT(GPTModel):
 
         def embed(_: None, run: tuple[int, int]) -> Tensor:
             mine = {"rows": run} if partitioned else {}
-            return self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)), **mine)
+            hidden = self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)), **mine)
+            return hidden if dropout is None else dropout(hidden, EMBEDDING, run)
 
         return apply_in_chunks(
             embed,
@@ -81,7 +99,6 @@ class LongContextGPT(GPTModel):
             dtype=weight.dtype,
             device=weight.device,
             offload=self.chunks.offload,
-            replay=replay_random_state if self.config.hidden_dropout and self.training else None,
         )
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
@@ -141,8 +158,9 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
+        # Ours goes by position: see ModelDropout.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
         normalization=model.normalization,
         layernorm_epsilon=model.norm_epsilon,
         layernorm_zero_centered_gamma=model.apply_layernorm_1p,
@@ -207,7 +225,11 @@ def build_model(
     kind, restarts = rope(config.model), config.data.reset_position_ids
     rotary = LayoutRotaryEmbedding(kind, layout, device, restarts=restarts) if kind else None
     settings = AttentionSettings(
-        layout, attention_rule(config, grid), separate=config.data.reset_attention_mask, rotary=rotary
+        layout,
+        attention_rule(config, grid),
+        separate=config.data.reset_attention_mask,
+        rotary=rotary,
+        dropout=ModelDropout(config.model.attention_dropout, config.model.hidden_dropout, config.run.seed),
     )
     chunks = []
     for stage in range(stages or 1):
@@ -261,6 +283,7 @@ def _build_chunk(
         tensor=grid.tensor,
         loss_chunks=loss_chunks(config, vocab_size),
         chunks=chunks,
+        settings=settings,
         max_sequence_length=model.max_position_embeddings,
         pre_process=first,
         post_process=last,

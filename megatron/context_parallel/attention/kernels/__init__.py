@@ -20,19 +20,33 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-def available(device: torch.device | str, dtype: torch.dtype, head_dim: int, *, needs_mask: bool = False) -> list[str]:
-    """Names of the kernels that can run such tensors, best first; with ``needs_mask`` only those that take a mask."""
-    return [name for name in KERNELS if _why_not(name, torch.device(device), dtype, head_dim, needs_mask) is None]
+def available(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    needs_mask: bool = False,
+    needs_dropout: bool = False,
+) -> list[str]:
+    """Names of the kernels that can run such tensors, best first; of those only what can mask, or drop, if need be."""
+    needs = (needs_mask, needs_dropout)
+    return [name for name in KERNELS if _why_not(name, torch.device(device), dtype, head_dim, *needs) is None]
 
 
 def select(
-    name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, needs_mask: bool = False
+    name: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    needs_mask: bool = False,
+    needs_dropout: bool = False,
 ) -> Kernel:
     """The kernel named ``name``; ``auto`` takes the first of `available`.
 
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
     """
-    usable = available(device, dtype, head_dim, needs_mask=needs_mask)
+    usable = available(device, dtype, head_dim, needs_mask=needs_mask, needs_dropout=needs_dropout)
     if name == "auto" and usable:
         return KERNELS[usable[0]]
     if name in usable:
@@ -40,7 +54,7 @@ def select(
     if name == "auto":
         reason = f"no kernel takes {dtype} on {device}"
     elif name in KERNELS:
-        reason = _why_not(name, torch.device(device), dtype, head_dim, needs_mask)
+        reason = _why_not(name, torch.device(device), dtype, head_dim, needs_mask, needs_dropout)
     else:
         reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
     here = ", ".join(usable) if usable else "none"
@@ -48,7 +62,13 @@ def select(
 
 
 def select_simulated(
-    name: str, *, device: torch.device | str, dtype: torch.dtype, head_dim: int, needs_mask: bool = False
+    name: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    needs_mask: bool = False,
+    needs_dropout: bool = False,
 ) -> Kernel:
     """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel.
 
@@ -56,13 +76,17 @@ def select_simulated(
     """
     if name not in ("auto", *KERNELS):
         select(name, device=device, dtype=dtype, head_dim=head_dim, needs_mask=needs_mask)
-    unfused = needs_mask or tensor_reason(dtype, head_dim) is not None
+    unfused = needs_mask or needs_dropout or tensor_reason(dtype, head_dim) is not None
     if name == "cpu" or (name not in ("auto", "math") and unfused):
         raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
     return KERNELS["math" if name == "math" or unfused else "flash"]
 
 
-def _why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs_mask: bool) -> str | None:
+def _why_not(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs_mask: bool, needs_dropout: bool
+) -> str | None:
     if needs_mask and not KERNELS[name].supports_mask:
         return "takes no mask, which this attention pattern needs"
+    if needs_dropout and not KERNELS[name].supports_dropout:
+        return "has no attention dropout by position"
     return KERNELS[name].why_not(device=device, dtype=dtype, head_dim=head_dim)

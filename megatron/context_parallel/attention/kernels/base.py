@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.positions.dropout import TileDropout
+
 INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one call reaches this many elements
 
 
@@ -34,17 +36,20 @@ PAIR_BYTES = 24  # of one pair while its mask is made: two int64 of arithmetic o
 
 @dataclass(frozen=True)
 class RowMask:
-    """Which pairs of a tile are allowed, and what is added to their scores, made for a block of rows at a time.
+    """What a tile does with each of its pairs, made for a block of rows at a time.
 
     Attributes:
         allowed: (first row, end row, number of keys) -> boolean [rows, keys], on any device; None allows all.
         bias: the same arguments -> [heads, rows, keys], in the dtype of lse, on the tile's device; None adds nothing.
         heads: that ``bias`` is for.
+        dropout: which weights, of the softmax over *all* keys, become 0; None keeps all. A kernel's lse is that
+            softmax's: dropout does not change it, and tiles merge as without.
     """
 
     allowed: Callable[[int, int, int], Tensor] | None
     bias: Callable[[int, int, int], Tensor] | None = None
     heads: int = 1
+    dropout: TileDropout | None = None
 
     def bytes_per_row(self, keys: int, itemsize: int) -> int:
         """Bytes that one row takes while it is made."""
@@ -55,13 +60,19 @@ class RowMask:
 AnyMask = Tensor | RowMask | None
 
 
+def dropout_of(mask: AnyMask) -> TileDropout | None:
+    """What is dropped of a tile's weights."""
+    return mask.dropout if isinstance(mask, RowMask) else None
+
+
 class Kernel(Protocol):
     """One attention tile, forward and backward.
 
     A tile is a block of queries against a block of keys. Its forward returns the softmax over *its* keys and their
     log-sum-exp; tiles merge by lse. Its backward takes the *final*, merged ``out`` and ``lse``: with
     ``p = exp(scale * q k^T - lse)`` and ``delta = rowsum(dout * out)`` from those, the gradients of the tiles sum up to
-    the gradient of the whole.
+    the gradient of the whole. Under dropout ``p`` of the weights that multiply v is what was kept of it, divided by the
+    probability to be kept, and the rest of this holds as it stands.
 
     A row without any key, by ``mask``, has out 0 and lse -inf; a row whose final lse is -inf has and gives no gradient.
 
@@ -71,6 +82,7 @@ class Kernel(Protocol):
 
     name: str
     supports_mask: bool
+    supports_dropout: bool
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """None where the kernel can run such tensors, else one short reason, for example "needs a GPU"."""

@@ -6,7 +6,8 @@ What the op does and does not do (torch 2.13), and what this file therefore adds
 - reads q, k, v, out by their strides, but takes the last one for 1 and is silently wrong otherwise: copy then;
 - takes an additive mask only; of another dtype than q it is silently wrong in fp64: made here, in the dtype of q;
 - gives lse 0 to a row without keys: -inf here; and NaN gradients for a final lse of -inf: +inf for the op;
-- returns gradients as ``[b, s, h, d]`` memory.
+- returns gradients as ``[b, s, h, d]`` memory;
+- has no dropout: such tiles go to the math kernel, whose blocks fit the cache.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from megatron.context_parallel.attention.kernels.base import (
     bias_rows,
     check_tile,
     compact,
+    dropout_of,
     lse_for_backward,
     mask_rows,
     row_blocks,
 )
+from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 
+MATH = MathKernel()
 MASK_BYTES = 64 * 2**20  # a longer additive mask is made, and its tile computed, in blocks of rows
 
 
@@ -35,6 +39,7 @@ class CpuKernel:
 
     name = "cpu"
     supports_mask = True
+    supports_dropout = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cpu":
@@ -46,6 +51,8 @@ class CpuKernel:
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
+        if dropout_of(mask):
+            return MATH.forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
         q, k, v = compact(q_BHSD), compact(k_BHSD), compact(v_BHSD)
         if mask is None:
@@ -76,6 +83,9 @@ class CpuKernel:
         mask: AnyMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if dropout_of(mask):
+            tensors = (dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
+            return MATH.backward(*tensors, causal=causal, mask=mask, scale=scale)
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
         q, k, v, out = compact(q_BHSD), compact(k_BHSD), compact(v_BHSD), compact(out_BHSD.to(q_BHSD.dtype))
         dout, lse = dout_BHSD.to(q.dtype), lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))

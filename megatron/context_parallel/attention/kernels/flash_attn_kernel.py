@@ -31,6 +31,7 @@ class FlashAttnKernel:
 
     name = "flash_attn"
     supports_mask = False
+    supports_dropout = False
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         reason = gpu_reason(device, dtype, head_dim)

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch: the reference. Any device, any float dtype, any mask; memory bounded, speed modest."""
+"""Attention in plain PyTorch: the reference. Any device, any float dtype, any mask, dropout; memory bounded.
+
+Scores are made for a block of rows and heads at a time. On a CPU a block fits the cache of a core, which makes this as
+fast as scores that are written down can be; on a GPU it is large enough to fill the machine.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,12 +19,16 @@ from megatron.context_parallel.attention.kernels.base import (
     accumulation_dtype,
     bias_rows,
     check_tile,
+    dropout_of,
     lse_for_backward,
     mask_rows,
     row_blocks,
 )
 
-SCORE_BYTES = 64 * 2**20  # scores of a block of rows; a few buffers of this size live at once
+SCORE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a block's scores; a few buffers of this size live at once
+FEW_ROWS = 64  # rows that a block has before it has more than one head
+
+Block = tuple[slice, slice, slice]
 
 
 class MathKernel:
@@ -26,6 +36,7 @@ class MathKernel:
 
     name = "math"
     supports_mask = True
+    supports_dropout = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -36,18 +47,27 @@ class MathKernel:
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        dtype = accumulation_dtype(q_BHSD.dtype)
-        k, v = k_BHSD.to(dtype), v_BHSD.to(dtype)
+        dtype, dropout = accumulation_dtype(q_BHSD.dtype), dropout_of(mask)
+        k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
         out = torch.empty_like(q_BHSD)
         lse = torch.empty(q_BHSD.shape[:3], dtype=dtype, device=q_BHSD.device)
-        for start, end, keys in _blocks(q_BHSD, k, causal, mask, dtype):
-            q = _fold(q_BHSD[:, :, start:end].to(dtype), k)
-            allowed = mask_rows(mask, causal, start, end, keys, q.device)
+        for start, end, keys, heads_at_once in _blocks(q_BHSD, k_all, causal, mask):
+            rows = slice(start, end)
+            allowed = mask_rows(mask, False, start, end, keys, q_BHSD.device)
             bias = bias_rows(mask, start, end, keys)
-            p = _scores(q, k[:, :, :keys], allowed, bias, scale, end - start)
-            lse[:, :, start:end] = torch.logsumexp(p, dim=-1)
-            p.sub_(lse_for_backward(lse[:, :, start:end], dtype).unsqueeze(-1)).exp_()
-            out[:, :, start:end] = (_fold(p, k) @ v[:, :, :keys]).view(*p.shape[:3], -1)
+            for batch, heads, key_heads in heads_at_once:
+                k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
+                q = _fold(q_BHSD[batch, heads, rows].to(dtype), k)
+                p = _scores(q, k, _part(allowed, batch, heads), _part(bias, batch, heads), scale, end - start, causal)
+                top = p.amax(-1, keepdim=True)
+                top.masked_fill_(top == float("-inf"), 0.0)  # of a row without keys
+                total = p.sub_(top).exp_().sum(-1, keepdim=True)
+                lse[batch, heads, rows] = (total.log() + top).squeeze(-1)
+                if dropout:
+                    p.mul_(dropout.rows(start, end, keys, batch, heads))
+                    total.div_(dropout.scale)
+                o = (_fold(p, k) @ v).view(*p.shape[:3], -1)
+                out[batch, heads, rows] = o.div_(total.masked_fill_(total == 0, 1.0))
         return out, lse
 
     def backward(
@@ -64,35 +84,72 @@ class MathKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        dtype = accumulation_dtype(q_BHSD.dtype)
-        k, v, lse = k_BHSD.to(dtype), v_BHSD.to(dtype), lse_for_backward(lse_BHS, dtype)
-        dq, dk, dv = torch.empty_like(q_BHSD), torch.zeros_like(k), torch.zeros_like(v)
-        for start, end, keys in _blocks(q_BHSD, k, causal, mask, dtype):
+        dtype, dropout = accumulation_dtype(q_BHSD.dtype), dropout_of(mask)
+        k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
+        lse = lse_for_backward(lse_BHS, dtype)
+        dq, dk_all, dv_all = torch.empty_like(q_BHSD), torch.zeros_like(k_all), torch.zeros_like(v_all)
+        for start, end, keys, heads_at_once in _blocks(q_BHSD, k_all, causal, mask):
             rows = slice(start, end)
-            q = _fold(q_BHSD[:, :, rows].to(dtype), k)
-            dout = dout_BHSD[:, :, rows].to(dtype)
-            delta = (dout * out_BHSD[:, :, rows].to(dtype)).sum(-1, keepdim=True)
-            dout = _fold(dout, k)
-            allowed = mask_rows(mask, causal, start, end, keys, q.device)
+            allowed = mask_rows(mask, False, start, end, keys, q_BHSD.device)
             bias = bias_rows(mask, start, end, keys)
-            p = _scores(q, k[:, :, :keys], allowed, bias, scale, end - start)
-            p.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-            dv[:, :, :keys] += _fold(p, k).mT @ dout
-            ds = (dout @ v[:, :, :keys].mT).view(p.shape).sub_(delta).mul_(p).mul_(scale)
-            ds_folded = _fold(ds, k)
-            dq[:, :, rows] = (ds_folded @ k[:, :, :keys]).view(*p.shape[:3], -1)
-            dk[:, :, :keys] += ds_folded.mT @ q
-        return dq, dk.to(k_BHSD.dtype), dv.to(v_BHSD.dtype)
+            for batch, heads, key_heads in heads_at_once:
+                k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
+                q, dout = _fold(q_BHSD[batch, heads, rows].to(dtype), k), dout_BHSD[batch, heads, rows].to(dtype)
+                delta = (dout * out_BHSD[batch, heads, rows].to(dtype)).sum(-1, keepdim=True)
+                p = _scores(q, k, _part(allowed, batch, heads), _part(bias, batch, heads), scale, end - start, causal)
+                p.sub_(lse[batch, heads, rows].unsqueeze(-1)).exp_()
+                dout = _fold(dout, k)
+                weights = p  # of v
+                if dropout:
+                    dout = dout * dropout.scale
+                    weights = p * dropout.rows(start, end, keys, batch, heads)
+                _add_product(dv_all[batch, key_heads, :keys], _fold(weights, k), dout)
+                ds = (dout @ v.mT).view(p.shape).mul_(weights).addcmul_(p, delta, value=-1)
+                ds = _fold(ds, k)
+                dq[batch, heads, rows] = (ds @ k).mul_(scale).view(*p.shape[:3], -1)
+                _add_product(dk_all[batch, key_heads, :keys], ds, q, scale)
+        return dq, dk_all.to(k_BHSD.dtype), dv_all.to(v_BHSD.dtype)
 
 
-def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask, dtype: torch.dtype):
-    """(first row, end row, number of keys that these rows can see), block by block."""
+def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple[int, int, int, list[Block]]]:
+    """(first row, end row, number of keys that these rows can see, [(batch, query heads, key heads)]).
+
+    Rows come in the outer loop, so that what a mask makes of them is made once for all heads.
+    """
     b, h, sq, _ = q.shape
-    bytes_per_row, limit = b * h * k.shape[2] * dtype.itemsize, SCORE_BYTES
+    hk, keys = k.shape[1:3]
+    limit, group = SCORE_BYTES["cpu" if k.device.type == "cpu" else "cuda"], h // hk
+    row = group * keys * k.dtype.itemsize  # bytes that a row has of one key head
+    at_once = min(max(limit // (row * -(-min(sq, FEW_ROWS) // group)), 1), b * hk)  # key heads, of all samples
+    if at_once >= hk:
+        step = at_once // hk
+        heads = [(slice(i, min(i + step, b)), slice(0, h), slice(0, hk)) for i in range(0, b, step)]
+        at_once = step * hk
+    else:
+        cuts = [(i, min(i + at_once, hk)) for i in range(0, hk, at_once)]
+        heads = [
+            (slice(i, i + 1), slice(low * group, high * group), slice(low, high))
+            for i in range(b)
+            for low, high in cuts
+        ]
+    rows = max(limit // (row * at_once), 1)
     if isinstance(mask, RowMask):
-        bytes_per_row, limit = max(bytes_per_row, mask.bytes_per_row(k.shape[2], dtype.itemsize)), ROW_MASK_BYTES
-    for start, end in row_blocks(sq, bytes_per_row, limit):
-        yield start, end, end if causal else k.shape[2]
+        rows = min(rows, max(ROW_MASK_BYTES // mask.bytes_per_row(keys, k.dtype.itemsize), 1))
+    for start, end in row_blocks(sq, 1, rows):
+        yield start, end, end if causal else keys, heads
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
+    """``total += factor * a^T b`` for [b, hk, n, d] of contiguous heads, [b, hk, r, n] and [b, hk, r, d]."""
+    total.flatten(0, 1).baddbmm_(a.flatten(0, 1).mT, b.flatten(0, 1), alpha=factor)
+
+
+def _part(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
+    """What is there for these heads of something that broadcasts to [b, h, rows, keys]."""
+    if x is None:
+        return None
+    x = x if x.size(0) == 1 else x[batch]
+    return x if x.size(1) == 1 else x[:, heads]
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:
@@ -100,9 +157,19 @@ def _fold(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[3])
 
 
-def _scores(q: Tensor, k: Tensor, allowed: Tensor | None, bias: Tensor | None, scale: float, rows: int) -> Tensor:
-    """``scale * q k^T + bias`` for folded q, as [b, h, rows, keys], with -inf where a pair is not allowed."""
+def _scores(
+    q: Tensor, k: Tensor, allowed: Tensor | None, bias: Tensor | None, scale: float, rows: int, causal: bool
+) -> Tensor:
+    """``scale * q k^T + bias`` for folded q, as [b, h, rows, keys], with -inf where a pair is not allowed.
+
+    ``causal``: the last of ``rows`` sees all keys, each one before it one less.
+    """
     scores = ((q * scale) @ k.mT).view(q.shape[0], -1, rows, k.shape[2])
     if bias is not None:
         scores += bias
-    return scores if allowed is None else scores.masked_fill_(~allowed, float("-inf"))
+    if allowed is not None:
+        scores.masked_fill_(~allowed, float("-inf"))
+    if causal:
+        above = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
+        scores[..., -rows:].masked_fill_(above, float("-inf"))
+    return scores

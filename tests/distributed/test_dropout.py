@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout goes by position: losses and all gradients do not depend on the grid, on chunks or on what is recomputed."""
+
+import pytest
+
+from tests.distributed.test_training import (
+    BLOCK,
+    FULL,
+    GPT,
+    GQA,
+    MHA,
+    P2,
+    SELECTIVE,
+    SP,
+    T2,
+    V2,
+    ZERO1,
+    ZERO3,
+    check,
+    cp,
+)
+from tests.distributed.training_runs import run_training
+from tests.pairs import grid_pairs
+
+BOTH = "--hidden-dropout 0.1 --attention-dropout 0.1"
+HIDDEN = "--hidden-dropout 0.3 --attention-dropout 0"
+WEIGHTS = "--hidden-dropout 0 --attention-dropout 0.3"
+FPDT = "--fpdt --fpdt-chunk-size 13"
+STREAM = "--fpdt --fpdt-chunk-size 22 --fpdt-stream-hidden"
+
+LLAMA_CASES = [
+    (1, f"{GQA} {BOTH}", FULL),
+    (1, f"{GQA} {BOTH}", SELECTIVE),
+    (1, f"{GQA} {BOTH}", "--ffn-chunks 3"),
+    (1, f"{GQA} {BOTH}", f"{FPDT} {FULL} --offload-checkpoints"),
+    (1, f"{GQA} {BOTH}", "--attention-kernel math"),
+    (2, f"{GQA} {BOTH}", cp(2, 1)),
+    (2, f"{GQA} {BOTH}", f"{cp(1, 2)} {FULL}"),
+    (2, f"{GQA} {BOTH}", "--micro-batch-size 1"),
+    (2, f"{GQA} {BOTH}", f"{P2} {FULL}"),
+    (2, f"{GQA} {BOTH}", f"{ZERO3} --micro-batch-size 1 {FULL}"),
+    (2, f"{GQA} {HIDDEN}", f"{T2} {SP}"),
+    (2, f"{GQA} {WEIGHTS}", f"{cp(2, 1)} {FPDT}"),
+    (2, f"{GQA} {WEIGHTS}", f"{cp(1, 2)} {FPDT} {FULL}"),
+    (2, f"{GQA} {BOTH}", f"{cp(1, 2)} {STREAM}"),
+    (2, f"{GQA} {HIDDEN}", f"{cp(1, 2)} --ffn-chunks 3 --loss-chunks 3"),
+    (2, f"{GQA} {BOTH} --window-size 15,0", cp(1, 2)),
+    (2, f"{GQA} {BOTH} --position-embedding-type alibi", f"{T2} {SP}"),
+    (2, f"{GQA} {BOTH} --attention-mask document --micro-batch-size 1", "--ring-parallel-size 2"),
+    (4, f"{GQA} {BOTH}", f"{cp(2, 2)} {ZERO1}"),
+    (4, f"{GQA} {BOTH}", f"{P2} {V2} {cp(2, 1)} {SELECTIVE}"),
+    (4, f"{GQA} {BOTH}", f"{T2} {SP} {cp(1, 2)} {STREAM}"),
+    (4, f"{GQA} {BOTH}", f"{cp(2, 2)} {FPDT} {FULL}"),
+    (8, f"{GQA} {BOTH}", f"{T2} {SP} {cp(2, 2)}"),
+    (8, f"{GQA} {BOTH}", f"{P2} {T2} {cp(1, 2)} {BLOCK}"),
+]
+PARTITION = "--partition-position-embedding"
+GPT_CASES = [
+    (2, f"{MHA} {BOTH}", cp(2, 1)),
+    (2, f"{MHA} {BOTH}", f"{T2} {SP} {PARTITION}"),
+    (2, f"{MHA} {BOTH}", f"{T2} {cp(1, 1)}"),
+    (2, f"{MHA} {BOTH}", f"{cp(1, 2)} {STREAM} {PARTITION}"),
+    (4, f"{MHA} {BOTH}", f"{P2} {cp(1, 2)} {FULL}"),
+]
+
+
+@pytest.mark.parametrize("world, model, grid", grid_pairs(LLAMA_CASES, quick=[(2, f"{GQA} {BOTH}", cp(2, 1))]))
+def test_llama_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, model, grid, llama=True, steps=3)
+
+
+@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
+def test_gpt_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
+    check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=3)
+
+
+def test_each_dropout_changes_the_loss(on_one_process):
+    found = {
+        flags: on_one_process(f"{GQA} --num-layers 2 {flags}", True, 2)[0][0]
+        for flags in ("", BOTH, HIDDEN, WEIGHTS, "--hidden-dropout 0.1", "--attention-dropout 0.1")
+    }
+    assert len({round(loss, 7) for loss in found.values()}) == len(found), found
+    assert all(abs(loss / found[""] - 1) < 0.05 for loss in found.values()), found
+
+
+def evaluation_losses(flags):
+    """The loss of an evaluation before training, and of the first training step."""
+    from megatron.training.job import batches_for
+    from megatron.training.step import evaluate, train_step
+    from tests.distributed.training_runs import make_job
+
+    job = make_job(f"{flags} --eval-iters 1")
+    batch = (job.config, job.batch_sizes.get())
+    held_out = evaluate(job.runtime, job.chunks, batches_for(job, job.datasets[1], 0, 0), *batch, 1).lm_loss
+    train = batches_for(job, job.datasets[0], 0, 0)
+    return held_out, train_step(job.runtime, job.chunks, job.optimizer, job.schedule, train, *batch).lm_loss
+
+
+@pytest.mark.parametrize("memory", ["", FPDT])
+def test_nothing_is_dropped_in_evaluation(pool, memory):
+    plain, dropped = (pool.run(evaluation_losses, 1, f"{GQA} {memory} {flags}")[0] for flags in ("", BOTH))
+    assert plain[0] == dropped[0] and plain[1] != dropped[1]
+
+
+def test_half_precision(pool):
+    """Alike on two grids, but for rounding."""
+    one, two = (pool.run(run_training, 2, f"{GQA} --bf16 {BOTH} {grid}", True, 3)[0] for grid in (cp(2, 1), cp(1, 2)))
+    assert one[0] == pytest.approx(two[0], rel=2e-4)
