@@ -21,6 +21,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate_attention import varies_by_batch
 from megatron.training.arguments.validate_chunks import attention_chunks
+from megatron.training.determinism import make_deterministic
 from megatron.training.model.attention_rule import attention_mask
 from megatron.training.model.precision import compute_dtype
 from megatron.training.refusal import Refusal
@@ -65,6 +66,8 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
     parallel = config.parallel
+    if config.run.deterministic_mode:
+        make_deterministic()
     try:
         where = where or platform.select(
             config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend

@@ -383,6 +383,7 @@ class RunConfig:
 
     device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
     seed: int = flag(1234, "seed of weights, data order and dropout")
+    deterministic_mode: bool = flag(False, "a run repeats bit for bit, on the same grid and kind of device")
     train_iters: int | None = flag(None, "iterations to train", type=int)
     train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
     eval_interval: int | None = flag(None, "iterations between evaluations", type=int)

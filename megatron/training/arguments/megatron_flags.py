@@ -358,10 +358,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "bitwise repeatable GPU kernels are not promised; on a CPU a run repeats without it: leave it out",
-        "--deterministic-mode",
-    ),
-    (
         "this check or diagnostic is not built here: leave it out",
         """
         --check-for-large-grads --check-for-spiky-loss --check-weight-hash-across-dp-replicas-interval 1

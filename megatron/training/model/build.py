@@ -195,6 +195,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         and core_layers._grad_accum_fusion_available
         and not in_chunks(config)
         and parallel.zero_stage < 2,
+        deterministic_mode=config.run.deterministic_mode,
         batch_p2p_comm=on_gpu and not overlap_p2p,
         overlap_p2p_comm=overlap_p2p,
         deallocate_pipeline_outputs=True,
