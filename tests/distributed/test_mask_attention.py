@@ -59,6 +59,8 @@ BACKENDS = {
     "Ring": (1, 4, 1, "zigzag", 1),
     "Ring contiguous": (1, 3, 1, "contiguous", 1),
     "USP beside TP": (2, 2, 2, "zigzag", 1),
+    "Ring gathered": (1, 4, 1, "zigzag", 1),
+    "USP gathered": (2, 3, 1, "contiguous", 1),
     "FPDT": (1, 1, 1, "zigzag", 5),
     "FPDT, USP": (2, 2, 1, "zigzag", 3),
 }
@@ -101,7 +103,7 @@ def errors(pairs):
     return [float((mine.double() - full).abs().max() / full.abs().max().clamp_min(0.1)) for mine, full in pairs]
 
 
-def compare(scheme, backend, kernel, dtype, threshold=16384, batch=2, layout=None):
+def compare(scheme, backend, kernel, dtype, threshold=16384, batch=2, layout=None, gather=False):
     """Largest errors of out, dq, dk, dv on this rank, each relative to its largest entry."""
     name, more = SCHEMES[scheme]
     mask, slopes = MASKS[name], alibi_slopes(4) if "ALiBi" in more else None
@@ -116,7 +118,7 @@ def compare(scheme, backend, kernel, dtype, threshold=16384, batch=2, layout=Non
     if layout.chunks > 1:
         out = chunked(*local, layout, cp.AttentionRule(mask, **options))
     else:
-        out = cp.attention(*local, layout=layout, mask=mask, **options)
+        out = cp.attention(*local, layout=layout, mask=mask, gather_keys=gather, **options)
     grads = torch.autograd.grad(out, local, layout.shard(dout).to(dtype))
     pairs = [(out, expected), *zip(grads, expected_grads)]
     return errors((mine, layout.shard(full)) for mine, full in pairs)
@@ -143,7 +145,8 @@ MATRIX = [(scheme, backend) for backend in BACKENDS for scheme in SCHEMES]
 
 def compare_schemes(schemes, backend, kernel, dtype):
     layout = make_layout(backend)
-    return {scheme: compare(scheme, backend, kernel, dtype, layout=layout) for scheme in schemes}
+    gather = "gathered" in backend
+    return {scheme: compare(scheme, backend, kernel, dtype, layout=layout, gather=gather) for scheme in schemes}
 
 
 def ranks(backend):

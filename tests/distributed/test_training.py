@@ -20,6 +20,7 @@ GPT = "--hidden-dropout 0 --attention-dropout 0"  # learned positions, LayerNorm
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
 SELECTIVE = "--recompute-granularity selective"
+GATHER = "--cp-comm-type all_gather"
 
 WHOLE = "--micro-batch-size 4"  # no accumulation: half the messages. Its grids are in other cases with it.
 BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
@@ -51,6 +52,9 @@ LLAMA_CASES = [
     (2, MQA, cp(2, 1)),
     (2, GQA, cp(1, 2)),
     (2, MHA, cp(1, 2, "contiguous")),
+    (2, GQA, f"{cp(1, 2)} {GATHER}"),
+    (4, GQA, f"{cp(2, 2)} {GATHER} {FULL}"),
+    (4, GQA, f"{T2} {SP} {cp(1, 2)} {GATHER} {ZERO1}"),
     (2, GQA, T2),
     (2, GQA, f"{T2} {SP}"),
     (2, GQA, P2),

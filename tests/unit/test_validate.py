@@ -105,6 +105,9 @@ def test_complete_leaves_its_argument_alone():
         ("--context-parallel-size 8 --cp-comm-type p2p", (1, 8)),
         ("--context-parallel-size 4 --cp-comm-type a2a", (4, 1)),
         ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", (2, 4)),
+        ("--context-parallel-size 8 --cp-comm-type all_gather", (1, 8)),
+        ("--context-parallel-size 8 --cp-comm-type all_gather --ulysses-parallel-size 2", (2, 4)),
+        ("--ring-parallel-size 4 --cp-comm-type all_gather", (1, 4)),
         ("--context-parallel-size 1 --cp-comm-type p2p --ulysses-parallel-size 2 --ring-parallel-size 4", (2, 4)),
         ("--cp-comm-type p2p p2p p2p", (1, 1)),
         # context-parallel size alone: the largest Ulysses degree that neither splits nor copies a head
@@ -238,7 +241,11 @@ REFUSALS = [
     ("--context-parallel-size 8 --cp-comm-type p2p --ulysses-parallel-size 4", 8, "--ulysses-parallel-size 1, not 4"),
     ("--context-parallel-size 8 --cp-comm-type a2a --ring-parallel-size 2", 8, "a2a --ring-parallel-size 1, not 2"),
     ("--context-parallel-size 8 --cp-comm-type a2a+p2p", 8, "--cp-comm-type a2a+p2p --hierarchical-context"),
-    ("--context-parallel-size 8 --cp-comm-type all_gather", 8, "--cp-comm-type all_gather p2p"),
+    (
+        "--context-parallel-size 8 --cp-comm-type all_gather --fpdt --fpdt-chunk-size 1024",
+        8,
+        "--cp-comm-type all_gather --fpdt --cp-comm-type p2p",
+    ),
     ("--context-parallel-size 8 --cp-comm-type p2p a2a", 8, "--cp-comm-type p2p a2a give one word"),
     ("--context-parallel-size 8 --cp-comm-type nvlink", 8, "--cp-comm-type nvlink unknown p2p"),
     ("--hierarchical-context-parallel-sizes 2 2 2", 8, "--hierarchical-context-parallel-sizes two sizes"),

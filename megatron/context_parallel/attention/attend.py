@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention, written once, over tiles: a source brings key blocks, a kernel computes tiles, results add up.
 
-Plain attention, the ring and FPDT's chunks differ only in where key blocks come from. Outputs are merged with the true
+Plain attention, the ring, gathered keys and FPDT's chunks differ only in where key blocks come from. Outputs are merged with the true
 lse of every tile; the backward pass of a tile gets the *final* out and lse, so the gradients of tiles simply add up.
 
-Read on in ring.py (where blocks come from), tile.py (how one tile is computed), merge.py (how results add up).
+Read on in ring.py and gather.py (where blocks come from), tile.py (how one tile is computed), merge.py (how results add up).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.context_parallel.attention.gather import GatherSource
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock, RingSource
 from megatron.context_parallel.attention.tile import TileKernel
@@ -23,7 +24,7 @@ from megatron.context_parallel.layout.tiles import Tile
 
 
 def tiled_attention(
-    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, source: RingSource, kernel: TileKernel
+    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, source: RingSource | GatherSource, kernel: TileKernel
 ) -> Tensor:
     """Attention of this rank's queries to every key that its source brings.
 
@@ -73,7 +74,7 @@ def attend_grad(
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, source: RingSource, kernel: TileKernel) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, source: RingSource | GatherSource, kernel: TileKernel) -> Tensor:
         result = Accumulator(q)
         for block in source.blocks(k, v):
             attend(block.tiles, q, block.k, block.v, kernel=kernel, result=result)

@@ -126,6 +126,7 @@ class AttentionRule:
             of rows, where the sequence is longer than this (DeepSpeed4Science, figure 4).
         dropout: of the attention weights, by position; its heads are those before the all-to-all. None, or a
             probability of 0, keeps all.
+        gather_keys: ring ranks gather all keys at once (gather.py), in place of passing them on; not in chunks.
     """
 
     mask: Mask = Causal()
@@ -134,6 +135,7 @@ class AttentionRule:
     alibi_slopes: Tensor | None = None
     mask_cpu_threshold: int = 16384
     dropout: Dropout | None = None
+    gather_keys: bool = False
 
     def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int) -> TileKernel:
         """For queries [s, b, heads of this rank, d], after the all-to-all.

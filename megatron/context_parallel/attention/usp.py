@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import tiled_attention
+from megatron.context_parallel.attention.gather import GatherSource
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.attention.tile import AttentionRule
@@ -31,6 +32,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     mask_cpu_threshold: int = 16384,
     dropout: Dropout | None = None,
+    gather_keys: bool = False,
 ) -> Tensor:
     """Exact attention over the whole sequence, each rank with its own tokens.
 
@@ -40,7 +42,7 @@ def attention(
         layout: who holds which tokens.
         mask: which keys a query attends to; a sequence has one for each sample of the batch.
         key_layout: who holds which keys, where they are another sequence (cross-attention); default ``layout``.
-        kernel, scale, alibi_slopes, mask_cpu_threshold, dropout: see
+        kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys: see
             :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
 
     Returns:
@@ -67,7 +69,10 @@ def attention(
     def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, mask: Mask, dropout: Dropout | None) -> Tensor:
         rule = AttentionRule(mask, kernel, scale, alibi_slopes, mask_cpu_threshold, dropout)
         tile_kernel = rule.tile_kernel(q_SBHD, layout.grid.ulysses, longest)
-        source = RingSource(ring_plan(layout, mask, key_layout=key_layout), layout.grid.ring)
+        if gather_keys and layout.grid.ring.size > 1:
+            source = GatherSource(layout, mask, key_layout)
+        else:
+            source = RingSource(ring_plan(layout, mask, key_layout=key_layout), layout.grid.ring)
         return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=tile_kernel)
 
     def by_sample(*qkv: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class ContextParallelAttention(MegatronModule):
             alibi_slopes=rule.alibi_slopes,
             mask_cpu_threshold=rule.mask_cpu_threshold,
             dropout=self.dropout_of(seen),
+            gather_keys=rule.gather_keys,
         )
         return out.flatten(2)
 

@@ -124,7 +124,7 @@ class ParallelConfig:
     cp_comm_type: list[str] | None = flag(
         None,
         "Megatron's spelling of the split: p2p is Ring, a2a Ulysses, a2a+p2p both, with "
-        "--hierarchical-context-parallel-sizes",
+        "--hierarchical-context-parallel-sizes; all_gather is Ring whose ranks gather all keys at once",
         type=str,
         nargs="+",
     )

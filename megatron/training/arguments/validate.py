@@ -157,7 +157,8 @@ def _context(config: Config) -> None:
         total = None
     if parallel.cp_comm_type:
         ulysses, ring = _by_comm_type(config, total, ulysses, ring)
-        parallel.cp_comm_type = None  # the sizes say it from here on
+        if parallel.cp_comm_type != ["all_gather"]:
+            parallel.cp_comm_type = None  # the sizes say it from here on
         given = (ulysses or 1) * (ring or 1)
     if total is not None and (total % given or (ulysses and ring and total != given)):
         sizes = {"--ulysses-parallel-size": ulysses, "--ring-parallel-size": ring}
@@ -185,20 +186,22 @@ def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: 
     kinds = set(config.parallel.cp_comm_type)
     words = f"--cp-comm-type {' '.join(config.parallel.cp_comm_type)}"
     if unknown := kinds - {"p2p", "a2a", "a2a+p2p", "all_gather"}:
-        raise Refusal(f"{words}: {sorted(unknown)[0]} is unknown; use p2p, a2a or a2a+p2p")
+        raise Refusal(f"{words}: {sorted(unknown)[0]} is unknown; use p2p, a2a, a2a+p2p or all_gather")
     if len(kinds) > 1:
         raise Refusal(f"{words}: layers that share a sequence in different ways are not built here: give one word")
     (kind,) = kinds
+    if kind == "all_gather" and (ring or total or 1) > 1:
+        if config.chunks.fpdt:
+            raise Refusal(f"{words} and --fpdt, whose keys travel chunk by chunk: use --cp-comm-type p2p")
+        return (ulysses, ring) if ulysses or ring else (1, total)
     if total in (None, 1):
         config.notes.append(f"{words} says nothing without --context-parallel-size above 1")
         return ulysses, ring
-    if kind == "all_gather":
-        raise Refusal(f"{words}: keys that are gathered are not built here: use p2p, a ring, or a2a, Ulysses")
     if kind == "a2a+p2p":
         if ulysses is None and ring is None:
             raise Refusal(f"{words} needs the sizes of both: add --hierarchical-context-parallel-sizes ULYSSES RING")
         return ulysses, ring
-    wanted = (1, total) if kind == "p2p" else (total, 1)
+    wanted = (total, 1) if kind == "a2a" else (1, total)
     for flag, size, other in zip(("--ulysses-parallel-size", "--ring-parallel-size"), wanted, (ulysses, ring)):
         if other not in (None, size):
             raise Refusal(f"{words} with --context-parallel-size {total} is {flag} {size}, not {other}: leave one out")
