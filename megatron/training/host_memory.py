@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.formulas.host import HostBytes, host_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import model_shape
+from megatron.training.arguments.stages import stage_layers
 from megatron.training.refusal import Refusal
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -23,7 +25,10 @@ def host_bytes(config: Config) -> HostBytes:
     """
     parallel, attention, chunks = config.parallel, config.attention, config.chunks
     workload = Workload(
-        model_shape(config.model, vocab_size=1),  # the vocabulary is never offloaded
+        replace(
+            model_shape(config.model, vocab_size=1),  # the vocabulary is never offloaded
+            layers=max(stage_layers(config)) * parallel.pipeline_model_parallel_size,
+        ),
         config.data.seq_length,
         config.data.global_batch_size,
         causal=attention.attention_mask in ("causal", None) and parallel.context_parallel_balance != "documents",

@@ -21,6 +21,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
 SELECTIVE = "--recompute-granularity selective"
 GATHER = "--cp-comm-type all_gather"
+ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 WHOLE = "--micro-batch-size 4"  # no accumulation: half the messages. Its grids are in other cases with it.
 BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
@@ -96,6 +97,11 @@ LLAMA_CASES = [
     (8, GQA, f"{T2} {SP} {P2} {cp(1, 2)} {FULL}"),
     (8, GQA, f"{P2} {cp(2, 2)} {ZERO1} --micro-batch-size 1"),
     (8, GQA, f"{P2} {V2} {T2} {SP} {cp(2, 1)} {ZERO1}"),
+    (2, GQA, f"{P2} --decoder-first-pipeline-num-layers 3 {ZERO1}"),
+    (4, GQA, f"{P2} --decoder-last-pipeline-num-layers 1 {cp(1, 2)} {FULL}"),
+    (2, f"{GQA} --num-layers 7", f"{P2} {V2} --account-for-loss-in-pipeline-split"),
+    (2, f"{GQA} --num-layers 6", f"{P2} {V2} {ACCOUNT}"),
+    (4, f"{GQA} --num-layers 6", f"{P4} --micro-batch-size 1 {ACCOUNT}"),
 ]
 GPT_CASES = [
     (2, MHA, cp(1, 2)),
@@ -126,7 +132,7 @@ def steps(world: int, grid: str, long_runs: bool) -> int:
 
 
 def check(pool, on_one_process, world, model, grid, llama, steps=20):
-    if not any(flags in grid for flags in (P4, V2, BLOCK)):
+    if not any(flags in grid for flags in (P4, V2, BLOCK, "pipeline-num-layers")):
         model += " --num-layers 2"  # half the time; more stages, and blocks of two layers a stage, need the four
     changes = " ".join(flags for flags in ALWAYS_ONE_PROCESS if flags in grid)
     losses, norms, grads = on_one_process(f"{model} {changes}", llama)

@@ -14,6 +14,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments import validate
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import parse
+from megatron.training.arguments.stages import stage_layers
 from megatron.training.arguments.validate import complete, data_parallel_size
 from megatron.training.arguments.validate_chunks import attention_chunks, loss_chunks
 from megatron.training.refusal import Refusal
@@ -487,3 +488,44 @@ def test_lengths_are_refused_exactly_where_the_layout_cannot_cut_them(
         done = complete(config, world_size)
     grid = abstract_grid(ulysses=ulysses, ring=ring, tensor=tensor)
     assert SequenceLayout(done.data.seq_length, grid, balance).local_length % tensor == 0
+
+
+@pytest.mark.parametrize(
+    "flags, layers",
+    [
+        ("--num-layers 8", [2, 2, 2, 2]),
+        ("--num-layers 9 --decoder-first-pipeline-num-layers 3", [3, 2, 2, 2]),
+        ("--num-layers 7 --decoder-last-pipeline-num-layers 1", [2, 2, 2, 1]),
+        ("--num-layers 7 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 3", [2, 1, 1, 3]),
+        ("--num-layers 7 --account-for-loss-in-pipeline-split", [2, 2, 2, 1]),
+        ("--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
+    ],
+)
+def test_layers_of_stages(flags: str, layers: list[int]):
+    config = build(f"--pipeline-model-parallel-size 4 {flags}", world_size=4)
+    assert stage_layers(config) == layers and sum(layers) == config.model.num_layers
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--num-layers 7", "--num-layers 7 .* use 4 or 8"),
+        ("--num-layers 8 --account-for-loss-in-pipeline-split", "--account-for-loss-in-pipeline-split, .* use 7 or 11"),
+        (
+            "--num-layers 8 --decoder-first-pipeline-num-layers 3",
+            "--decoder-first-pipeline-num-layers 3 of --num-layers 8",
+        ),
+        ("--num-layers 8 --decoder-last-pipeline-num-layers 8", "leave 0 layers for the other 3"),
+        (
+            "--num-layers 8 --decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
+            "--decoder-first-pipeline-num-layers 2 and --account-for-loss-in-pipeline-split",
+        ),
+        (
+            "--num-layers 10 --decoder-first-pipeline-num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+            "--num-virtual-stages-per-pipeline-rank",
+        ),
+    ],
+)
+def test_stages_that_cannot_be_cut_so(flags: str, words: str):
+    with pytest.raises(Refusal, match=words):
+        build(f"--pipeline-model-parallel-size 4 {flags}", world_size=4)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention, written once, over tiles: a source brings key blocks, a kernel computes tiles, results add up.
 
-Plain attention, the ring, gathered keys and FPDT's chunks differ only in where key blocks come from. Outputs are merged with the true
-lse of every tile; the backward pass of a tile gets the *final* out and lse, so the gradients of tiles simply add up.
+Plain attention, the ring, gathered keys and FPDT's chunks differ only in where key blocks come from. Outputs are merged
+with the true lse of every tile; the backward pass of a tile gets the *final* out and lse, so the gradients of tiles
+simply add up.
 
-Read on in ring.py and gather.py (where blocks come from), tile.py (how one tile is computed), merge.py (how results add up).
+Read on in ring.py and gather.py (where blocks come from), tile.py (how one tile is computed), merge.py (how results add
+up).
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def attend_grad(
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, source: RingSource | GatherSource, kernel: TileKernel) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, source: RingSource | GatherSource, kernel: TileKernel
+    ) -> Tensor:
         result = Accumulator(q)
         for block in source.blocks(k, v):
             attend(block.tiles, q, block.k, block.v, kernel=kernel, result=result)

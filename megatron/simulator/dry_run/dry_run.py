@@ -20,6 +20,8 @@ from megatron.simulator.dry_run.one_rank import RankStep, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.stages import stage_layers
+from megatron.training.refusal import Refusal
 from megatron.training.report.flops import step_flops
 from megatron.training.report.memory_picture import Profile
 
@@ -117,6 +119,11 @@ def dry_run(
     Raises:
         Refusal: what the run itself would refuse.
     """
+    if len(set(stage_layers(config))) > 1:
+        raise Refusal(
+            "--dry-run simulates pipeline stages of equal depth: leave out --decoder-first-pipeline-num-layers, "
+            "--decoder-last-pipeline-num-layers and --account-for-...-in-pipeline-split"
+        )
     counts = [_layers(config)] if every_layer else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
     jobs = [(with_layers(config, n), world_size, rank, vocab_size, machine) for rank, _ in kinds for n in counts]

@@ -325,11 +325,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1",
     ),
     (
-        "stages hold equally many layers here: use a --num-layers that --pipeline-model-parallel-size divides",
-        """
-        --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1 --pipeline-model-parallel-layout 1
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-        """,
+        "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+        "--pipeline-model-parallel-layout 1",
     ),
     (
         "this precision setting is not built here: leave it out",

@@ -15,6 +15,7 @@ from math import gcd
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.dry_run import processes
 from megatron.training.arguments.models import ROTARY, derive_shape
+from megatron.training.arguments.stages import settle_virtual_stages
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.arguments.validate_chunks import check_chunks
 from megatron.training.arguments.validate_job import check_batch, check_job, check_memory, check_ranges, near
@@ -43,7 +44,7 @@ def complete(config: Config, world_size: int) -> Config:
     _grid(config, world_size)
     _heads(config)
     _sequence(config)
-    _pipeline(config)
+    settle_virtual_stages(config)
     _precision(config)
     check_partitioned_positions(config)
     check_memory(config)
@@ -298,36 +299,6 @@ def _sequence(config: Config) -> None:
             f"--seq-length {length} is beyond --max-position-embeddings {model.max_position_embeddings}, the length "
             "the model is made for"
         )
-
-
-def _pipeline(config: Config) -> None:
-    """Settle the number of virtual stages from either of its spellings."""
-    parallel, layers = config.parallel, config.model.num_layers
-    stages, depth = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    virtual = parallel.num_virtual_stages_per_pipeline_rank
-    if layers % stages:
-        raise Refusal(
-            f"--num-layers {layers} is no multiple of --pipeline-model-parallel-size {stages}: "
-            f"use {near(layers, stages)}"
-        )
-    layers //= stages
-    if depth and (layers % depth or virtual not in (None, layers // depth)):
-        raise Refusal(
-            f"--num-layers-per-virtual-pipeline-stage {depth} does not cut the {layers} layers of a stage evenly, or "
-            "not into --num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor"
-        )
-    virtual = layers // depth if depth else virtual or 1
-    if layers % virtual:
-        raise Refusal(
-            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the {layers} layers of a pipeline "
-            f"stage: use {gcd(layers, virtual)}"
-        )
-    if virtual > 1 and stages == 1:
-        raise Refusal(
-            "virtual pipeline stages need --pipeline-model-parallel-size above 1: raise it, or leave them out"
-        )
-    parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
-    parallel.num_layers_per_virtual_pipeline_stage = layers // virtual if virtual > 1 else None
 
 
 def _precision(config: Config) -> None:

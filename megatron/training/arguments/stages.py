@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many layers each pipeline stage holds, as Megatron-LM's flags cut them."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from megatron.training.arguments.config import Config
+from megatron.training.refusal import Refusal
+
+
+def stage_layers(config: Config) -> list[int]:
+    """Layers of each pipeline rank; an embedding or a loss that counts as a layer is not one of them."""
+    layers, parallel = slots(config), config.parallel
+    layers[0] -= parallel.account_for_embedding_in_pipeline_split
+    layers[-1] -= parallel.account_for_loss_in_pipeline_split
+    return layers
+
+
+def slots(config: Config) -> list[int]:
+    """What each pipeline rank has room for: layers, and an embedding and a loss where those count as layers.
+
+    Raises:
+        Refusal: it cannot be cut as the flags say.
+    """
+    parallel, layers = config.parallel, config.model.num_layers
+    stages = parallel.pipeline_model_parallel_size
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    counted = _counted(config)
+    if first is None and last is None:
+        layers += len(counted)
+        if layers % stages:
+            near = [layers // stages * stages - len(counted), (layers // stages + 1) * stages - len(counted)]
+            more = f", with {' and '.join(counted)}," if counted else ""
+            raise Refusal(
+                f"--num-layers {config.model.num_layers}{more} is no multiple of --pipeline-model-parallel-size "
+                f"{stages}: use {' or '.join(str(n) for n in near if n > 0)}"
+            )
+        return [layers // stages] * stages
+    given = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
+    words = " and ".join(f"{flag} {count}" for flag, count in given.items() if count is not None)
+    if counted:
+        raise Refusal(f"{words} and {' and '.join(counted)} both say how long stages are: leave one out")
+    if stages == 1:
+        raise Refusal(f"{words} needs --pipeline-model-parallel-size above 1: raise it, or leave {words} out")
+    left, others = layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
+    if min(count for count in given.values() if count is not None) < 1 or left < others or (others and left % others):
+        raise Refusal(
+            f"{words} of --num-layers {layers} leave {left} layers for the other {others} of "
+            f"--pipeline-model-parallel-size {stages} stages: leave each the same number, at least one"
+        )
+    if not others and left:
+        raise Refusal(f"{words} are not --num-layers {layers} in all: make them")
+    middle = left // others if others else 0
+    found = [middle] * stages
+    found[0] = middle if first is None else first
+    found[-1] = middle if last is None else last
+    return found
+
+
+def settle_virtual_stages(config: Config) -> None:
+    """Check how stages are cut, and settle the number of virtual ones from either of its spellings.
+
+    Raises:
+        Refusal: a stage cannot be cut so.
+    """
+    parallel, each = config.parallel, slots(config)
+    depth, virtual = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    uneven = len(set(each)) > 1
+    if depth and uneven:
+        raise Refusal(
+            f"--num-layers-per-virtual-pipeline-stage {depth} with stages of {', '.join(map(str, each))} layers: give "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    layers = gcd(*each)
+    if depth and (layers % depth or virtual not in (None, layers // depth)):
+        raise Refusal(
+            f"--num-layers-per-virtual-pipeline-stage {depth} does not cut the {layers} layers of a stage evenly, or "
+            "not into --num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor"
+        )
+    virtual = layers // depth if depth else virtual or 1
+    if layers % virtual:
+        raise Refusal(
+            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the "
+            f"{' or '.join(map(str, sorted(set(each))))} layers of a pipeline stage: use {gcd(layers, virtual)}"
+        )
+    if virtual > 1 and len(each) == 1:
+        raise Refusal(
+            "virtual pipeline stages need --pipeline-model-parallel-size above 1: raise it, or leave them out"
+        )
+    if min(stage_layers(config)) < 0 or (_counted(config) and min(each) // virtual < 1):
+        raise Refusal(f"{' and '.join(_counted(config))}: a stage has no room for them: use fewer stages")
+    parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
+    parallel.num_layers_per_virtual_pipeline_stage = layers // virtual if virtual > 1 and not uneven else None
+
+
+def _counted(config: Config) -> list[str]:
+    parallel = config.parallel
+    given = {
+        "--account-for-embedding-in-pipeline-split": parallel.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": parallel.account_for_loss_in_pipeline_split,
+    }
+    return [flag for flag, on in given.items() if on]
