@@ -84,8 +84,8 @@ class LongContextLayer(TransformerLayer):
     def __init__(self, *args: Any, attention: AttentionSettings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.attention_settings, self.dropout = attention, None
-        self.self_attn_bda = partial(self._bias_dropout_add, self.self_attn_bda, ATTENTION)
-        self.mlp_bda = partial(self._bias_dropout_add, self.mlp_bda, FFN)
+        self.core_add = {ATTENTION: self.self_attn_bda, FFN: self.mlp_bda}
+        del self.self_attn_bda, self.mlp_bda  # what follows takes their places
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -102,14 +102,18 @@ class LongContextLayer(TransformerLayer):
         layout, _ = settings.of_samples(seen)
         return HiddenDropout(settings.dropout, seen, layout, self.config.sequence_parallel)
 
-    def _bias_dropout_add(self, core: Callable, which: int, training: bool, fused: bool) -> Callable:
-        """What takes the place of core's ``get_bias_dropout_add``."""
-        if self.dropout is None:
-            return core(training, fused)
-        return self._add(self.dropout, which, None)
+    def self_attn_bda(self, training: bool, fused: bool) -> Callable:
+        """(output of attention with its bias, residual, _) -> their sum, after dropout."""
+        return self.adding(self.dropout, ATTENTION)
 
-    def _add(self, dropout: HiddenDropout | None, which: int, rows: Span | None) -> Callable:
-        """(output with its bias, residual, _) -> their sum, after dropout; ``rows``: of this rank's tokens."""
+    def mlp_bda(self, training: bool, fused: bool) -> Callable:
+        """The same of the FFN."""
+        return self.adding(self.dropout, FFN)
+
+    def adding(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
+        """The same for ``rows`` of this rank's tokens; core's own, which may be one kernel, if nothing is dropped."""
+        if dropout is None:
+            return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 
         def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
             x, bias = output_with_bias
@@ -177,7 +181,7 @@ class ChunkedTransformerLayer(LongContextLayer):
         self, layout: SequenceLayout, dropout: HiddenDropout | None, out: Tensor, x: Tensor, chunk: int
     ) -> Tensor:
         """Output projection of [c, b, heads, d], bias, dropout and the residual x."""
-        add = self._adding(dropout, ATTENTION, layout.local_chunks[chunk])
+        add = self.adding(dropout, ATTENTION, layout.local_chunks[chunk])
         return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 
     def _forward_mlp(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -192,11 +196,5 @@ class ChunkedTransformerLayer(LongContextLayer):
         )
 
     def _ffn(self, dropout: HiddenDropout | None, x: Tensor, rows: Span) -> Tensor:
-        add = self._adding(dropout, FFN, rows)
+        add = self.adding(dropout, FFN, rows)
         return add(self.mlp(self.pre_mlp_layernorm(x)), x, 0.0)
-
-    def _adding(self, dropout: HiddenDropout | None, which: int, rows: Span) -> Callable:
-        if dropout is not None:
-            return self._add(dropout, which, rows)
-        core = (self.self_attn_bda if which == ATTENTION else self.mlp_bda).args[0]
-        return core(self.training, self.config.bias_dropout_fusion)
