@@ -9,7 +9,7 @@ import pytest
 
 from megatron.simulator.cost.trace import HostCopy, Transfer, Wait
 from megatron.simulator.dry_run.command import simulate
-from megatron.simulator.dry_run.dry_run import dry_run, ranks_of
+from megatron.simulator.dry_run.dry_run import dry_run, ranks_of, run_job
 from megatron.simulator.machines.machine import Calibration
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
@@ -178,3 +178,58 @@ def test_refusals(flags, said, capsys):
     assert main(f"{TINY} {flags}".split(), LLAMA, simulate) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+PIPELINE = "--pipeline-model-parallel-size 2"
+MICRO_BATCHES = {
+    "one stage": (1, 8, "--num-layers 1 --bf16 --zero-stage 0"),
+    "ZeRO 1, overlapped": (
+        4,
+        16,
+        "--ulysses-parallel-size 2 --num-layers 2 --zero-stage 1 --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "ZeRO 3 with recompute": (2, 6, f"--num-layers 2 --zero-stage 3 --bf16 --ring-parallel-size 2 {RECOMPUTE}"),
+    "pipeline": (4, 12, "--num-layers 4 --pipeline-model-parallel-size 4 --zero-stage 1 --bf16"),
+    "virtual stages": (2, 12, f"--num-layers 4 {PIPELINE} --num-virtual-stages-per-pipeline-rank 2"),
+    "TP on virtual stages": (
+        4,
+        12,
+        f"--num-layers 6 {PIPELINE} --num-virtual-stages-per-pipeline-rank 3 --tensor-model-parallel-size 2 "
+        "--sequence-parallel --bf16 --zero-stage 1 --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "FPDT": (
+        2,
+        6,
+        f"--num-layers 1 --fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --ulysses-parallel-size 2 "
+        f"{RECOMPUTE}",
+    ),
+    "FPDT in a pipeline": (
+        4,
+        6,
+        f"--num-layers 2 {PIPELINE} --ring-parallel-size 2 --fpdt --fpdt-chunk-size 128 --bf16 {RECOMPUTE}",
+    ),
+}
+USUAL = {"ZeRO 3 with recompute": 0, "FPDT": 0, "virtual stages": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "rank"),
+    [
+        pytest.param(name, gpu, rank, marks=() if gpu and USUAL.get(name) == rank else pytest.mark.full)
+        for name, (ranks, _, flags) in MICRO_BATCHES.items()
+        for rank in (range(0, ranks, ranks // 2) if PIPELINE in flags else range(ranks if "pipeline" in flags else 1))
+        for gpu in ("H100-80G", None)
+    ],
+)
+def test_a_few_micro_batches_stand_for_all(name, gpu, rank):
+    ranks, batch, flags = MICRO_BATCHES[name]
+    machine = gpu and load(gpu)
+    if "--zero-stage 3" in flags:  # a mesh of eight bytes stays in PyTorch's caches from a process's first run on
+        run_job((config_of(f"--global-batch-size 1 {flags}", ranks), ranks, rank, 301, machine, True))
+    config = config_of(f"--global-batch-size {batch} {flags}", ranks)
+    few, every = (run_job((config, ranks, rank, 301, machine, every)) for every in (False, True))
+    assert few[1][1] < few[1][0] == every[1][1] == every[1][0]
+    for field in ("peaks", "host_peak", "flops", "communication", "copies"):
+        assert getattr(few[0], field) == getattr(every[0], field)
+    for field in ("seconds", "exposed", "busy"):
+        assert getattr(few[0], field) == pytest.approx(getattr(every[0], field), rel=1e-9, abs=1e-12)

@@ -16,6 +16,7 @@ from rich.console import Console
 from megatron.formulas.strategy import Group
 from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.simulator.dry_run.replay import duration, replay, table
+from megatron.simulator.dry_run.steady import Repeat, Stretch, Unsteady, find_repeat
 from megatron.simulator.dry_run.timeline import coverage, draw, lanes
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from tests.properties import examples
@@ -172,3 +173,46 @@ def test_there_must_be_something_to_draw(tmp_path):
         draw(replay(Trace([work(1)]), TOY, keep_spans=False), tmp_path / "timeline.png")
     with pytest.raises(ValueError, match="none that takes time"):
         draw(run(work(0)), tmp_path / "timeline.png")
+
+
+def ahead(*seconds: float) -> list:
+    """A stretch that waits for what the one before it began, and begins as much itself."""
+    events = []
+    for index, long in enumerate(seconds, 1):
+        events += [Wait((index - len(seconds),)), work(1), send(long, ("ring", "dp")[index % 2], ticket=index)]
+    return [*events, load(0.5)]
+
+
+@pytest.mark.parametrize("seconds", [(0.5,), (3.0,), (0.2, 4.0), (1.5, 0.5, 2.0)])
+def test_what_repeats_is_played_as_if_it_were_written_out(seconds):
+    stretch, tickets = ahead(*seconds), len(seconds)
+    before = [work(2), *(send(0.1, ticket=index - tickets) for index in range(1, tickets + 1))]
+    after = [Wait((tickets,)), work(1, "attention")]
+    machine = replace(TOY, calibration=Calibration(overlap=0.9))
+
+    def moved(events, by):
+        return [
+            replace(event, tickets=tuple(ticket + by for ticket in event.tickets))
+            if isinstance(event, Wait)
+            else replace(event, ticket=event.ticket + by)
+            if isinstance(event, Transfer)
+            else event
+            for event in events
+        ]
+
+    repeat = Repeat(len(before), len(before) + len(stretch), 40, tickets)
+    found = replay(Trace([*before, *stretch, *after]), machine, repeat=repeat)
+    written_out = [event for times in range(41) for event in moved(stretch, times * tickets)]
+    whole = replay(Trace([*before, *written_out, *moved(after, 40 * tickets)]), machine)
+    assert found.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert found.exposed == pytest.approx(whole.exposed, rel=1e-12)
+    assert found.busy == pytest.approx(whole.busy, rel=1e-12)
+    assert len(found.spans) < len(whole.spans) / 4  # it was not played to the end
+
+
+def test_a_stretch_that_is_waited_for_from_afar_does_not_repeat():
+    passes = [Phase("forward"), send(1, ticket=1), Phase("forward"), send(1, ticket=2), Phase("forward")]
+    near = find_repeat(Trace([*passes, send(1, ticket=3), Wait((2,))]), Stretch(3, 1, 1, 5))
+    assert near == Repeat(2, 4, 5, 1)
+    with pytest.raises(Unsteady):
+        find_repeat(Trace([*passes, send(1, ticket=3), Wait((0,))]), Stretch(3, 1, 1, 5))

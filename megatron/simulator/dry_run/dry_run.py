@@ -3,7 +3,7 @@
 
 Layers are alike, so everything they cause grows by the same amount with each, once there are as many as the offload's
 buffers and FSDP's prefetch look ahead: a long stage runs with four and with five units of layers, and the rest is the
-difference, as often as there are layers left. ``every_layer`` runs them all.
+difference, as often as there are layers left. ``every_layer`` runs them all. So are micro-batches: see steady.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from typing import Any
 
-from megatron.simulator.cost.trace import HostCopy
-from megatron.simulator.dry_run.one_rank import RankStep, run_rank
+from megatron.simulator.cost.trace import HostCopy, Trace
+from megatron.simulator.dry_run.one_rank import RankStep, micro_batches, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
+from megatron.simulator.dry_run.steady import Unsteady, stretch_of
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import stage_layers
+from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.refusal import Refusal
 from megatron.training.report.flops import step_flops
 from megatron.training.report.memory_picture import Profile
@@ -67,12 +69,14 @@ class RankReport:
     Attributes:
         stage: its kind: ``first``, ``middle`` or ``last`` of the pipeline.
         layers: of its stage, and how many of them ran.
+        micro_batches: of a step, and how many of them ran.
         profile, replayed: memory and time of what ran, for pictures.
     """
 
     rank: int
     stage: str
     layers: tuple[int, int]
+    micro_batches: tuple[int, int]
     figures: Figures
     profile: Profile
     replayed: Replay | None
@@ -106,6 +110,7 @@ def dry_run(
     *,
     vocab_size: int,
     every_layer: bool = False,
+    every_micro_batch: bool = False,
     workers: int = 1,
 ) -> DryRun:
     """Run the first, a middle and the last pipeline stage of ``config``, completed for ``world_size``.
@@ -114,6 +119,7 @@ def dry_run(
         machine: simulate its GPUs; None: processes on a CPU, as this program runs there.
         vocab_size: real vocabulary size.
         every_layer: run all layers of a stage in place of a few.
+        every_micro_batch: run all micro-batches of a step in place of a few.
         workers: processes that share the work.
 
     Raises:
@@ -126,7 +132,11 @@ def dry_run(
         )
     counts = [_layers(config)] if every_layer else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
-    jobs = [(with_layers(config, n), world_size, rank, vocab_size, machine) for rank, _ in kinds for n in counts]
+    jobs = [
+        (with_layers(config, n), world_size, rank, vocab_size, machine, every_micro_batch)
+        for rank, _ in kinds
+        for n in counts
+    ]
     done = _do(jobs, workers)
     reports = []
     for index, (rank, stage) in enumerate(kinds):
@@ -134,7 +144,7 @@ def dry_run(
         found, layers = mine[-1][0], _layers(config)
         if len(counts) > 1:
             found = grown(mine[0][0], found, *counts, layers)
-        reports.append(RankReport(rank, stage, (layers, counts[-1]), found, *mine[-1][1:]))
+        reports.append(RankReport(rank, stage, (layers, counts[-1]), mine[-1][1], found, *mine[-1][2:]))
     if machine is None:
         return DryRun(config, world_size, None, reports)
     seconds = _with_bubble(config, world_size, max(report.figures.seconds["step"] for report in reports), reports)
@@ -169,30 +179,42 @@ def layer_counts(config: Config) -> list[int]:
     return [layers] if layers <= sum(few) or config.attention.recompute_method == "block" else few
 
 
-Job = tuple[Config, int, int, int, Machine | None]
-Done = tuple["Figures", Profile, Replay | None]
+Job = tuple[Config, int, int, int, Machine | None, bool]
+Done = tuple["Figures", tuple[int, int], Profile, Replay | None]
 
 
 def _do(jobs: list[Job], workers: int) -> list[Done]:
     workers = min(workers, len(jobs))
     if workers == 1:
-        return [_run(job) for job in jobs]
+        return [run_job(job) for job in jobs]
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        return list(pool.map(_run, jobs[::-1]))[::-1]  # the long ones first
+        return list(pool.map(run_job, jobs[::-1]))[::-1]  # the long ones first
 
 
-def _run(job: Job) -> Done:
-    config, world_size, rank, vocab_size, machine = job
-    done = run_rank(config, world_size, rank, vocab_size, on_gpu=machine is not None)
+def run_job(job: Job) -> Done:
+    """Figures of a rank's step; its micro-batches, and those that ran; memory and time of what ran."""
+    config, world_size, rank, vocab_size, machine, every_micro_batch = job
+    batches = micro_batches(config, data_parallel_size(config, world_size))
+    stage = rank * config.parallel.pipeline_model_parallel_size // world_size
+    stretch = None if every_micro_batch else stretch_of(config, stage, batches)
+    on_gpu = machine is not None
+    try:
+        done = run_rank(config, world_size, rank, vocab_size, on_gpu=on_gpu, stretch=stretch)
+    except Unsteady:
+        stretch = None
+        done = run_rank(config, world_size, rank, vocab_size, on_gpu=on_gpu)
     replayed = replay(done.trace, machine) if machine else None
-    return figures(done, replayed), done.profile, replayed
+    whole = replay(done.trace, machine, keep_spans=False, repeat=done.repeat) if machine and stretch else replayed
+    ran = stretch.micro_batches if stretch else batches
+    return figures(done, whole), (batches, ran), done.profile, replayed
 
 
 def figures(done: RankStep, replayed: Replay | None) -> Figures:
-    copies = {"to_host": 0.0, "to_device": 0.0}
-    for event in done.trace.events:
-        if isinstance(event, HostCopy):
-            copies[event.direction] += event.bytes * event.count
+    """Figures of a step, from what ran and what that stands for; ``replayed`` is the whole step."""
+    trace, times = done.trace, done.repeat.times if done.repeat else 0
+    more = done.repeat.more(trace) if done.repeat else Trace()
+    sent, sent_more = trace.communication_bytes(), more.communication_bytes()
+    copies, copies_more = copied(trace), copied(more)
     seconds, exposed, busy = {}, {}, {}
     if replayed:
         optimizer = next((begin for name, begin in replayed.phases if name == "optimizer"), replayed.seconds)
@@ -201,13 +223,22 @@ def figures(done: RankStep, replayed: Replay | None) -> Figures:
     return Figures(
         done.peaks,
         done.host_peak,
-        done.trace.flops(),
-        done.trace.communication_bytes(),
-        copies,
+        trace.flops() + times * more.flops(),
+        {axis: size + times * sent_more[axis] for axis, size in sent.items()},
+        {to: size + times * copies_more[to] for to, size in copies.items()},
         seconds,
         exposed,
         busy,
     )
+
+
+def copied(trace: Trace) -> dict[str, float]:
+    """Bytes copied between device and host, by direction."""
+    copies = {"to_host": 0.0, "to_device": 0.0}
+    for event in trace.events:
+        if isinstance(event, HostCopy):
+            copies[event.direction] += event.bytes * event.count
+    return copies
 
 
 def grown(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figures:
@@ -249,8 +280,7 @@ def _with_bubble(config: Config, world_size: int, seconds: float, reports: list[
     stages = parallel.pipeline_model_parallel_size
     if stages == 1:
         return seconds
-    ranks = stages * parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    batches = config.data.global_batch_size // config.data.micro_batch_size // (world_size // ranks)
+    batches = micro_batches(config, data_parallel_size(config, world_size))
     passes = max(report.figures.seconds["passes"] for report in reports)
     return seconds + passes * (stages - 1) / (batches * (parallel.num_virtual_stages_per_pipeline_rank or 1))
 

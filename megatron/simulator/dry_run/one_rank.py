@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from megatron.context_parallel.layout.grid import Grid
 from megatron.platform import Platform, cpu
 from megatron.platform.simulation import fake_tensors, simulated_world
 from megatron.simulator.cost.trace import Trace
 from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
 from megatron.simulator.dry_run.recorder import Recorder, axes_of
 from megatron.simulator.dry_run.simulated_offload import simulated_offload
+from megatron.simulator.dry_run.steady import Repeat, Stretch, find_repeat, with_growth
 from megatron.training.arguments.config import Config
 from megatron.training.report.memory_picture import DEVICE_KINDS, Profile, series
 
@@ -32,6 +33,7 @@ class RankStep:
         peaks: most device bytes in each phase (forward, backward, optimizer), by kind.
         host_peak: most bytes of host memory.
         profile: the step's memory over time, as --profile-memory records it.
+        repeat: events of the trace that stand for more micro-batches; None where all of them ran.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class RankStep:
     host_peak: int
     trace: Trace
     profile: Profile = field(repr=False)
+    repeat: Repeat | None = None
 
     @property
     def device_peak(self) -> int:
@@ -49,22 +52,32 @@ class RankStep:
         return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
 
 
-def run_rank(config: Config, world_size: int, rank: int, vocab_size: int, *, on_gpu: bool = False) -> RankStep:
+def run_rank(
+    config: Config,
+    world_size: int,
+    rank: int,
+    vocab_size: int,
+    *,
+    on_gpu: bool = False,
+    stretch: Stretch | None = None,
+) -> RankStep:
     """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
 
     Args:
         config: completed for ``world_size``; it is not changed.
         vocab_size: real vocabulary size.
         on_gpu: simulate a GPU's kernels, streams and fused operations; else what a CPU does.
+        stretch: run so many micro-batches, and take a stretch of them for the rest; None: all.
 
     Raises:
         Refusal: kernel or grid cannot be had.
+        Unsteady: ``stretch`` does not stand for the rest.
     """
+    from megatron.training import step
     from megatron.training.model.build import build_model
     from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
     from megatron.training.report.memory_profile import MemoryProfile
     from megatron.training.setup import start
-    from megatron.training.step import train_step
 
     config = deepcopy(config)
     cpu.run_core_on_cpu()
@@ -85,27 +98,46 @@ def run_rank(config: Config, world_size: int, rank: int, vocab_size: int, *, on_
                 chunk.train()
             batches = [_batches(config, ends) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
-            with recorder:
+            with recorder, ExitStack() as stack:
                 profile = MemoryProfile(recorder, wrapped, optimizer)
 
                 def mark(phase: str) -> None:
                     profile.mark(phase)
                     recorder.mark(phase)
 
-                train_step(
+                run = all_batches = micro_batches(config, runtime.grid.data.size)
+                if stretch:
+                    run = stretch.micro_batches
+                    stack.enter_context(patch.object(step, "mean_loss", of_all(step.mean_loss, run, all_batches)))
+                step.train_step(
                     runtime,
                     wrapped,
                     optimizer,
                     schedule,
                     batches if len(wrapped) > 1 else batches[0],
                     config,
-                    micro_batches(config, runtime.grid),
+                    run,
                     mark,
                 )
                 timeline = profile.finish()
             host_peak = max(recorder.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
+            repeat = None
+            if stretch:
+                repeat = find_repeat(recorder.trace, stretch)
+                marks = [events - profile.first_event for _, events, name in profile.phases if name == "forward"]
+                begin, end = marks[stretch.first], marks[stretch.first + stretch.passes]
+                timeline = with_growth(timeline, begin, end, stretch.times)
             dissolve(wrapped, optimizer)
-        return RankStep(rank, peaks_by_phase(timeline), host_peak, recorder.trace, timeline)
+        return RankStep(rank, peaks_by_phase(timeline), host_peak, recorder.trace, timeline, repeat)
+
+
+def of_all(mean_loss: Callable, run: int, all_batches: int) -> Callable:
+    """The mean loss of a step sums a report of each micro-batch (on the last stage), also of those that did not run."""
+
+    def mean_loss_of_all(reports: list[Tensor], runtime: Any) -> Any:
+        return mean_loss(reports + reports[-1:] * (all_batches - run), runtime)
+
+    return mean_loss_of_all
 
 
 def dissolve(chunks: list[nn.Module], optimizer: Any) -> None:
@@ -116,8 +148,8 @@ def dissolve(chunks: list[nn.Module], optimizer: Any) -> None:
     vars(optimizer).clear()
 
 
-def micro_batches(config: Config, grid: Grid) -> int:
-    return config.data.global_batch_size // (config.data.micro_batch_size * grid.data.size)
+def micro_batches(config: Config, data_parallel: int) -> int:
+    return config.data.global_batch_size // (config.data.micro_batch_size * data_parallel)
 
 
 def peaks_by_phase(profile: Profile) -> dict[str, dict[str, int]]:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from rich.table import Table
 
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
-from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.simulator.cost.trace import Event, HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.simulator.dry_run.steady import Repeat
 from megatron.simulator.machines.machine import Machine
 
 COMPUTE = ("gemm", "attention", "memory")
@@ -59,57 +60,128 @@ class Replay:
         return model_flops / (self.seconds * peak) if self.seconds else 0.0
 
 
-def replay(trace: Trace, machine: Machine, keep_spans: bool = True) -> Replay:
+def replay(trace: Trace, machine: Machine, keep_spans: bool = True, repeat: Repeat | None = None) -> Replay:
     """
+    Args:
+        repeat: events that happen more often than the trace has them. They are played until all streams stand, to each
+            other, as they did a repetition before: then every further one is the same, and takes as long.
+
     Raises:
         ValueError: a Wait names a ticket that nothing before it has issued.
     """
-    now = 0.0  # of the compute stream
-    free: dict[str, float] = {}
-    busy: dict[str, float] = {"compute": 0.0}
-    exposed: dict[str, float] = {}
-    done: dict[int, tuple[float, str]] = {}
-    phases: list[tuple[str, float]] = []
-    spans: list[Interval] = []
-    felt = 1.0 - machine.calibration.overlap
-    for event in trace.events:
-        if isinstance(event, Kernel):
-            took = kernel_seconds(event, machine)
-            busy["compute"] += took
-            exposed[event.kind] = exposed.get(event.kind, 0.0) + took
-            if keep_spans:
-                spans.append(Interval("compute", event.kind, now, now + took, event.name))
-            now += took
-        elif isinstance(event, Transfer | HostCopy):
-            if isinstance(event, Transfer):
-                took, stream, name = transfer_seconds(event, machine), event.axis, event.kind
-            else:
-                took, stream, name = copy_seconds(event, machine), HOST[event.direction], event.direction
-            begin = max(now, free.get(stream, 0.0))
-            end = free[stream] = begin + took
-            busy[stream] = busy.get(stream, 0.0) + took
-            if keep_spans and took:
-                spans.append(Interval(stream, stream, begin, end, name))
-            if event.ticket is None:
-                stop = end
-            else:
-                done[event.ticket] = (end, stream)
-                stop = now + felt * took if isinstance(event, Transfer) else now
-            if stop > now:
-                exposed[stream] = exposed.get(stream, 0.0) + stop - now
-                now = stop
-        elif isinstance(event, Wait):
-            for end, stream in sorted(ended(ticket, done) for ticket in event.tickets):
-                if end > now:
-                    exposed[stream] = exposed.get(stream, 0.0) + end - now
-                    now = end
-        elif isinstance(event, Phase):
-            phases.append((event.name, now))
-    for end, stream in sorted((end, stream) for stream, end in free.items()):  # what nobody has waited for
-        if end > now:
-            exposed[stream] = exposed.get(stream, 0.0) + end - now
-            now = end
-    return Replay(now, busy, exposed, phases, spans)
+    player = Player(machine, keep_spans)
+    if repeat is None:
+        player.play(trace.events)
+        return player.finish()
+    player.play(trace.events[: repeat.begin])
+    events, times = trace.events[repeat.begin : repeat.end], repeat.times
+    player.play(events)
+    for done in range(1, times + 1):
+        before = player.standing((done - 1) * repeat.tickets)
+        player.play(events, done * repeat.tickets)
+        if player.settled(before, done * repeat.tickets):
+            player.leap(before, times - done, repeat.tickets)
+            break
+    player.play(trace.events[repeat.end :], times * repeat.tickets)
+    return player.finish()
+
+
+@dataclass
+class Standing:
+    """Where the streams of a player are at a moment."""
+
+    now: float
+    ahead: dict[str | int, float]  # seconds until streams, and tickets, are done
+    busy: dict[str, float]
+    exposed: dict[str, float]
+
+
+class Player:
+    """Plays events; see the module."""
+
+    def __init__(self, machine: Machine, keep_spans: bool) -> None:
+        self.machine, self.keep_spans = machine, keep_spans
+        self.felt = 1.0 - machine.calibration.overlap
+        self.now = 0.0  # of the compute stream
+        self.free: dict[str, float] = {}
+        self.busy: dict[str, float] = {"compute": 0.0}
+        self.exposed: dict[str, float] = {}
+        self.done: dict[int, tuple[float, str]] = {}
+        self.phases: list[tuple[str, float]] = []
+        self.spans: list[Interval] = []
+
+    def play(self, events: list[Event], tickets: int = 0) -> None:
+        """``tickets`` is added to those of the events."""
+        for event in events:
+            if isinstance(event, Kernel):
+                self._compute(event)
+            elif isinstance(event, Transfer | HostCopy):
+                self._move(event, tickets)
+            elif isinstance(event, Wait):
+                self._wait(sorted(ended(ticket + tickets, self.done) for ticket in event.tickets))
+            elif isinstance(event, Phase):
+                self.phases.append((event.name, self.now))
+
+    def finish(self) -> Replay:
+        self._wait(sorted((end, stream) for stream, end in self.free.items()))  # what nobody has waited for
+        return Replay(self.now, self.busy, self.exposed, self.phases, self.spans)
+
+    def standing(self, tickets: int) -> Standing:
+        """``tickets`` is taken off those that are not yet done."""
+        ahead: dict[str | int, float] = {stream: end - self.now for stream, end in self.free.items() if end > self.now}
+        ahead |= {ticket - tickets: end - self.now for ticket, (end, _) in self.done.items() if end > self.now}
+        return Standing(self.now, ahead, dict(self.busy), dict(self.exposed))
+
+    def settled(self, before: Standing, tickets: int) -> bool:
+        """Whether all that is under way stands to compute as it did then."""
+        here, there = self.standing(tickets).ahead, before.ahead
+        tolerance = 1e-9 * (self.now - before.now)
+        return all(abs(here.get(what, 0.0) - there.get(what, 0.0)) <= tolerance for what in {*here, *there})
+
+    def leap(self, before: Standing, times: int, tickets: int) -> None:
+        """What happened since ``before`` happens ``times`` times more."""
+        took = times * (self.now - before.now)
+        for total, then in ((self.busy, before.busy), (self.exposed, before.exposed)):
+            for name, seconds in total.items():
+                total[name] = seconds + times * (seconds - then.get(name, 0.0))
+        self.now += took
+        self.free = {stream: end + took for stream, end in self.free.items()}
+        self.done = {ticket + times * tickets: (end + took, stream) for ticket, (end, stream) in self.done.items()}
+
+    def _compute(self, kernel: Kernel) -> None:
+        took, begin = kernel_seconds(kernel, self.machine), self.now
+        self.busy["compute"] += took
+        self._pass(kernel.kind, took)
+        if self.keep_spans:
+            self.spans.append(Interval("compute", kernel.kind, begin, self.now, kernel.name))
+
+    def _move(self, event: Transfer | HostCopy, tickets: int) -> None:
+        if isinstance(event, Transfer):
+            took, stream, name = transfer_seconds(event, self.machine), event.axis, event.kind
+        else:
+            took, stream, name = copy_seconds(event, self.machine), HOST[event.direction], event.direction
+        begin = max(self.now, self.free.get(stream, 0.0))
+        end = self.free[stream] = begin + took
+        self.busy[stream] = self.busy.get(stream, 0.0) + took
+        if self.keep_spans and took:
+            self.spans.append(Interval(stream, stream, begin, end, name))
+        if event.ticket is None:
+            self._wait([(end, stream)])
+            return
+        self.done[event.ticket + tickets] = (end, stream)
+        if isinstance(event, Transfer):
+            self._pass(stream, self.felt * took)
+
+    def _wait(self, ends: list[tuple[float, str]]) -> None:
+        for end, stream in ends:
+            if end > self.now:
+                self._pass(stream, end - self.now)
+                self.now = end
+
+    def _pass(self, what: str, seconds: float) -> None:
+        if seconds > 0:
+            self.exposed[what] = self.exposed.get(what, 0.0) + seconds
+            self.now += seconds
 
 
 def ended(ticket: int, done: dict[int, tuple[float, str]]) -> tuple[float, str]:

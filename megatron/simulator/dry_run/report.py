@@ -101,6 +101,8 @@ def as_json(result: DryRun) -> dict[str, Any]:
                 "exposed_ms": {kind: 1000 * seconds for kind, seconds in report.figures.exposed.items()},
                 "layers": report.layers[0],
                 "layers_run": report.layers[1],
+                "micro_batches": report.micro_batches[0],
+                "micro_batches_run": report.micro_batches[1],
             }
             for report in result.ranks
         ],
@@ -150,5 +152,6 @@ def write(result: DryRun, path: str) -> list[str]:
 
 
 def _ran(report: RankReport) -> str:
-    layers, ran = report.layers
-    return "" if ran == layers else f", {ran} of {layers} layers"
+    """Where not everything ran, what did."""
+    all_of_them = (("layers", report.layers), ("micro-batches", report.micro_batches))
+    return "".join(f", {ran} of {there} {what}" for what, (there, ran) in all_of_them if ran != there)
