@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.dry_run import leaves
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 
@@ -31,8 +32,11 @@ def main(
     Args:
         argv: command line without the program's name; default ``sys.argv``.
         defaults: settings that differ from Megatron-LM's for this entry point, as {"section.field": value}.
-        simulate: what --dry-run does with a checked configuration; an exit code.
+        simulate: what --dry-run does with a checked configuration; an exit code. Of several processes that were
+            started, the first does it, and the others return 0 at once.
     """
+    if leaves(sys.argv[1:] if argv is None else argv, os.environ):
+        return 0
     try:
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")))
         _quiet()

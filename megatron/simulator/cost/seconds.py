@@ -42,7 +42,7 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
     else:
         rate = attention_rate(kernel, machine) * calibration.attention
     peak = machine.peak
-    dtype = "fp32" if kernel.itemsize >= 4 else "bf16"
+    dtype = "fp32" if kernel.itemsize >= 4 else "fp8" if kernel.itemsize == 1 and kind == "gemm" else "bf16"
     if dtype != machine.dtype:
         rate *= peak[dtype] / peak[machine.dtype]
     if rate > peak[dtype]:

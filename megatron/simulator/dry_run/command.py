@@ -19,19 +19,19 @@ def simulate(config: Config) -> int:
     from megatron.simulator.dry_run.dry_run import dry_run
     from megatron.simulator.dry_run.report import check_output, show, write
     from megatron.simulator.machines.machine_file import load
-    from megatron.training.data.tokenizer import build_tokenizer, check_vocab
+    from megatron.simulator.dry_run.vocabulary import vocabulary_of
 
     simulation = config.simulation
     machine = load(simulation.gpu) if simulation.gpu else None
     check_output(simulation.dry_run_json)
-    vocab_size = check_vocab(config.model.vocab_size, build_tokenizer(config.data, config.model.vocab_size))
+    vocab_size, assumed = vocabulary_of(config)
     console, started = Console(), time.perf_counter()
-    for note in config.notes:
+    for note in (*config.notes, *([assumed] if assumed else [])):
         console.print(f" > {note}", highlight=False, soft_wrap=True)
     with console.status("simulating"):
         result = dry_run(
             config,
-            processes(config, 1),
+            processes(config, int(os.environ.get("WORLD_SIZE", "1"))),
             machine,
             vocab_size=vocab_size,
             every_layer=simulation.dry_run_every_layer,

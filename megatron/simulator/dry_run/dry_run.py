@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from megatron.simulator.cost.trace import HostCopy, Trace
+from megatron.simulator.dry_run.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.one_rank import RankStep, micro_batches, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
 from megatron.simulator.dry_run.steady import Unsteady, stretch_of
@@ -123,8 +124,9 @@ def dry_run(
         workers: processes that share the work.
 
     Raises:
-        Refusal: what the run itself would refuse.
+        Refusal: what the run itself would refuse; FP8 on a machine without it.
     """
+    check_fp8(config.model, machine)
     if len(set(stage_layers(config))) > 1:
         raise Refusal(
             "--dry-run simulates pipeline stages of equal depth: leave out --decoder-first-pipeline-num-layers, "
@@ -197,12 +199,12 @@ def run_job(job: Job) -> Done:
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
     stretch = None if every_micro_batch else stretch_of(config, stage, batches)
-    on_gpu = machine is not None
+    how = {"on_gpu": machine is not None, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
     try:
-        done = run_rank(config, world_size, rank, vocab_size, on_gpu=on_gpu, stretch=stretch)
+        done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, **how)
     except Unsteady:
         stretch = None
-        done = run_rank(config, world_size, rank, vocab_size, on_gpu=on_gpu)
+        done = run_rank(config, world_size, rank, vocab_size, **how)
     replayed = replay(done.trace, machine) if machine else None
     whole = replay(done.trace, machine, keep_spans=False, repeat=done.repeat) if machine and stretch else replayed
     ran = stretch.micro_batches if stretch else batches

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron.platform import Platform, cpu
 from megatron.platform.simulation import fake_tensors, simulated_world
 from megatron.simulator.cost.trace import Trace
+from megatron.simulator.dry_run.fp8 import Fp8, held_by, in_fp8
 from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
 from megatron.simulator.dry_run.recorder import Recorder, axes_of
 from megatron.simulator.dry_run.simulated_offload import simulated_offload
@@ -60,6 +61,7 @@ def run_rank(
     *,
     on_gpu: bool = False,
     stretch: Stretch | None = None,
+    fp8: Fp8 | None = None,
 ) -> RankStep:
     """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
 
@@ -68,6 +70,7 @@ def run_rank(
         vocab_size: real vocabulary size.
         on_gpu: simulate a GPU's kernels, streams and fused operations; else what a CPU does.
         stretch: run so many micro-batches, and take a stretch of them for the rest; None: all.
+        fp8: how tensors are held under --fp8-format; default as before Blackwell.
 
     Raises:
         Refusal: kernel or grid cannot be had.
@@ -80,6 +83,9 @@ def run_rank(
     from megatron.training.setup import start
 
     config = deepcopy(config)
+    model = config.model
+    fp8 = None if model.fp8_format is None else fp8 or held_by(model, None)
+    model.transformer_impl, model.fp8_format = "local", None  # core's layers stand for Transformer Engine's
     cpu.run_core_on_cpu()
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
     recorder = Recorder({}, resized=config.parallel.zero_stage >= 2)
@@ -96,6 +102,8 @@ def run_rank(
             schedule = build_schedule(optimizer, config)
             for chunk in wrapped:
                 chunk.train()
+            if fp8:
+                in_fp8(wrapped, fp8, recorder)
             batches = [_batches(config, ends) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
             with recorder, ExitStack() as stack:

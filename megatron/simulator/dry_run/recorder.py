@@ -61,6 +61,11 @@ class Recorder(TensorMeter):
             if event is not None:
                 self.trace.events.append(event)
 
+    def price(self, kernel: Kernel) -> None:
+        """Write down a kernel that does not run."""
+        if not self.quiet:
+            self.trace.events.append(kernel)
+
     def mark(self, phase: str) -> None:
         """A phase begins."""
         self.trace.events.append(Phase(phase))

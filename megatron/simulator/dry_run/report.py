@@ -29,7 +29,7 @@ def show(result: DryRun, console: Console) -> None:
     console.print(_time(result))
     console.print(
         f" > a step takes {duration(result.predicted_seconds)} on {result.world_size} x {result.machine.name} "
-        f"(simulated), MFU {100 * result.mfu:.1f} %"
+        f"(simulated), MFU {100 * result.mfu:.1f} %{' of the bf16 peak' if result.config.model.fp8_format else ''}"
     )
     for reason in result.reasons:
         console.print(f" > does not fit: {reason}")

@@ -84,7 +84,8 @@ class Machine:
 
     Attributes:
         memory: bytes of device memory; reserved: of these, taken by contexts, libraries and fragmentation.
-        peak: dense FLOP/s by dtype (``bf16``, ``fp32``): the data sheet's, what MFU is measured against.
+        peak: dense FLOP/s by dtype (``bf16``, ``fp32``, where there is one ``fp8``, and on Blackwell ``mxfp8``): the
+            data sheet's; MFU is measured against bf16's.
         memory_bandwidth: bytes a second.
         gemm, attention, attention_backward: rates by size (see cost/seconds.py); of attention, counted
             as causal (half the pairs), backward as five matrix products, 2.5 times the FLOPs of forward.

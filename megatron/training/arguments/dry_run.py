@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
-from megatron.training.arguments.config import Config
+from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.refusal import Refusal
 
 
@@ -43,6 +44,24 @@ def settle(config: Config) -> Config:
 
 
 def processes(config: Config, started: int) -> int:
-    """Processes of the run: those of the simulated one, or those that were ``started``."""
+    """Processes of the run: of a simulated one --world-size, else as many as were ``started``."""
     simulation = config.simulation
-    return simulation.world_size or 1 if simulation.dry_run else started
+    return simulation.world_size or started if simulation.dry_run else started
+
+
+def priced(model: ModelConfig) -> str | None:
+    """What a dry run does not run as the run would, in one line."""
+    if model.fp8_format:
+        return (
+            f"--fp8-format {model.fp8_format} is priced, not run: megatron-core's layers stand for Transformer Engine's; "
+            "the FP8 copies of weights, inputs and gradients of their linear layers, the casts and the products go by "
+            "formula"
+        )
+    if model.transformer_impl == "transformer_engine":
+        return "--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's"
+    return None
+
+
+def leaves(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether this process has nothing to do: a launcher started many, and one of them simulates them all."""
+    return "--dry-run" in argv and environment.get("RANK", "0") != "0"

@@ -13,7 +13,7 @@ from dataclasses import fields
 from math import gcd
 
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.dry_run import processes
+from megatron.training.arguments.dry_run import priced, processes
 from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.arguments.stages import settle_virtual_stages
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
@@ -305,7 +305,7 @@ def _precision(config: Config) -> None:
     model, optimizer = config.model, config.optimizer
     if optimizer.bf16 and optimizer.fp16:
         raise Refusal("--bf16 and --fp16 are two precisions: leave one out")
-    installed = transformer_engine_installed()
+    installed = transformer_engine_installed() or config.simulation.dry_run
     if model.transformer_impl == "transformer_engine" and not installed:
         raise Refusal(
             "--transformer-impl transformer_engine: Transformer Engine is not installed; install the [gpu] extra, or "
@@ -318,5 +318,7 @@ def _precision(config: Config) -> None:
         )
     if model.fp8_format:
         model.transformer_impl = "transformer_engine"
+    if config.simulation.dry_run and (note := priced(model)):
+        config.notes.append(note)
     if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
         raise Refusal("--grad-reduce-in-bf16 needs --bf16: add it, or leave --grad-reduce-in-bf16 out")
