@@ -18,8 +18,8 @@ def simulate(config: Config) -> int:
 
     from megatron.simulator.dry_run.dry_run import dry_run
     from megatron.simulator.dry_run.report import check_output, show, write
-    from megatron.simulator.machines.machine_file import load
     from megatron.simulator.dry_run.vocabulary import vocabulary_of
+    from megatron.simulator.machines.machine_file import load
 
     simulation = config.simulation
     machine = load(simulation.gpu) if simulation.gpu else None

@@ -405,7 +405,9 @@ class SimulationConfig:
     """A simulated cluster in place of a run."""
 
     dry_run: bool = flag(False, "simulate one step: memory, communication, FLOPs and, with --gpu, time")
-    world_size: int | None = flag(None, "--dry-run: number of simulated processes; default as many as were started", type=int)
+    world_size: int | None = flag(
+        None, "--dry-run: number of simulated processes; default as many as were started", type=int
+    )
     gpu: str | None = flag(
         None, "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU", type=str
     )

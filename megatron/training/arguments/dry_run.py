@@ -53,9 +53,8 @@ def priced(model: ModelConfig) -> str | None:
     """What a dry run does not run as the run would, in one line."""
     if model.fp8_format:
         return (
-            f"--fp8-format {model.fp8_format} is priced, not run: megatron-core's layers stand for Transformer Engine's; "
-            "the FP8 copies of weights, inputs and gradients of their linear layers, the casts and the products go by "
-            "formula"
+            f"--fp8-format {model.fp8_format} is priced, not run: megatron-core's layers stand for Transformer "
+            "Engine's; FP8 copies of weights, inputs and gradients of linear layers, casts and products go by formula"
         )
     if model.transformer_impl == "transformer_engine":
         return "--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's"
