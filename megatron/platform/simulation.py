@@ -122,6 +122,16 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
         yield
 
 
+def outside_fakes(function: Callable) -> Callable:
+    """``function``, of tensors that are real within :func:`fake_tensors` too, and stay so."""
+
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return run
+
+
 class Collectives(TorchDispatchMode):
     """Answers what fake tensors cannot: collectives, and numbers read from tensors (1, or 0 of fp16's overflow)."""
 
@@ -135,6 +145,8 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.prim.device.default:
             return CPU  # all of them
+        if func is torch.ops.aten.detach.default and type(args[0]) is Tensor:  # not a fake: recompute keeps it so
+            return outside_fakes(func)(*args)
         if func in IN_PLACE:
             return args[0]  # nothing changes, and fake tensors would take their time to find out
         if func.namespace == "c10d":

@@ -203,6 +203,11 @@ MICRO_BATCHES = {
         f"--num-layers 1 --fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --ulysses-parallel-size 2 "
         f"{RECOMPUTE}",
     ),
+    "dropout": (
+        2,
+        6,
+        f"--num-layers 1 --hidden-dropout 0.1 --attention-dropout 0.1 --ring-parallel-size 2 {RECOMPUTE}",
+    ),
     "FPDT in a pipeline": (
         4,
         6,

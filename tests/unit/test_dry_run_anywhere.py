@@ -179,6 +179,17 @@ def test_the_vocabulary_by_flags_or_by_name(flags, size, said):
     assert said is None or said in note
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["", pytest.param("--reset-attention-mask --recompute-granularity selective", marks=pytest.mark.full)],
+)
+def test_megatrons_own_dropout(flags, capsys):
+    """0.1 and 0.1, which GPT scripts leave out; in the draws, the samples' numbers are real within fake tensors."""
+    small = f"{TINY} {NUMBERS} --num-layers 1 --gpu H100-80G --ulysses-parallel-size 2 --world-size 2 {flags}"
+    assert main(small.split(), simulate=simulate) == 0
+    assert "--attention-dropout 0.1: on a GPU the math kernel computes it" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_vocabulary_that_nothing_names_is_refused(capsys):
     flags = f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model /models/ours"
     assert main(flags.split(), LLAMA, simulate) == 2

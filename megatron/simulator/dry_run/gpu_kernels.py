@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.optim import adam
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.positions import rope
+from megatron.context_parallel.attention.kernels import math_kernel
+from megatron.context_parallel.positions import dropout, rope
 from megatron.simulator.dry_run.recorder import Recorder
 from megatron.simulator.dry_run.sharded_streams import sharded_streams
 
@@ -38,7 +39,10 @@ def gpu_kernels(recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
         stack.enter_context(patch.object(adam, "_single_tensor_adam", _adam(recorder, adam._single_tensor_adam)))
         stack.enter_context(sharded_streams(recorder))
-        stack.enter_context(patch.dict(rope.PIECE, clear=True))  # runs that suit a CPU's caches
+        # Not the pieces that suit a CPU's caches.
+        stack.enter_context(patch.dict(rope.PIECE, clear=True))
+        stack.enter_context(patch.dict(math_kernel.SCORE_BYTES, cpu=math_kernel.SCORE_BYTES["cuda"]))
+        stack.enter_context(patch.object(dropout, "ELEMENTS_AT_ONCE", 2**62))
         stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
         yield
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.platform import Platform, cpu
-from megatron.platform.simulation import fake_tensors, simulated_world
+from megatron.platform.simulation import fake_tensors, outside_fakes, simulated_world
 from megatron.simulator.cost.trace import Trace
 from megatron.simulator.dry_run.fp8 import Fp8, held_by, in_fp8
 from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
@@ -92,7 +92,11 @@ def run_rank(
     with simulated_world(world_size, rank), gpu_kernels(recorder) if on_gpu else nullcontext():
         runtime = start(config, where, simulated_offload(recorder, on_gpu))
         recorder.axes.update(axes_of(runtime.grid))
-        ends = _one_document(config) if runtime.by_documents else None
+        data = config.data
+        # Layers read these numbers: real tensors, outside of fake ones.
+        real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.drops else {}
+        if runtime.by_documents:  # each sample is one, which takes the most work and memory
+            real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
         with fake_tensors(recorder.waited, gloo=not on_gpu):
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
@@ -104,15 +108,16 @@ def run_rank(
                 chunk.train()
             if fp8:
                 in_fp8(wrapped, fp8, recorder)
-            batches = [_batches(config, ends) if runtime.reads_data else None for _ in wrapped]
+            batches = [_batches(config, real) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
-            with recorder, ExitStack() as stack:
+            with ExitStack() as stack, recorder:
                 profile = MemoryProfile(recorder, wrapped, optimizer)
 
                 def mark(phase: str) -> None:
                     profile.mark(phase)
                     recorder.mark(phase)
 
+                stack.enter_context(patch.object(step, "told", outside_fakes(step.told)))
                 run = all_batches = micro_batches(config, runtime.grid.data.size)
                 if stretch:
                     run = stretch.micro_batches
@@ -177,19 +182,9 @@ def peaks_by_phase(profile: Profile) -> dict[str, dict[str, int]]:
     return found
 
 
-def _one_document(config: Config) -> Tensor:
-    """Ends of packed documents: each sample is one, which takes the most work and memory."""
-    data = config.data
-    return torch.full((data.micro_batch_size, 1), data.seq_length)
-
-
-def _batches(config: Config, ends: Tensor | None) -> Iterator[dict[str, Tensor]]:
+def _batches(config: Config, real: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     data = config.data
     shape = (data.micro_batch_size, data.seq_length)
     while True:
         batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("tokens", "labels")}
-        batch["loss_mask"] = torch.empty(shape)
-        batch["numbers"] = torch.arange(data.micro_batch_size)
-        if ends is not None:
-            batch["document_ends"] = ends
-        yield batch
+        yield {**batch, "loss_mask": torch.empty(shape), **real}

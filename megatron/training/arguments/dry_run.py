@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
-from megatron.training.arguments.config import Config, ModelConfig
+from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal
 
 
@@ -49,16 +49,22 @@ def processes(config: Config, started: int) -> int:
     return simulation.world_size or started if simulation.dry_run else started
 
 
-def priced(model: ModelConfig) -> str | None:
-    """What a dry run does not run as the run would, in one line."""
+def priced(config: Config) -> list[str]:
+    """What a dry run does not run as the run would, or what its time hangs on: a line each."""
+    model, notes = config.model, []
     if model.fp8_format:
-        return (
+        notes.append(
             f"--fp8-format {model.fp8_format} is priced, not run: megatron-core's layers stand for Transformer "
             "Engine's; FP8 copies of weights, inputs and gradients of linear layers, casts and products go by formula"
         )
-    if model.transformer_impl == "transformer_engine":
-        return "--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's"
-    return None
+    elif model.transformer_impl == "transformer_engine":
+        notes.append("--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's")
+    if model.attention_dropout and config.simulation.gpu:
+        notes.append(
+            f"--attention-dropout {model.attention_dropout:g}: on a GPU the math kernel computes it, slowly, and "
+            "so is this step; --attention-dropout 0 has flash attention (docs/dropout.md)"
+        )
+    return notes
 
 
 def leaves(argv: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -318,7 +318,7 @@ def _precision(config: Config) -> None:
         )
     if model.fp8_format:
         model.transformer_impl = "transformer_engine"
-    if config.simulation.dry_run and (note := priced(model)):
-        config.notes.append(note)
+    if config.simulation.dry_run:
+        config.notes += priced(config)
     if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
         raise Refusal("--grad-reduce-in-bf16 needs --bf16: add it, or leave --grad-reduce-in-bf16 out")
