@@ -66,6 +66,15 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
     assert list(ranks_of(ring, 8)) == [(6, "first")]
 
 
+def test_stages_of_unequal_depth():
+    flags = "--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
+    found = dry_run(config_of(flags, 2), 2, load("H100-80G"), vocab_size=301)
+    assert [report.layers for report in found.ranks] == [(1, 1), (3, 3)]
+    first, last = (report.figures.peaks["optimizer"]["parameters"] for report in found.ranks)
+    layer = 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
+    assert last - first == 2 * layer + 4 * 64  # and the final norm
+
+
 def test_a_gpu_copies_on_streams_of_its_own():
     config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1", 1)
     from megatron.simulator.dry_run.one_rank import run_rank

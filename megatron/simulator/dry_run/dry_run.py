@@ -24,7 +24,6 @@ from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import stage_layers
 from megatron.training.arguments.validate import data_parallel_size
-from megatron.training.refusal import Refusal
 from megatron.training.report.flops import step_flops
 from megatron.training.report.memory_picture import Profile
 
@@ -127,15 +126,11 @@ def dry_run(
         Refusal: what the run itself would refuse; FP8 on a machine without it.
     """
     check_fp8(config.model, machine)
-    if len(set(stage_layers(config))) > 1:
-        raise Refusal(
-            "--dry-run simulates pipeline stages of equal depth: leave out --decoder-first-pipeline-num-layers, "
-            "--decoder-last-pipeline-num-layers and --account-for-...-in-pipeline-split"
-        )
-    counts = [_layers(config)] if every_layer else layer_counts(config)
+    depths = stage_layers(config)
+    counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
     jobs = [
-        (with_layers(config, n), world_size, rank, vocab_size, machine, every_micro_batch)
+        (with_layers(config, n) if n else config, world_size, rank, vocab_size, machine, every_micro_batch)
         for rank, _ in kinds
         for n in counts
     ]
@@ -143,10 +138,11 @@ def dry_run(
     reports = []
     for index, (rank, stage) in enumerate(kinds):
         mine = done[index * len(counts) : (index + 1) * len(counts)]
-        found, layers = mine[-1][0], _layers(config)
+        found, layers = mine[-1][0], depths[rank * len(depths) // world_size]
         if len(counts) > 1:
             found = grown(mine[0][0], found, *counts, layers)
-        reports.append(RankReport(rank, stage, (layers, counts[-1]), mine[-1][1], found, *mine[-1][2:]))
+        ran = layers, counts[-1] or layers
+        reports.append(RankReport(rank, stage, ran, mine[-1][1], found, *mine[-1][2:]))
     if machine is None:
         return DryRun(config, world_size, None, reports)
     seconds = _with_bubble(config, world_size, max(report.figures.seconds["step"] for report in reports), reports)
@@ -175,10 +171,10 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
         yield stage * stride + inside, name
 
 
-def layer_counts(config: Config) -> list[int]:
-    """Layers of a stage to run: all of them, or two numbers that stand for all."""
+def layer_counts(config: Config) -> list[int | None]:
+    """Layers of a stage to run: all of them (None), or two numbers that stand for all."""
     layers, few = _layers(config), [_unit(config) * n for n in FEW]
-    return [layers] if layers <= sum(few) or config.attention.recompute_method == "block" else few
+    return [None] if layers <= sum(few) or config.attention.recompute_method == "block" else few
 
 
 Job = tuple[Config, int, int, int, Machine | None, bool]
