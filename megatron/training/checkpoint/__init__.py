@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load: any grid writes, any grid reads; and Hugging Face's form, both ways (hugging_face/).
-"""
+"""Save and load: any grid writes, any grid reads; and Hugging Face's form, both ways (hugging_face/)."""
