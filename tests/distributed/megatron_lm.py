@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's side, from megatron-core's own calls alone: model, optimizer, and checkpoints as its program keeps them.
+"""Megatron-LM's side, by megatron-core's own calls: model, optimizer, and checkpoints as its program keeps them.
 
 Layout and names are those of megatron/training/checkpointing.py of NVIDIA/Megatron-LM, core 0.16; nothing here goes
 through our saver or loader. Data and the training step are ours, so that losses can be compared.
@@ -21,7 +21,11 @@ import torch.distributed as dist
 from tests.distributed.training_runs import make_job
 
 # Of what our own models do not use: core's attention and RoPE.
-ON_CPU = ("models.common.embeddings.rotary_pos_embedding", "models.common.embeddings.rope_utils", "fusions.fused_softmax")
+ON_CPU = (
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.embeddings.rope_utils",
+    "fusions.fused_softmax",
+)
 
 
 @dataclass
@@ -35,14 +39,74 @@ class Megatron:
     args: Namespace
 
 
-def build(flags: str, llama: bool = True, *, distributed: bool = True) -> Megatron:
-    """core's GPTModel with its local layers, in its DDP, with its optimizer, in the shape that our flags give."""
+def engine_spec(normalization: str) -> Any:
+    """A layer whose modules, parameters and extra states have Transformer Engine's names and order, computed by torch.
+
+    There the norm before a linear layer is part of that layer, its weight comes first, and every module has bytes that
+    it pickles itself.
+    """
+    import io
+
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+    from torch import nn
+    from torch.nn import functional
+
+    class WithBytes:
+        loaded: Any = "never"
+
+        def get_extra_state(self) -> Any:
+            return io.BytesIO(b"a history that only its own program can read")
+
+        def set_extra_state(self, state: Any) -> None:
+            self.loaded = state
+
+    class NormAndLinear(WithBytes, ColumnParallelLinear):
+        def __init__(self, size: int, *args: Any, config: Any, **kwargs: Any) -> None:
+            super().__init__(size, *args, config=config, **kwargs)
+            linear = dict(self._parameters)
+            self._parameters.clear()
+            self.layer_norm_weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+            if normalization == "LayerNorm":
+                self.layer_norm_bias = nn.Parameter(torch.zeros(size, dtype=config.params_dtype))
+            self._parameters.update(linear)
+
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            shape, weight = (x.size(-1),), self.layer_norm_weight
+            if normalization == "LayerNorm":
+                return super().forward(functional.layer_norm(x, shape, weight, self.layer_norm_bias), *args, **kwargs)
+            return super().forward(functional.rms_norm(x, shape, weight, 1e-5), *args, **kwargs)
+
+    class Attention(WithBytes, DotProductAttention):
+        def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
+            return make_sharded_tensors_for_checkpoint(
+                self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+            )
+
+    spec = get_gpt_layer_local_spec(normalization=normalization)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    layer.sharded_state_dict_keys_map = {}
+    layer.self_attention.submodules.linear_qkv = NormAndLinear
+    layer.self_attention.submodules.core_attention = Attention
+    layer.mlp.submodules.linear_fc1 = NormAndLinear
+    return spec
+
+
+def build(flags: str, llama: bool = True, *, distributed: bool = True, engine: bool = False) -> Megatron:
+    """core's GPTModel with its local layers, in its DDP, with its optimizer, in the shape that our flags give.
+
+    ``engine``: with layers that look like Transformer Engine's instead.
+    """
     from functools import partial
 
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec as local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -92,7 +156,7 @@ def build(flags: str, llama: bool = True, *, distributed: bool = True) -> Megatr
     for stage in range(stages or 1):
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization=model.normalization),
+            transformer_layer_spec=(engine_spec if engine else local_spec)(normalization=model.normalization),
             vocab_size=rows,
             max_sequence_length=model.max_position_embeddings,
             pre_process=grid.pipeline.rank == 0 and stage == 0,
@@ -155,7 +219,7 @@ def build(flags: str, llama: bool = True, *, distributed: bool = True) -> Megatr
         multi_latent_attention=False,
         mtp_num_layers=None,
         spec=None,
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if engine else "local",
         make_vocab_size_divisible_by=model.make_vocab_size_divisible_by,
         padded_vocab_size=rows,
         optimizer="adam",

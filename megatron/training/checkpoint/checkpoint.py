@@ -33,7 +33,7 @@ from megatron.training.arguments.config import CheckpointConfig, Config, ModelCo
 from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate import Refusal
 from megatron.training.checkpoint.megatron_lm import incoming
-from megatron.training.checkpoint.megatron_lm.outgoing import for_megatron
+from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
 from megatron.training.checkpoint.places import TRACKER, checkpoint_path
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
@@ -289,6 +289,8 @@ def _state(
             models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
         elif not loading or optimizer is None:  # FSDP's weights are the optimizer's main weights
             models[key] = weights_state(places[index], compute_dtype(config))
+        if not loading:
+            state[f"engine states {index}"] = engine_states(unwrap(chunk))
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
         if config.parallel.zero_stage == 1:

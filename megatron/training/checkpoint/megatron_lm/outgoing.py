@@ -13,11 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import get_data_parallel_rank
+from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron.formulas.flops import forward_flops
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import ROTARY
 from megatron.training.data.tokenizer import padded_vocab_size
+
+LAYER = "decoder.layers"
 
 
 def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_samples: int) -> dict[str, Any]:
@@ -95,3 +101,24 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
         no_save_rng=True,
         seed=config.run.seed,
     )
+
+
+def engine_states(chunk: GPTModel) -> list[ShardedObject]:
+    """Empty states of modules that only Transformer Engine's layers have, and ask for when they load.
+
+    core writes those of its linear layers itself, empty as well.
+    """
+    if not isinstance(chunk.decoder.layers[0].self_attention.linear_qkv, ColumnParallelLinear):
+        return []
+    kinds, layers = ["core_attention"], chunk.config.num_layers
+    if chunk.config.qk_layernorm:
+        kinds += ["q_layernorm", "k_layernorm"]
+    rank = (0, chunk.pg_collection.tp.rank(), get_data_parallel_rank(with_context_parallel=True))
+    states = [
+        ShardedObject(f"{LAYER}.self_attention.{kind}._extra_state", None, (layers,), (layer.layer_number - 1,), rank)
+        for layer in chunk.decoder.layers
+        for kind in kinds
+    ]
+    if chunk.post_process:
+        states.append(ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,), rank))
+    return states
