@@ -44,6 +44,12 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "spec": ((None,), "layers from a file"),
     "use_mup": ((None, False), "another scaling"),
 }
+# Names of Megatron-DeepSpeed's, and of Megatron-LM before core.
+OLDER = {
+    "norm_epsilon": ("layernorm_epsilon",),
+    "rotary_base": ("rope_theta", "rotary_position_embeddings_theta"),
+}
+NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 
@@ -74,17 +80,20 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
         for field in fields(ModelConfig)
         if field.name not in ELSEWHERE and args.get(field.name) is not None
     }
-    if "norm_epsilon" not in known and args.get("layernorm_epsilon") is not None:
-        known["norm_epsilon"] = args["layernorm_epsilon"]
+    for name, older in OLDER.items():
+        if name not in known and (value := next((args[one] for one in older if args.get(one) is not None), None)):
+            known[name] = value
     if "add_bias_linear" not in known and args.get("disable_bias_linear") is not None:
         known["add_bias_linear"] = not args["disable_bias_linear"]
+    known["normalization"] = NORMS.get(str(known.get("normalization", "LayerNorm")).lower(), known.get("normalization"))
     if args.get("use_rotary_position_embeddings"):  # the older spelling
         known["position_embedding_type"] = "rope"
     positions = known.get("position_embedding_type", "learned_absolute")
     if positions not in (*POSITIONS, "alibi"):
         raise Refusal(f"checkpoint {where}: --position-embedding-type {positions} is not built here")
-    if known.get("num_query_groups") is not None and "group_query_attention" not in known:
-        known["group_query_attention"] = known["num_query_groups"] not in (1, known.get("num_attention_heads"))
+    if (groups := args.get("num_key_value_heads")) is not None:
+        known["num_query_groups"] = groups
+        known["group_query_attention"] = groups != args.get("num_attention_heads")
     if known.get("normalization") not in (None, "LayerNorm", "RMSNorm"):
         raise Refusal(f"checkpoint {where}: --normalization {known['normalization']} is not built here")
     return known
@@ -104,4 +113,6 @@ def model_described(args: dict[str, Any], where: object) -> dict[str, Any]:
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     name = getattr(value, "name", value)  # of an enum
+    if isinstance(value, list):  # DeepSpeed's number of experts by layer: 1 is none
+        return all(one in (1, *neutral) for one in value)
     return any(value is one or name == one for one in neutral)
