@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/convert_checkpoint.py: weights of Megatron-LM's older format and of DeepSpeed's universal one stay as they are."""
+"""tools/convert_checkpoint.py: weights of Megatron-LM's older format and of DeepSpeed's universal one are kept."""
 
 from argparse import Namespace
 from pathlib import Path

@@ -13,32 +13,11 @@ from megatron.training.checkpoint.megatron_lm.args import namespace, settings_of
 from megatron.training.checkpoint.places import checkpoint_path
 from megatron.training.refusal import Refusal
 
-# Of these the checkpoint's count, whatever the flags say, as in Megatron-LM (load_args_from_checkpoint of
-# megatron/training/checkpointing.py); of the others the flags count where given.
-CHECKPOINT_WINS = frozenset(
-    (
-        "num_query_groups",
-        "group_query_attention",
-        "position_embedding_type",
-        "rotary_base",
-        "rotary_percent",
-        "rotary_interleaved",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "squared_relu",
-        "swiglu",
-        "untie_embeddings_and_output_weights",
-        "apply_layernorm_1p",
-        "normalization",
-        "attention_dropout",
-        "hidden_dropout",
-    )
-)
 OWN = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform", "fp8_format")
 
 
 def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | None:
-    """Settings of :class:`ModelConfig` by name, of the checkpoint that ``--load folder`` would load.
+    """Settings of :class:`ModelConfig`, and ``seq_length``, of the checkpoint that ``--load folder`` would load.
 
     None where ``folder`` has no checkpoint, as in Megatron-LM, which then goes on with the flags.
 
@@ -55,9 +34,12 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
     if not isinstance(common, dict):
         raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
     if "config" not in common:
-        return settings_of(namespace(common.get("args"), path), path)
+        args = namespace(common.get("args"), path)
+        length = {"seq_length": args["seq_length"]} if isinstance(args.get("seq_length"), int) else {}
+        return settings_of(args, path) | length
     known = {field.name for field in fields(ModelConfig)} - set(OWN)
-    model = {name: value for name, value in common["config"].get("model", {}).items() if name in known}
+    saved = common["config"]
+    model = {name: value for name, value in saved.get("model", {}).items() if name in known}
     if not model:
         raise Refusal(f"checkpoint {path} holds no settings of its model")
-    return model
+    return model | {"seq_length": saved["data"]["seq_length"]}
