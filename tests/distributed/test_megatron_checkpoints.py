@@ -331,3 +331,27 @@ def told_with_other_orders(flags, folder):
     finally:
         buckets.ORDERS = right
     return None
+
+
+def without(folder, key):
+    """Save the metadata anew as if there were no tensor ``key``."""
+    import pickle
+
+    path = next(Path(folder).glob("iter_*")) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.state_dict_metadata[key]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_what_one_stage_misses_all_ranks_refuse(pool, written, tmp_path):
+    import shutil
+
+    source, _ = written("alone, fully_reshardable")
+    folder = str(tmp_path / "copy")
+    shutil.copytree(source, folder)
+    without(folder, "decoder.final_layernorm.weight")
+    for text in pool.run(told, 2, f"{FLAGS} {P2}", folder):
+        assert "has no decoder.final_layernorm.weight" in text
+    source, _ = written("GPT, PP 2, dp_reshardable")
+    (text,) = pool.run(told, 1, FLAGS, source)
+    assert "--normalization LayerNorm there, RMSNorm here" in text

@@ -31,8 +31,6 @@ def checkpoint_path(folder: Path, step: int | None) -> Path | None:
         name = f"iter_{step:07d}"
     path = folder / name
     if (path / "metadata.json").exists():
-        if not (path / "common.pt").exists() or not (path / ".metadata").exists():
-            raise Refusal(f"checkpoint {path} is not of the format torch_dist, which --load takes")
         return path
     for pattern, kind in OTHER_FORMS:
         if path.is_dir() and any(path.glob(pattern)):
@@ -40,7 +38,7 @@ def checkpoint_path(folder: Path, step: int | None) -> Path | None:
                 f"checkpoint {path} is {kind}: python tools/convert_checkpoint.py --from {folder} --to DIR makes one "
                 "that --load DIR --finetune takes"
             )
-    if (path / ".metadata").exists():
+    if (path / ".metadata").exists() and not (path / "common.pt").exists():
         raise Refusal(
             f"checkpoint {path} is of Megatron-LM's format torch_dcp or fsdp_dtensor: save it there with "
             "--ckpt-format torch_dist"

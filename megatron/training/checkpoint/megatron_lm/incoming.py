@@ -23,9 +23,9 @@ from megatron.training.arguments.config import Config
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import model_described, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.buckets import Buckets, Saved
-from megatron.training.checkpoint.megatron_lm.source import STATE, Source, without_layer
+from megatron.training.checkpoint.megatron_lm.source import STATE, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, together
 
 DISTRIBUTED = "optimizer.distributed."  # keys of what belongs to a group of ranks there
 NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # multipliers of a group that does not say; the rest of its identity: False
@@ -99,6 +99,13 @@ def load(theirs: Theirs, state: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Refusal: something is missing, has another shape, or lies there in a form that cannot be read.
     """
+    loaded, asked = together(lambda: _read(theirs, state))
+    _check_all_asked(theirs, asked)
+    return loaded
+
+
+def _read(theirs: Theirs, state: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """(this rank's part of :func:`load`, names of the weights that it asked for)."""
     with_optimizer = "optimizer" in state
     source = Source(theirs.stored, _buckets(theirs) if with_optimizer else None)
     groups, scaler = _groups(theirs) if with_optimizer else ([], None)
@@ -111,7 +118,6 @@ def load(theirs: Theirs, state: dict[str, Any]) -> dict[str, Any]:
 
     loaded = dict_list_map_outplace(found, sharded)
     loaded = apply_factory_merges(merge(loaded, kept), factories)
-    _check_all_asked(source)
     if with_optimizer:
         ours = loaded["optimizer"]["optimizer"]["param_groups"]
         loaded["optimizer"]["optimizer"]["param_groups"] = _matched(ours, groups)
@@ -119,7 +125,7 @@ def load(theirs: Theirs, state: dict[str, Any]) -> dict[str, Any]:
             loaded["optimizer"]["grad_scaler"] = scaler
         if "opt_param_scheduler" in theirs.common:
             loaded["opt_param_scheduler"] = theirs.common["opt_param_scheduler"]
-    return loaded
+    return loaded, source.asked
 
 
 def _buckets(theirs: Theirs) -> Buckets | None:
@@ -190,12 +196,12 @@ def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
     return matched
 
 
-def _check_all_asked(source: Source) -> None:
+def _check_all_asked(theirs: Theirs, mine: set[str]) -> None:
     """Refuse a checkpoint with weights that no rank of this run has a place for."""
     asked: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(asked, source.asked)
+    dist.all_gather_object(asked, mine)
     known = set().union(*asked)
-    left = sorted({name for name in map(without_layer, source.weights()) if name not in known})
+    left = sorted({name for name in map(without_layer, weights_in(theirs.stored)) if name not in known})
     if left := [name for name in left if not name.endswith("rotary_pos_emb.inv_freq")]:
         some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
-        raise Refusal(f"checkpoint {source.stored.folder} is of another model: it has {some}, which this one has not")
+        raise Refusal(f"checkpoint {theirs.path} is of another model: it has {some}, which this one has not")

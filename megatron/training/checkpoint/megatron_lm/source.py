@@ -55,10 +55,6 @@ class Source:
         part = self._state(state, key, offset, shape) if state else self._weight(wanted, key, offset, shape)
         return part.reshape(wanted.local_shape)
 
-    def weights(self) -> Iterator[str]:
-        """The names of all weights that are there."""
-        return (key for key in self.stored if not key.startswith("optimizer."))
-
     @staticmethod
     def _split(key: str) -> tuple[str | None, str]:
         if not key.startswith(STATE):
@@ -135,6 +131,11 @@ class Source:
         if "decoder.layers." not in key:
             return stacked
         return stacked + [one.replace("decoder.layers.", f"decoder.layers.{offset[0]}.") for one in stacked]
+
+
+def weights_in(stored: StoredTensors) -> Iterator[str]:
+    """The names of all weights that are there."""
+    return (key for key in stored if not key.startswith("optimizer."))
 
 
 def without_layer(name: str) -> str:
