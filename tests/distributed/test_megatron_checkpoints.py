@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that Megatron-LM has written go on here with its losses, and ours there with ours, on any grid."""
 
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -355,3 +356,43 @@ def test_what_one_stage_misses_all_ranks_refuse(pool, written, tmp_path):
     source, _ = written("GPT, PP 2, dp_reshardable")
     (text,) = pool.run(told, 1, FLAGS, source)
     assert "--normalization LayerNorm there, RMSNorm here" in text
+
+
+# Written by megatron-core 0.12.0 itself (tag core_v0.12.0 of NVIDIA/Megatron-LM, on PyTorch 2.13, four processes of
+# gloo), in its default form: TP 2 x DP 2, fully_sharded_model_space, after two steps of four samples.
+CORE_0_12 = Path(__file__).parent / "data" / "megatron_core_0.12.tgz"
+ITS_LOSSES = [3.453139305114746, 3.46364426612854, 3.469318985939026]
+ITS_FLAGS = (
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 16 --max-position-embeddings 16 --vocab-size 31 "
+    "--make-vocab-size-divisible-by 1 --lr 1e-2"
+)
+
+
+def go_on_with_its_data(flags, folder):
+    import torch
+
+    from megatron.training.step import train_step
+
+    job = make_job(f"{flags} --load {folder}")
+
+    def batches():
+        for step in range(2, 5):
+            rows = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(step))
+            for part in rows.split(2):
+                yield {"tokens": part[:, :-1], "labels": part[:, 1:], "loss_mask": torch.ones(2, 16)}
+
+    data = batches()
+    losses = [
+        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, data, job.config, 2).lm_loss for _ in range(3)
+    ]
+    return job.progress.iteration, losses
+
+
+@pytest.mark.parametrize("world, grid", [(1, "--zero-stage 0"), (4, f"{T2} {P2} --zero-stage 1")])
+def test_a_checkpoint_of_core_0_12_goes_on(pool, tmp_path, world, grid):
+    with tarfile.open(CORE_0_12) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for first, losses in pool.run(go_on_with_its_data, world, f"{ITS_FLAGS} {grid}", str(tmp_path)):
+        assert first == 2
+        assert losses == pytest.approx(ITS_LOSSES, rel=1e-5)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.checkpoint.convert.names import LAYERS, Name, core_name, joined, pipe_names, reordered
+from megatron.training.checkpoint.convert.names import Name, core_name, joined, pipe_names, reordered
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
 from megatron.training.checkpoint.places import TRACKER
@@ -158,6 +158,3 @@ def _whole(file: Path) -> Callable[[], Tensor]:
         return tensor
 
     return read
-
-
-__all__ = ["LAYERS", "Weights", "open_source"]
