@@ -10,7 +10,7 @@ import torch
 from tests.distributed import megatron_lm
 from tests.distributed.test_megatron_checkpoints import FLAGS, P2, T2, V2
 from tests.distributed.training_runs import make_job, train_job
-from tools import convert_checkpoint
+from tools import convert_checkpoint, convert_hf
 
 BEFORE_CORE = {
     "self_attention.linear_qkv": "self_attention.query_key_value",
@@ -153,8 +153,33 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
     first, ours = pool.run(first_loss, 2, f"{here} --ring-parallel-size 2", str(new), how[0])[0]
     assert first == 0
     assert ours == pytest.approx(theirs, rel=1e-5)
+    if write is universal and how == (True, True):
+        assert there_and_back(new, tmp_path) == 4 * 6 + 3  # every weight, bit for bit
     with_optimizer = pool.run(told, 1, here, str(new), how[0])[0]
     assert "no optimizer state: pass --finetune" in with_optimizer
+
+
+def there_and_back(folder, scratch):
+    """Megatron-LM's form to Hugging Face's and back: how many weights stay as they are."""
+    from transformers import LlamaConfig
+
+    from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=32, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(scratch / "config")
+    hf, back = scratch / "hf", scratch / "back"
+    assert convert_hf.main(["--from", str(folder), "--to-hf", str(hf), "--hf-files", str(scratch / "config")]) == 0
+    assert convert_hf.main(["--from-hf", str(hf), "--to", str(back)]) == 0
+    first, second = StoredTensors(folder / "release"), StoredTensors(back / "release")
+    same = 0
+    for key in first:
+        shape = first.shape(key)
+        tensors = [stored.read(key, (0,) * len(shape), shape) for stored in (first, second)]
+        same += tensors[0].equal(tensors[1]) * (shape[0] if ".layers." in key else 1)
+    return same
 
 
 def told(flags, folder, llama):
