@@ -42,4 +42,6 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
     model = {name: value for name, value in saved.get("model", {}).items() if name in known}
     if not model:
         raise Refusal(f"checkpoint {path} holds no settings of its model")
+    if "bias_gelu_fusion" not in model:  # before there was that flag, GELU was always by tanh
+        model["openai_gelu"] = True
     return model | {"seq_length": saved["data"]["seq_length"]}
