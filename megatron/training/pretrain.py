@@ -38,7 +38,7 @@ def main(
     if leaves(sys.argv[1:] if argv is None else argv, os.environ):
         return 0
     try:
-        config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")))
+        config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of)
         _quiet()
         if not config.simulation.dry_run:
             return run(config)
@@ -105,6 +105,12 @@ def train(config: Config, runtime: Any) -> int:
     finally:
         reporter.close()
         stopper.restore()
+
+
+def _shape_of(folder: str, step: int | None) -> dict[str, Any] | None:
+    from megatron.training.checkpoint.arguments_of import shape_of  # with torch, which --help does not wait for
+
+    return shape_of(folder, step)
 
 
 def _quiet() -> None:

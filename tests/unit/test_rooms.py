@@ -30,8 +30,10 @@ FLOORS = [
     "training.arguments",
     "training.data",
     "training.model",
+    "training.checkpoint.megatron_lm",
     "training.checkpoint",
     "training.checkpoint.hugging_face",
+    "training.checkpoint.convert",
     "training.report",
     "training",  # the program itself
     "simulator.machines",

@@ -346,6 +346,9 @@ class CheckpointConfig:
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
     finetune: bool = flag(False, "load the weights only and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "weights to start from where --load has no checkpoint", type=str)
+    use_checkpoint_args: bool = flag(
+        False, "the model as the checkpoint describes it; sizes that flags give count all the same"
+    )
     exit_on_missing_checkpoint: bool = flag(False, "stop where --load has no checkpoint")
     save_optim: bool = flag(True, "leave the optimizer out of checkpoints", flags=["--no-save-optim"])
     save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])

@@ -383,8 +383,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     ("SIGTERM is the signal that saves and stops: leave it out", "--exit-signal 1 SIGTERM"),
     (
-        "settings come from the flags: name the shape with --model, or give its flags again",
-        "--use-checkpoint-args --use-mp-args-from-checkpoint-args --yaml-cfg 1",
+        "settings come from the flags: give them again; a model's from a checkpoint with --use-checkpoint-args",
+        "--use-mp-args-from-checkpoint-args --yaml-cfg 1",
     ),
     (
         "checkpoints are written by --save and --save-interval alone",

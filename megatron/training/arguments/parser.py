@@ -12,6 +12,7 @@ from typing import Any
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import settle
+from megatron.training.arguments.from_checkpoint import ShapeOf, take_checkpoint_args
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.validate import complete
 from megatron.training.refusal import Refusal
@@ -24,7 +25,10 @@ EPILOG = (
 
 
 def parse(
-    argv: list[str] | None = None, defaults: dict[str, Any] | None = None, world_size: int | None = None
+    argv: list[str] | None = None,
+    defaults: dict[str, Any] | None = None,
+    world_size: int | None = None,
+    shape_of: ShapeOf | None = None,
 ) -> Config:
     """Read a command line; with ``world_size``, also complete and check it.
 
@@ -34,6 +38,7 @@ def parse(
     Args:
         world_size: processes of this run; a dry run has its own --world-size.
         argv: the words after the program's name; None reads them from ``sys.argv``.
+        shape_of: reads a checkpoint's model for --use-checkpoint-args; None: only a run does that.
 
     Raises:
         Refusal: anything that cannot be read or is not supported.
@@ -56,6 +61,8 @@ def parse(
         setattr(getattr(config, section), field, list(value) if isinstance(value, list) else value)
     if "--no-position-embedding" in dict(others) and config.model.position_embedding_type == "learned_absolute":
         raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
+    if config.checkpoint.use_checkpoint_args and shape_of is not None:
+        take_checkpoint_args(config, given, shape_of)
     if world_size is None:
         return config
     return complete(settle(config), world_size)

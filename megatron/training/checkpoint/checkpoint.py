@@ -2,7 +2,9 @@
 """Save and resume through megatron-core's dist_checkpointing: any grid writes, any grid reads.
 
 A checkpoint is written beside its final name and renamed when it is whole, so a full disk or a kill never harms the
-ones before it. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM.
+ones before it. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM, whose training program loads
+what is written here: beside our own settings there is what it looks for, under its names. What it has written itself is
+loaded through megatron_lm/.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate import Refusal
+from megatron.training.checkpoint.megatron_lm import incoming
+from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
+from megatron.training.checkpoint.places import TRACKER, checkpoint_path
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
     Places,
@@ -46,7 +51,6 @@ from megatron.training.model.precision import compute_dtype
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
 # Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
 SHAPES = (
     "num_layers",
@@ -167,31 +171,17 @@ def find(settings: CheckpointConfig) -> Path | None:
         Refusal: it was asked for by name and is not there.
     """
     if settings.load:
-        found = _latest(Path(settings.load), settings.ckpt_step)
+        found = checkpoint_path(Path(settings.load), settings.ckpt_step)
         if found:
             return found
         if settings.exit_on_missing_checkpoint:
             raise Refusal(f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is set")
     if settings.pretrained_checkpoint:
-        found = _latest(Path(settings.pretrained_checkpoint), None)
+        found = checkpoint_path(Path(settings.pretrained_checkpoint), None)
         if found is None:
             raise Refusal(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
         return found
     return None
-
-
-def _latest(folder: Path, step: int | None) -> Path | None:
-    tracker = folder / TRACKER
-    if step is None:
-        if not tracker.exists():
-            return None
-        text = tracker.read_text().strip()
-        name = f"iter_{int(text):07d}" if text.isdigit() else text
-    else:
-        name = f"iter_{step:07d}"
-    if not (folder / name / "metadata.json").exists():
-        raise Refusal(f"checkpoint {folder / name} is missing or incomplete: choose another one with --ckpt-step")
-    return folder / name
 
 
 def load(
@@ -207,21 +197,24 @@ def load(
         Refusal: the checkpoint is of another model.
     """
     settings = config.checkpoint
-    common = dist_checkpointing.load_common_state_dict(str(path))
+    theirs = incoming.open_theirs(path)
+    common = theirs.common if theirs else dist_checkpointing.load_common_state_dict(str(path))
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
     weights_only = settings.finetune or pretrained
-    _check_model(common.get("config", {}).get("model", {}), config, path, weights_only)
+    _check_model(theirs.model if theirs else common.get("config", {}).get("model", {}), config, path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
-    if saved is not None and saved != here:
+    if theirs:
+        incoming.check_vocabulary(theirs, here, config)
+    elif saved is not None and saved != here:
         raise Refusal(
             f"checkpoint {path} has a vocabulary of {saved} tokens, the tokenizer here {here}: use its tokenizer"
         )
     with_optimizer = settings.load_optim and not weights_only
-    if with_optimizer and "optimizer" not in common:
+    if with_optimizer and not (theirs.has_optimizer if theirs else "optimizer" in common):
         raise Refusal(
             f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to go on without it"
         )
-    there = common.get("config", {}).get("optimizer", {}).get("optimizer")
+    there = theirs.args.get("optimizer") if theirs else common.get("config", {}).get("optimizer", {}).get("optimizer")
     if with_optimizer and there not in (None, config.optimizer.optimizer):
         raise Refusal(f"checkpoint {path} has the states of --optimizer {there}: use it, or pass --no-load-optim")
     with_rng = settings.load_rng and not weights_only and common.get("rng_world_size") == dist.get_world_size()
@@ -235,7 +228,7 @@ def load(
         with_rng=with_rng,
     )
     places = _places(chunks, config)
-    loaded = dist_checkpointing.load(state, str(path))
+    loaded = incoming.load(theirs, state) if theirs else dist_checkpointing.load(state, str(path))
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             unwrap(chunk).load_state_dict(loaded[key])
@@ -247,12 +240,14 @@ def load(
         else:
             load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
-            _load_schedule(schedule, loaded["schedule"], path)
+            _load_schedule(schedule, loaded, path)
     else:
         optimizer.reload_model_params()
     if with_rng:
         _set_random_state(loaded["rng"])
-    return Progress() if weights_only else Progress(**loaded["progress"])
+    if weights_only:
+        return Progress()
+    return Progress(**(theirs.progress() if theirs else loaded["progress"]))
 
 
 def gather_parameters(chunks: Sequence[nn.Module], config: Config) -> None:
@@ -280,10 +275,12 @@ def _state(
     with_rng: bool | None = None,
 ) -> dict[str, Any]:
     """Everything a checkpoint holds, as megatron-core's sharded state."""
+    vocab_size = getattr(unwrap(chunks[0]), "real_vocab_size", None)  # the weights' vocabulary is padded
     state: dict[str, Any] = {
+        **({} if loading else for_megatron(config, vocab_size, *astuple(progress))),
         "config": asdict(config),
         "progress": asdict(progress),
-        "vocab_size": getattr(unwrap(chunks[0]), "real_vocab_size", None),  # the weights' vocabulary is padded
+        "vocab_size": vocab_size,
         "rng_world_size": dist.get_world_size() if config.checkpoint.save_rng else None,
     }
     models, places = {}, _places(chunks, config)
@@ -292,6 +289,8 @@ def _state(
             models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
         elif not loading or optimizer is None:  # FSDP's weights are the optimizer's main weights
             models[key] = weights_state(places[index], compute_dtype(config))
+        if not loading:
+            state[f"engine states {index}"] = engine_states(unwrap(chunk))
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
         if config.parallel.zero_stage == 1:
@@ -299,7 +298,7 @@ def _state(
         else:
             state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
         if schedule is not None:
-            state["schedule"] = schedule.state_dict()
+            state["opt_param_scheduler"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["rng"] = ShardedObject("rng", _random_state(), (world,), (rank,), replica_id=0)
@@ -333,7 +332,10 @@ def _set_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _load_schedule(schedule: OptimizerParamScheduler, saved: dict[str, Any], path: Path) -> None:
+def _load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
+    saved = loaded.get("schedule", loaded.get("opt_param_scheduler"))  # the first until November 2026
+    if saved is None:
+        raise Refusal(f"checkpoint {path} has no learning-rate schedule: pass --no-load-optim")
     try:
         schedule.load_state_dict(saved)
     except AssertionError as error:  # core's way to say that the flags differ from the checkpoint's

@@ -32,6 +32,7 @@ from megatron.training.checkpoint.hugging_face.folders import (
     write_json,
 )
 from megatron.training.checkpoint.hugging_face.tensors import Piece
+from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -73,9 +74,7 @@ def to_hugging_face(
         with readable(path):
             common = dist_checkpointing.load_common_state_dict(str(path))
             stored = dist_checkpointing.load_tensors_metadata(str(path))
-        if "model" not in common.get("config", {}):
-            raise Refusal(f"checkpoint {path} was not written by this program: it holds no settings of its model")
-        model = llama.saved_settings(common["config"]["model"])
+        model = _model(path, common)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
         pieces = list(tensors.pieces(model, vocab_size))
         config = llama.config_json(model, vocab_size, torch.float32)  # refuses what is no Llama
@@ -113,6 +112,17 @@ def to_hugging_face(
         f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
     )
     return [summary, *notes]
+
+
+def _model(path: Path, common: dict[str, Any]) -> ModelConfig:
+    """The model of a checkpoint of ours or of Megatron-LM's."""
+    if "model" in common.get("config", {}):
+        return llama.saved_settings(common["config"]["model"])
+    if "args" in common:
+        return model_of(namespace(common["args"], path), path)
+    raise Refusal(
+        f"checkpoint {path} was not written by this program, nor by Megatron-LM: it holds no settings of its model"
+    )
 
 
 def _vocabulary(

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that a checkpoint is of, for ``--use-checkpoint-args``: without process groups, before anything else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.args import namespace, settings_of
+from megatron.training.checkpoint.places import checkpoint_path
+from megatron.training.refusal import Refusal
+
+OWN = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform", "fp8_format")
+
+
+def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | None:
+    """Settings of :class:`ModelConfig`, and ``seq_length``, of the checkpoint that ``--load folder`` would load.
+
+    None where ``folder`` has no checkpoint, as in Megatron-LM, which then goes on with the flags.
+
+    Args:
+        step: ``--ckpt-step``.
+
+    Raises:
+        Refusal: it cannot be read, says nothing of its model, or is of one that is not built here.
+    """
+    path = checkpoint_path(Path(folder), step)
+    if path is None:
+        return None
+    common = unpickle.read(path / "common.pt")
+    if not isinstance(common, dict):
+        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
+    if "config" not in common:
+        args = namespace(common.get("args"), path)
+        length = {"seq_length": args["seq_length"]} if isinstance(args.get("seq_length"), int) else {}
+        return settings_of(args, path) | length
+    known = {field.name for field in fields(ModelConfig)} - set(OWN)
+    saved = common["config"]
+    model = {name: value for name, value in saved.get("model", {}).items() if name in known}
+    if not model:
+        raise Refusal(f"checkpoint {path} holds no settings of its model")
+    if "bias_gelu_fusion" not in model:  # before there was that flag, GELU was always by tanh
+        model["openai_gelu"] = True
+    return model | {"seq_length": saved["data"]["seq_length"]}

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read pickled files of others without running code of theirs.
+
+Tensors, numbers, texts and a few plain classes come as they are. An object of any other class comes as an
+:class:`Unread`, which holds what it was made of and can do nothing; so a checkpoint of a program that is not installed
+here can still be read for what matters. torch's own reader refuses names of modules like ``os`` altogether.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.training.refusal import Refusal
+
+PLAIN = {
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "pathlib.PosixPath",
+    "signal.Signals",
+    "collections.defaultdict",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+}
+# What torch's .metadata of a torch_dist checkpoint consists of.
+METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+METADATA_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("pathlib", "PosixPath"),
+}
+
+
+class Unread:
+    """In place of an object whose class was not loaded."""
+
+    def __init__(self, *made_of: Any) -> None:
+        self.made_of = made_of
+
+    def __new__(cls, *_: Any) -> Unread:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def read(path: Path, *, mmap: bool = False) -> Any:
+    """What ``torch.save`` has written to ``path``, on the CPU. Raises Refusal where it cannot be read safely."""
+    return _load(path, str(path), mmap=mmap)
+
+
+def read_bytes(data: bytes, where: object) -> Any:
+    """The same of bytes; ``where`` names them in messages."""
+    return _load(data, str(where))
+
+
+def _load(source: Path | bytes, where: str, **options: Any) -> Any:
+    def file() -> Any:
+        return io.BytesIO(source) if isinstance(source, bytes) else str(source)
+
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file())
+        with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
+            return torch.load(file(), map_location="cpu", weights_only=True, **options)
+    except (OSError, EOFError, KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise Refusal(f"{where} cannot be read: {_line(error)}") from None
+    except pickle.UnpicklingError as error:
+        raise Refusal(f"{where} is not read, for that could run code it brings along: {_line(error)}") from None
+
+
+def _stand_in(name: str) -> Any:
+    """What ``name`` means, if that is harmless and there; an Unread class otherwise."""
+    known = name.replace("numpy.core.", "numpy._core.")
+    module, _, attribute = known.rpartition(".")
+    if known in PLAIN or known.startswith("numpy.dtypes.") or module.startswith("megatron.core."):
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError):
+            found = None
+        enum = isinstance(found, type) and issubclass(found, Enum)
+        if found is not None and (enum or not module.startswith("megatron.core.")):
+            return found
+    return type("Unread", (Unread,), {"of": name})
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows torch's descriptions of files and tensors, and nothing that acts."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in METADATA_NAMES:
+            return super().find_class(module, name)
+        found = super().find_class(module, name) if module in (*METADATA, "torch") else None
+        if isinstance(found, torch.dtype) or (isinstance(found, type) and module in METADATA):
+            return found
+        return type("Unread", (Unread,), {"of": f"{module}.{name}"})
+
+
+def read_metadata(path: Path) -> Any:
+    """torch's ``.metadata``: which tensors there are, and where each part lies."""
+    try:
+        with open(path, "rb") as file:
+            return _MetadataUnpickler(file).load()
+    except (OSError, EOFError, AttributeError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise Refusal(f"{path} cannot be read: {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())[:300]

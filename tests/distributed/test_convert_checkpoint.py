@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/convert_checkpoint.py: weights of Megatron-LM's older format and of DeepSpeed's universal one are kept."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import megatron_lm
+from tests.distributed.test_megatron_checkpoints import FLAGS, P2, T2, V2
+from tests.distributed.training_runs import make_job, train_job
+from tools import convert_checkpoint, convert_hf
+
+BEFORE_CORE = {
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+}
+MHA = FLAGS.replace("--group-query-attention --num-query-groups 2 ", "")
+
+
+class Foreign:
+    """A class of a program that is not here."""
+
+
+def torch_format(flags, folder, llama=True, engine=False):
+    """What Megatron-LM writes with ``--ckpt-format torch``: a file for each rank. Loss of the next step on batch 0."""
+    run = megatron_lm.build(flags, llama, engine=engine)
+    megatron_lm.train(run, 2)
+    grid = run.job.runtime.grid
+    models = megatron_lm.unwrapped(run)
+    keys = ["model"] if len(models) == 1 else [f"model{index}" for index in range(len(models))]
+    name = f"mp_rank_{grid.tensor.rank:02d}" + (f"_{grid.pipeline.rank:03d}" if grid.pipeline.size > 1 else "")
+    if grid.data.rank == 0:
+        path = Path(folder) / "iter_0000002" / name
+        path.mkdir(parents=True)
+        state = {key: model.state_dict_for_save_checkpoint() for key, model in zip(keys, models)}
+        state |= {"args": run.args, "iteration": 2, "checkpoint_version": 3.0, "rng_state": [{"cuda": Foreign()}]}
+        torch.save(state, path / "model_optim_rng.pt")
+        (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
+    run.args.consumed_train_samples = 0
+    return megatron_lm.train(run, 1)[0]
+
+
+def whole_model(flags, llama):
+    """(run of one process after two steps, its weights by the names of core's modules, loss of the next on batch 0)."""
+    run = megatron_lm.build(flags, llama)
+    megatron_lm.train(run, 2)
+    weights = {name: value.detach().clone() for name, value in megatron_lm.unwrapped(run)[0].named_parameters()}
+    run.args.consumed_train_samples = 0
+    return run, weights, megatron_lm.train(run, 1)[0]
+
+
+def before_core(flags, folder, llama, version):
+    """What Megatron-LM wrote before core: other names, nested, and another order of queries, keys and values."""
+    run, weights, loss = whole_model(flags, llama)
+    heads = run.args.num_attention_heads
+    encoder, rest = {}, {}
+    for name, value in weights.items():
+        new = name.removeprefix("decoder.")
+        for ours, theirs in BEFORE_CORE.items():
+            new = new.replace(ours, theirs)
+        if "query_key_value" in new:
+            split = value.reshape(heads, 3, -1, *value.shape[1:])
+            order = {0: (1, 0, 2), 1: (0, 2, 1)}[version]
+            value = split.permute(*order, *range(3, split.dim())).reshape(value.shape)
+        (encoder if name.startswith("decoder.") else rest)[new] = value
+    embedding = {
+        kind: {"weight": rest[f"embedding.{kind}.weight"]}
+        for kind in ("word_embeddings", "position_embeddings")
+        if f"embedding.{kind}.weight" in rest
+    }
+    model = {"language_model": {"embedding": embedding, "transformer": encoder}}
+    old = vars(run.args).copy()
+    old["layernorm_epsilon"] = old.pop("norm_epsilon")
+    for name in (
+        "normalization",
+        "position_embedding_type",
+        "num_query_groups",
+        "group_query_attention",
+        "kv_channels",
+    ):
+        old.pop(name)
+    path = Path(folder) / "iter_0000002" / "mp_rank_00"
+    path.mkdir(parents=True)
+    state = {"args": Namespace(**old), "model": model, "checkpoint_version": version, "iteration": 2}
+    torch.save(state, path / "model_optim_rng.pt")
+    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
+    return loss
+
+
+def universal(flags, folder, llama, piped):
+    """What DeepSpeed's ds_to_universal.py makes of a run of Megatron-DeepSpeed's: a folder a weight."""
+    run, weights, loss = whole_model(flags, llama)
+    path = Path(folder) / "global_step2_universal"
+    for name, value in weights.items():
+        new = name
+        for ours, theirs in BEFORE_CORE.items():
+            new = new.replace(ours, theirs)
+        if not piped:
+            new = f"language_model.{new.replace('decoder.', 'encoder.')}"
+        elif name.startswith("embedding."):
+            tied = not run.args.untie_embeddings_and_output_weights
+            new = name.replace("embedding.", "tied_modules.embed." if tied else "1.")
+        elif name.startswith("decoder.layers."):
+            _, _, layer, rest = new.split(".", 3)
+            new = f"{int(layer) + 2}.{rest}"
+        elif "final_layernorm" in name:
+            new = f"6.{name.rpartition('.')[2]}"
+        else:
+            new = "7.lm_head.weight"
+        at = path / "zero" / new
+        at.mkdir(parents=True)
+        torch.save({"param": value, "cat_dim": 0}, at / "fp32.pt")
+        torch.save({"param": torch.zeros_like(value)}, at / "exp_avg.pt")
+    old = vars(run.args).copy()
+    groups = old.pop("num_query_groups") if old.pop("group_query_attention") else old["num_attention_heads"]
+    old |= {"num_key_value_heads": groups, "num_experts": [1], "rope_theta": old.pop("rotary_base")}
+    old |= {"normalization": old["normalization"].lower(), "layernorm_epsilon": old.pop("norm_epsilon")}
+    old |= {"use_rotary_position_embeddings": old.pop("position_embedding_type") == "rope"}
+    torch.save({"args": Namespace(**old), "iteration": 2, "module": None}, path / "mp_rank_00_model_states.pt")
+    (Path(folder) / "latest_universal").write_text(path.name)
+    return loss
+
+
+def first_loss(flags, folder, llama=True):
+    job = make_job(f"{flags} --load {folder} --finetune", llama)
+    return job.progress.iteration, train_job(job, 1)[0][0]
+
+
+FORMS = [
+    (torch_format, 4, f"{FLAGS} {T2} {P2}", (True, True)),
+    (before_core, 1, MHA, (False, 0)),
+    (universal, 1, FLAGS, (True, True)),
+    pytest.param(torch_format, 2, f"{FLAGS} {T2}", (False, False), marks=pytest.mark.full),
+    pytest.param(torch_format, 2, f"{FLAGS} {P2} {V2} --micro-batch-size 1", (False, True), marks=pytest.mark.full),
+    pytest.param(before_core, 1, MHA, (False, 1), marks=pytest.mark.full),
+    pytest.param(universal, 1, FLAGS, (False, True), marks=pytest.mark.full),
+    pytest.param(universal, 1, MHA, (False, False), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("write, world, flags, how", FORMS)
+def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, world, flags, how):
+    old, new = tmp_path / "old", tmp_path / "new"
+    theirs = pool.run(write, world, flags, str(old), *how, timeout=120)[0]
+    assert convert_checkpoint.main(["--from", str(old), "--to", str(new)]) == 0, capsys.readouterr().err
+    assert "--num-layers 4 --hidden-size 32" in capsys.readouterr().out
+    here = MHA if flags.startswith(MHA) else FLAGS
+    first, ours = pool.run(first_loss, 2, f"{here} --ring-parallel-size 2", str(new), how[0])[0]
+    assert first == 0
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    if write is universal and how == (True, True):
+        assert there_and_back(new, tmp_path) == 4 * 6 + 3  # every weight, bit for bit
+    with_optimizer = pool.run(told, 1, here, str(new), how[0])[0]
+    assert "no optimizer state: pass --finetune" in with_optimizer
+
+
+def there_and_back(folder, scratch):
+    """Megatron-LM's form to Hugging Face's and back: how many weights stay as they are."""
+    from transformers import LlamaConfig
+
+    from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=32, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(scratch / "config")
+    hf, back = scratch / "hf", scratch / "back"
+    assert convert_hf.main(["--from", str(folder), "--to-hf", str(hf), "--hf-files", str(scratch / "config")]) == 0
+    assert convert_hf.main(["--from-hf", str(hf), "--to", str(back)]) == 0
+    first, second = StoredTensors(folder / "release"), StoredTensors(back / "release")
+    same = 0
+    for key in first:
+        shape = first.shape(key)
+        tensors = [stored.read(key, (0,) * len(shape), shape) for stored in (first, second)]
+        same += tensors[0].equal(tensors[1]) * (shape[0] if ".layers." in key else 1)
+    return same
+
+
+def told(flags, folder, llama):
+    from megatron.training.refusal import Refusal
+
+    try:
+        make_job(f"{flags} --load {folder}", llama)
+    except Refusal as refusal:
+        return str(refusal)
+    return None
