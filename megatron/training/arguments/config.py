@@ -401,6 +401,34 @@ class RunConfig:
 
 
 @dataclass
+class ElsewhereConfig:
+    """What other programs call settings above; `elsewhere.py` reads these into them."""
+
+    checkpoint_activations: bool = flag(
+        False, "Megatron-DeepSpeed, Megatron-LM before 3: --recompute-granularity full --recompute-method uniform"
+    )
+    checkpoint_num_layers: int | None = flag(
+        None, "layers a unit of --checkpoint-activations: --recompute-num-layers; default 1", type=int
+    )
+    deepspeed_activation_checkpointing: bool = flag(
+        False, "DeepSpeed's own kind of --checkpoint-activations; recomputes nothing without that"
+    )
+    checkpoint_in_cpu: bool = flag(False, "--offload-checkpoints, where layers are recomputed")
+    activations_checkpoint_granularity: str | None = flag(
+        None, "NeMo: --recompute-granularity", type=str, choices=["selective", "full"]
+    )
+    activations_checkpoint_method: str | None = flag(
+        None, "--recompute-granularity full --recompute-method", type=str, choices=["uniform", "block"]
+    )
+    activations_checkpoint_num_layers: int | None = flag(
+        None, "--recompute-num-layers of --activations-checkpoint-method; default 1", type=int
+    )
+    recompute_modules: list[str] | None = flag(
+        None, "what --recompute-granularity selective recomputes: core_attn", type=str, nargs="+"
+    )
+
+
+@dataclass
 class SimulationConfig:
     """A simulated cluster in place of a run."""
 
@@ -426,5 +454,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     notes: list[str] = field(default_factory=list)  # not a flag: what rank 0 says once before training

@@ -143,7 +143,9 @@ HINTS: tuple[tuple[str, str], ...] = (
         "memory is managed without it",
         """
         --empty-unused-memory-level 1 0 --no-clone-scatter-output-in-embedding
-        --disable-clone-scatter-output-in-embedding --distribute-saved-activations --reuse-grad-buf-for-mxfp8-param-ag
+        --disable-clone-scatter-output-in-embedding --distribute-saved-activations
+        --distribute-checkpointed-activations --partition-activations --contigious-checkpointing
+        --synchronize-each-layer --profile-backward --reuse-grad-buf-for-mxfp8-param-ag
         """,
     ),
     ("weights are gathered in bf16 and cast to FP8 where they are used", "--fp8-param-gather"),
@@ -213,12 +215,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use --dry-run --world-size N", "--fake-process-group"),
     ("use --tensor-model-parallel-size", "--model-parallel-size 1"),
     ("use --micro-batch-size", "--batch-size 1"),
-    (
-        "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--checkpoint-activations --deepspeed-activation-checkpointing",
-    ),
-    ("use --recompute-method", "--activations-checkpoint-method 1"),
-    ("use --recompute-num-layers", "--checkpoint-num-layers 1"),
     ("use --lr-warmup-fraction", "--warmup 1"),
     ("use --num-layers", "--encoder-num-layers 1 --decoder-num-layers 1"),
     ("use --seq-length", "--encoder-seq-length 1 --decoder-seq-length 1"),
@@ -227,7 +223,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use --train-data-path, --valid-data-path and --test-data-path", "--per-split-data-args-path 1"),
     ("use --vocab-size and --make-vocab-size-divisible-by", "--padded-vocab-size 1"),
     ("use --ckpt-format torch_dist", "--dist-ckpt-format 1 torch_dist"),
-    ("use --recompute-granularity selective (the attention core), or full", "--recompute-modules + core_attn"),
     (
         "use tools/convert_hf.py",
         "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",

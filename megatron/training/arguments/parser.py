@@ -12,6 +12,7 @@ from typing import Any
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import settle
+from megatron.training.arguments.elsewhere import translate
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.validate import complete
 from megatron.training.refusal import Refusal
@@ -42,6 +43,7 @@ def parse(
     namespace, words = parser.parse_known_args(argv)
     given = dict(vars(namespace))
     others = given.pop("others", [])
+    given.pop("spelled", None)
     megatron_flags.unknown(words, supported_flags())
     notes = megatron_flags.judge(others)
     _check_choices(given)
@@ -54,6 +56,7 @@ def parse(
         if not hasattr(getattr(config, section), field):
             raise KeyError(f"no setting {name}")
         setattr(getattr(config, section), field, list(value) if isinstance(value, list) else value)
+    translate(config, given)
     if "--no-position-embedding" in dict(others) and config.model.position_embedding_type == "learned_absolute":
         raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
     if world_size is None:
@@ -120,6 +123,18 @@ class _Note(argparse.Action):
         setattr(namespace, self.dest, listed)
 
 
+class _Store(argparse.Action):
+    """The last value of a flag counts; two spellings of one setting must agree."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        spelled = dict(getattr(namespace, "spelled", {}))
+        other, value = spelled.get(self.dest, (option_string, values))
+        if other != option_string and value != values:
+            raise Refusal(f"{other} and {option_string} are two spellings of one setting, and differ: leave one out")
+        namespace.spelled = {**spelled, self.dest: (option_string, values)}
+        setattr(namespace, self.dest, values)
+
+
 def _add(group: Any, section: str, field: Field) -> None:
     meta, text = field.metadata, field.metadata["help"]
     dest = f"{section}.{field.name}"
@@ -138,6 +153,7 @@ def _add(group: Any, section: str, field: Field) -> None:
     group.add_argument(
         *spellings(field),
         dest=dest,
+        action=_Store,
         type=number if kind is float else kind,
         nargs=meta.get("nargs"),
         metavar=metavar,
