@@ -32,7 +32,8 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
 --yarn-beta-fast --yarn-beta-slow --yarn-mscale --yarn-mscale-all-dim --no-yarn-correction-range-round-to-int
 --dry-run --dry-run-json --dry-run-every-layer --world-size --gpu
 --checkpoint-num-layers --deepspeed-activation-checkpointing --checkpoint-in-cpu
---activations-checkpoint-granularity --activations-checkpoint-method --activations-checkpoint-num-layers""".split()
+--activations-checkpoint-granularity --activations-checkpoint-method --activations-checkpoint-num-layers
+--train-tokens --lr-decay-tokens --lr-warmup-tokens""".split()
 
 # NVIDIA's published launch script for Llama-3 8B, without FP8.
 LLAMA = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32

@@ -386,7 +386,6 @@ REFUSALS = [
     ),
     ("--global-batch-size 8 --rampup-batch-size 2 4 10", 1, "--rampup-batch-size 2 4 --global-batch-size 8"),
     ("--global-batch-size 8 --rampup-batch-size 8 4 10", 1, "--rampup-batch-size 8 4"),
-    ("--global-batch-size 8 --rampup-batch-size 2 2 10", 1, "--rampup-batch-size --train-samples"),
     ("--train-samples 10", 1, "--train-iters --train-samples leave one out"),
     ("--lr 0", 1, "--lr 0 above 0"),
     ("--min-lr 1", 1, "--min-lr 1 --lr 0.001"),

@@ -243,9 +243,11 @@ class OptimizerSettings:
     )
     lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters", type=int)
     lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples", type=int)
-    lr_warmup_fraction: float | None = flag(None, "warm-up, as a share of the decay", type=float)
+    lr_decay_tokens: int | None = flag(None, "tokens to decay over; default --train-tokens", type=int)
+    lr_warmup_fraction: float | None = flag(None, "warm-up, as a share of the decay", type=float, aliases=["--warmup"])
     lr_warmup_iters: int = flag(0, "warm-up iterations")
     lr_warmup_samples: int = flag(0, "warm-up samples")
+    lr_warmup_tokens: int | None = flag(None, "warm-up tokens", type=int)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
     lr_wsd_decay_style: str = flag(
         "exponential", "last phase of WSD", choices=["exponential", "linear", "cosine", "minus_sqrt"]
@@ -390,6 +392,9 @@ class RunConfig:
     deterministic_mode: bool = flag(False, "a run repeats bit for bit, on the same grid and kind of device")
     train_iters: int | None = flag(None, "iterations to train", type=int)
     train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
+    train_tokens: int | None = flag(
+        None, "tokens to train; beside --train-iters or --train-samples, the run ends with what comes first", type=int
+    )
     eval_interval: int | None = flag(None, "iterations between evaluations", type=int)
     eval_iters: int = flag(100, "iterations of an evaluation")
     skip_train: bool = flag(False, "evaluate only")

@@ -7,6 +7,7 @@ from math import lcm
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import vocabulary
+from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.refusal import Refusal
 
 # Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
@@ -19,16 +20,16 @@ POSITIVE = {
     "num_virtual_stages_per_pipeline_rank ddp_bucket_size distributed_timeout_minutes",
     "attention": "recompute_num_layers",
     "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
-    "optimizer": "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
+    "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
     "data": "micro_batch_size global_batch_size seq_length num_dataset_builder_threads",
     "checkpoint": "save_interval save_retain_interval",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
-    "run": "train_iters train_samples eval_interval exit_interval exit_duration_in_mins",
+    "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
 }
 NOT_NEGATIVE = {
     "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
-    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum "
-    "decoupled_min_lr",
+    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_init weight_decay clip_grad "
+    "adam_eps sgd_momentum decoupled_min_lr",
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
     "checkpoint": "ckpt_step",
     "run": "seed eval_iters manual_gc_interval",
@@ -149,14 +150,14 @@ def check_batch(config: Config, data_parallel: int) -> None:
         config.notes.append(f"--global-batch-size was not given: {data.global_batch_size}")
     sizes = {"--global-batch-size": data.global_batch_size}
     if data.rampup_batch_size:
-        start, step, _ = data.rampup_batch_size
+        start, step, over = data.rampup_batch_size
+        if over < 1:
+            raise Refusal(f"--rampup-batch-size {start} {step} {over} grows over no samples: leave it out")
         if start < 1 or step < 1 or start >= data.global_batch_size or (data.global_batch_size - start) % step:
             raise Refusal(
                 f"--rampup-batch-size {start} {step} does not lead to --global-batch-size {data.global_batch_size} in "
                 "whole steps: use a start below it and an increment that divides the difference"
             )
-        if config.run.train_iters is not None:
-            raise Refusal("--rampup-batch-size needs --train-samples: give it in place of --train-iters")
         sizes |= {"--rampup-batch-size (start)": start, "--rampup-batch-size (increment)": step}
     for flag, size in sizes.items():
         if size % unit:
@@ -186,39 +187,51 @@ def _duration(config: Config) -> None:
     run, optimizer = config.run, config.optimizer
     if run.train_iters is not None and run.train_samples is not None:
         raise Refusal("--train-iters and --train-samples are two lengths of the run: leave one out")
-    if run.train_iters is None and run.train_samples is None and not run.skip_train:
-        raise Refusal("missing: --train-iters, or --train-samples, or --skip-train to evaluate only")
+    if (run.train_iters, run.train_samples, run.train_tokens) == (None, None, None) and not run.skip_train:
+        raise Refusal("missing: --train-iters, --train-samples or --train-tokens, or --skip-train to evaluate only")
     if run.train_samples is not None and run.train_samples < config.data.global_batch_size:
         raise Refusal(f"--train-samples {run.train_samples} is less than one --global-batch-size: use a multiple of it")
-    own, other = ("iters", "samples") if run.train_samples is None else ("samples", "iters")
+    own, other = ("samples", "iters") if run.train_iters is None else ("iters", "samples")
     for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
         if getattr(optimizer, name):
             flag = "--" + name.replace("_", "-")
-            raise Refusal(f"{flag} does not go with --train-{own}: use {flag.removesuffix(other)}{own}")
+            length = own if getattr(run, f"train_{own}") is not None else "tokens"
+            raise Refusal(f"{flag} does not go with --train-{length}: use {flag.removesuffix(other)}{length}")
+    if config.data.rampup_batch_size and run.train_iters is not None:
+        config.notes.append(
+            f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
+            "samples, and each count of iterations in the schedule the samples that so many steps take"
+        )
 
 
 def _schedule(config: Config) -> None:
     optimizer, run = config.optimizer, config.run
     if optimizer.lr is None:
         raise Refusal("missing: --lr")
-    own = "iters" if run.train_samples is None else "samples"
+    own = "samples" if run.train_iters is None else "iters"
     for flag, low in (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)):
         if low > optimizer.lr:
             raise Refusal(f"{flag} {low:g} is above --lr {optimizer.lr:g}: lower it")
     low, high = optimizer.decoupled_min_lr, optimizer.decoupled_lr
     if low is not None and (high is None or low > high):
         raise Refusal("--decoupled-min-lr needs a --decoupled-lr that is not below it: add it, or leave both out")
-    if getattr(optimizer, f"lr_decay_{own}") is None:
+    _tokens(config, own)
+    if getattr(optimizer, f"lr_decay_{own}") is None and optimizer.lr_decay_tokens is None:
         setattr(optimizer, f"lr_decay_{own}", getattr(run, f"train_{own}"))
     decay, warmup = getattr(optimizer, f"lr_decay_{own}"), getattr(optimizer, f"lr_warmup_{own}")
     if warmup and optimizer.lr_warmup_fraction is not None:
         raise Refusal(f"--lr-warmup-fraction and --lr-warmup-{own} are two lengths of warm-up: leave one out")
-    if warmup >= decay:
-        raise Refusal(f"--lr-warmup-{own} {warmup} must be below --lr-decay-{own} {decay} (default --train-{own})")
-    if optimizer.lr_decay_style == "WSD":
-        last = getattr(optimizer, f"lr_wsd_decay_{own}")
-        if last is None or last > decay:
-            raise Refusal(f"--lr-decay-style WSD needs --lr-wsd-decay-{own}, at most --lr-decay-{own} {decay}: add it")
+    phases = spans(config)
+    if phases.warmup >= phases.decay:
+        raise Refusal(
+            f"--lr-warmup-{own} {warmup} must be below --lr-decay-{own} {decay} (default --train-{own})"
+            if phases.unit == 1
+            else f"the warm-up takes {phases.warmup:.0f} tokens, and the decay ends at {phases.decay:.0f}: lower "
+            "--lr-warmup-tokens, or raise --lr-decay-tokens (default --train-tokens)"
+        )
+    if optimizer.lr_decay_style == "WSD" and (phases.last is None or phases.last > phases.decay):
+        end = f"--lr-decay-{own} {decay}" if phases.unit == 1 else f"the {phases.decay:.0f} tokens of the decay"
+        raise Refusal(f"--lr-decay-style WSD needs --lr-wsd-decay-{own}, at most {end}: add it")
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         if (start, end) != (None, None):
@@ -230,6 +243,25 @@ def _schedule(config: Config) -> None:
         )
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
+
+
+def _tokens(config: Config, own: str) -> None:
+    """A count of tokens is the one that is read, as in Megatron-DeepSpeed."""
+    optimizer = config.optimizer
+    for name in ("decay", "warmup"):
+        other = getattr(optimizer, f"lr_{name}_{own}")
+        if getattr(optimizer, f"lr_{name}_tokens") is not None and other:
+            config.notes.append(f"--lr-{name}-{own} {other} is not read beside --lr-{name}-tokens")
+    share = optimizer.lr_warmup_fraction
+    if share is None:
+        return
+    if optimizer.lr_warmup_tokens is not None:
+        raise Refusal("--lr-warmup-fraction and --lr-warmup-tokens are two lengths of warm-up: leave one out")
+    if optimizer.lr_decay_tokens is not None:
+        raise Refusal(
+            f"--lr-warmup-fraction {share:g} with --lr-decay-tokens is a share of what Megatron-DeepSpeed counts in "
+            f"samples: use --lr-warmup-tokens {int(share * optimizer.lr_decay_tokens)} for a share of the tokens"
+        )
 
 
 def _profile(config: Config) -> None:

@@ -90,6 +90,13 @@ class Progress:
 
     iteration: int = 0
     consumed_train_samples: int = 0
+    consumed_train_tokens: int = 0
+
+    def advance(self, samples: int, seq_length: int) -> None:
+        """Count one step."""
+        self.iteration += 1
+        self.consumed_train_samples += samples
+        self.consumed_train_tokens += samples * seq_length
 
 
 def save(
@@ -252,7 +259,23 @@ def load(
         optimizer.reload_model_params()
     if with_rng:
         _set_random_state(loaded["rng"])
-    return Progress() if weights_only else Progress(**loaded["progress"])
+    return Progress() if weights_only else _progress(loaded)
+
+
+def progress_in(path: Path, settings: CheckpointConfig) -> Progress:
+    """How far a run that loads this checkpoint has come."""
+    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
+    if settings.finetune or pretrained:
+        return Progress()
+    return _progress(dist_checkpointing.load_common_state_dict(str(path)))
+
+
+def _progress(saved: dict[str, Any]) -> Progress:
+    """Of a checkpoint's common state; samples were all of one length before tokens were counted."""
+    progress = Progress(**saved["progress"])
+    if "consumed_train_tokens" not in saved["progress"]:
+        progress.consumed_train_tokens = progress.consumed_train_samples * saved["config"]["data"]["seq_length"]
+    return progress
 
 
 def gather_parameters(chunks: Sequence[nn.Module], config: Config) -> None:
