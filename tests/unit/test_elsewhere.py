@@ -118,3 +118,144 @@ def test_recompute_that_contradicts_itself(flags: str, words: tuple[str, ...]):
 )
 def test_recompute_that_says_nothing_is_noted(flags: str, word: str):
     assert any(word in note for note in build(flags).notes)
+
+
+# ---- ZeRO and FSDP
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--use-megatron-fsdp", "--zero-stage 0"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "--zero-stage 1"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "--zero-stage 2"),
+        ("--use-custom-fsdp --data-parallel-sharding-strategy optim_grads_params", "--zero-stage 3"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
+            "--overlap-grad-reduce --overlap-param-gather --ckpt-format fsdp_dtensor --fsdp-double-buffer",
+            "--zero-stage 3 --overlap-grad-reduce",
+        ),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather",
+            "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather",
+        ),
+        ("--use-torch-fsdp2 --zero-stage 3 --ckpt-format torch_dcp", "--zero-stage 3"),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "--zero-stage 2"),
+    ],
+)
+def test_fsdp(theirs: str, ours: str):
+    same(f"--bf16 {theirs}", f"--bf16 {ours}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --zero-stage 3",
+            ("--use-megatron-fsdp", "--zero-stage 2", "--zero-stage 3"),
+        ),
+        ("--use-torch-fsdp2 --zero-stage 1", ("--use-torch-fsdp2", "--zero-stage 3", "--zero-stage 1")),
+        ("--use-torch-fsdp2 --use-megatron-fsdp", ("--use-torch-fsdp2", "--use-megatron-fsdp")),
+        ("--use-torch-fsdp2 --use-distributed-optimizer", ("--use-distributed-optimizer", "--zero-stage 1, not 3")),
+        ("--use-torch-fsdp2 --fp16", ("--zero-stage 3 with --fp16",)),
+    ],
+)
+def test_fsdp_that_contradicts_itself(flags: str, words: tuple[str, ...]):
+    refused(flags, *words)
+
+
+def test_a_sharding_strategy_without_fsdp_is_noted():
+    config = build("--data-parallel-sharding-strategy optim_grads")
+    assert config.parallel.zero_stage == 0 and any(
+        "says nothing without --use-megatron-fsdp" in n for n in config.notes
+    )
+    config = build("--torch-fsdp2-no-reshard-after-forward")
+    assert config.parallel.zero_stage == 0 and any("says nothing without --use-torch-fsdp2" in n for n in config.notes)
+
+
+# ---- other names for one setting, and for several
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "world_size"),
+    [
+        ("--encoder-num-layers 8 --encoder-seq-length 192 --batch-size 1", "", 1),
+        (
+            "--model-parallel-size 2 --pipe-parallel-size 2",
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            4,
+        ),
+        ("--warmup 0.1", "--lr-warmup-fraction 0.1", 1),
+        ("--no-pipeline-parallel --ds-sequence-parallel-size 4", "--ulysses-parallel-size 4", 4),
+        ("--num-key-value-heads 4", "--group-query-attention --num-query-groups 4", 1),
+        ("--num-key-value-heads 12", "--group-query-attention --num-query-groups 12", 1),
+        ("--attention-head-type multiquery", "--group-query-attention", 1),
+        ("--attention-head-type multihead", "", 1),
+        ("--rotary-position-embeddings-theta 500000", "--rotary-base 500000", 1),
+        ("--normalization rmsnorm", "--normalization RMSNorm", 1),
+        ("--normalization layernorm", "", 1),
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path a",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model a",
+            1,
+        ),
+        ("--save a --persistent-save-interval 5", "--save a --save-interval 5", 1),
+        ("--gas 3", "--global-batch-size 6 --gradient-accumulation-steps 3", 2),
+        ("--context-parallel-size 4 --context-parallel-algo ulysses_cp_algo", "--ulysses-parallel-size 4", 4),
+        ("--context-parallel-size 4 --context-parallel-algo megatron_cp_algo", "--ring-parallel-size 4", 4),
+        (
+            "--context-parallel-size 4 --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2",
+            "--ulysses-parallel-size 2 --ring-parallel-size 2",
+            4,
+        ),
+        (
+            "--rope-scaling-type llama3 --rope-scaling-factor 8 --low-freq-factor 1.0 --high-freq-factor 4.0 "
+            "--original-max-position-embeddings 8192 --position-embedding-type rope",
+            "--use-rope-scaling --position-embedding-type rope",
+            1,
+        ),
+        ("--save-interval 5", "", 1),
+        ("--ckpt-format torch --save a", "--save a", 1),
+        ("--padded-vocab-size 512", "--pad-vocab-size-to 512", 1),
+    ],
+)
+def test_names(theirs: str, ours: str, world_size: int):
+    same(theirs, ours, world_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--batch-size 2", ("--micro-batch-size and --batch-size", "differ")),
+        ("--num-key-value-heads 4 --num-query-groups 2", ("--num-key-value-heads 4", "--num-query-groups 2")),
+        ("--attention-head-type multihead --group-query-attention", ("multihead", "--group-query-attention")),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", ("--no-pipeline-parallel", "size 2")),
+        (
+            "--context-parallel-algo ulysses_cp_algo --cp-comm-type p2p --context-parallel-size 4",
+            ("--context-parallel-algo ulysses_cp_algo", "p2p"),
+        ),
+        ("--rope-scaling-type llama3 --low-freq-factor 2", ("--low-freq-factor 2", "use 1")),
+        ("--high-freq-factor 4", ("--high-freq-factor", "--rope-scaling-type llama3")),
+        ("--rope-scaling-type yarn", ("--rope-scaling-type yarn", "llama3")),
+        ("--gas 3 --global-batch-size 4", ("--gradient-accumulation-steps 3", "--global-batch-size 4", "use 3")),
+        ("--gas 0", ("--gradient-accumulation-steps 0",)),
+    ],
+)
+def test_names_that_contradict(flags: str, words: tuple[str, ...]):
+    refused(flags, *words, world_size=4 if "context-parallel" in flags else 1)
+
+
+def test_what_is_not_written_is_said():
+    assert any("nothing is saved" in note for note in build("--save-interval 5").notes)
+    assert any(
+        "--ckpt-format torch: checkpoints are written as torch_dist" in n for n in build("--ckpt-format torch").notes
+    )
+
+
+def test_rows_of_the_embedding():
+    from megatron.training.data.tokenizer import padded_vocab_size
+
+    assert padded_vocab_size(301, 128, 2, None) == 512 and padded_vocab_size(301, 128, 2, 302) == 302
+    for rows, vocabulary, tensor in ((300, 301, 1), (303, 301, 2)):
+        with pytest.raises(Refusal, match=f"--padded-vocab-size {rows}"):
+            padded_vocab_size(vocabulary, 128, tensor, rows)

@@ -411,7 +411,6 @@ REFUSALS = [
     # data and checkpoints
     ("--data-path a", 1, "--data-path --mock-data once"),
     ("--train-data-path a", 1, "--train-data-path --mock-data once"),
-    ("--save-interval 5", 1, "--save-interval --save"),
     ("--save a --save-retain-interval 5", 1, "--save-retain-interval --save-interval"),
     ("--save a --save-interval 2 --save-retain-interval 5", 1, "--save-retain-interval 5 multiple --save-interval 2"),
     ("--finetune", 1, "--finetune --load"),

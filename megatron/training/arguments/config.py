@@ -31,12 +31,22 @@ def window(text: str) -> tuple[int, int]:
     return left, right
 
 
+def normalization(text: str) -> str:
+    """Megatron-DeepSpeed writes small letters."""
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(text.lower(), text)
+
+
+def tokenizer(text: str) -> str:
+    """The name of Megatron-LM; BigScience and MindSpeed-LLM have another for Hugging Face's."""
+    return {"PretrainedFromHF": "HuggingFaceTokenizer"}.get(text, text)
+
+
 @dataclass
 class ModelConfig:
     """The network. Shapes may come from a named model (``--model``), which single flags override."""
 
     model: str | None = flag(None, "named shape, for example llama3-8b; single flags override it", type=str)
-    num_layers: int | None = flag(None, "number of transformer layers", type=int)
+    num_layers: int | None = flag(None, "number of transformer layers", type=int, aliases=["--encoder-num-layers"])
     hidden_size: int | None = flag(None, "width of the residual stream", type=int)
     ffn_hidden_size: int | None = flag(
         None, "width of the MLP; default 4h, or about 8h/3 in a multiple of 64 with --swiglu", type=int
@@ -49,7 +59,7 @@ class ModelConfig:
     position_embedding_type: str = flag(
         "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "yarn", "alibi", "none"]
     )
-    rotary_base: int = flag(10000, "base period of RoPE")
+    rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
     rotary_percent: float = flag(1.0, "share of a head that is rotated")
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs in place of halves")
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
@@ -66,7 +76,7 @@ class ModelConfig:
         "YaRN: bounds between pairs left alone and pairs interpolated are not rounded to whole pairs",
         flags=["--no-yarn-correction-range-round-to-int"],
     )
-    normalization: str = flag("LayerNorm", "normalization layer", choices=["LayerNorm", "RMSNorm"])
+    normalization: str = flag("LayerNorm", "normalization layer", type=normalization, choices=["LayerNorm", "RMSNorm"])
     norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
     apply_layernorm_1p: bool = flag(False, "weights of the norm centred on zero")
     swiglu: bool = flag(False, "gated MLP with SiLU")
@@ -87,6 +97,12 @@ class ModelConfig:
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
+    padded_vocab_size: int | None = flag(
+        None,
+        "rows of the embedding, in place of what --make-vocab-size-divisible-by gives",
+        type=int,
+        aliases=["--pad-vocab-size-to"],
+    )
     vocab_size: int | None = flag(None, "vocabulary size; default the tokenizer's", type=int)
     transformer_impl: str = flag(
         "auto",
@@ -103,7 +119,7 @@ class ModelConfig:
 class ParallelConfig:
     """The grid TP x Ulysses x Ring x DP x PP, and how memory is shared over it."""
 
-    tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)")
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)", aliases=["--model-parallel-size"])
     sequence_parallel: bool = flag(False, "split activations over TP between the linear layers (TP-sp)")
     partition_position_embedding: bool = flag(
         False, "learned positions: a rank holds, trains and optimizes the rows of its own tokens only"
@@ -135,7 +151,7 @@ class ParallelConfig:
         type=str,
         choices=["zigzag", "contiguous", "documents"],
     )
-    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)")
+    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleaved 1F1B: layers a virtual stage", type=int)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages a rank", type=int)
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", type=int)
@@ -264,11 +280,13 @@ class OptimizerSettings:
         False,
         "schedule from the flags, not from the checkpoint",
         flags=["--override-opt-param-scheduler", "--override-opt_param-scheduler"],
+        aliases=["--override-lr-scheduler"],
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "schedule from the checkpoint, not from the flags",
         flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
+        aliases=["--use-checkpoint-lr-scheduler"],
     )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     adam_beta1: float = flag(0.9, "Adam's first beta")
@@ -279,7 +297,7 @@ class OptimizerSettings:
     fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
     loss_scale: float | None = flag(None, "fixed loss scale, in place of fp16's dynamic one", type=float)
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", aliases=["--min-scale"])
     loss_scale_window: float = flag(1000, "good steps before the loss scale grows")
     hysteresis: int = flag(2, "overflows before the loss scale shrinks")
     check_for_nan_in_loss_and_grad: bool = flag(
@@ -291,12 +309,17 @@ class OptimizerSettings:
 class DataConfig:
     """What is read, and in which batches."""
 
-    micro_batch_size: int | None = flag(None, "samples a micro-batch on each data-parallel rank", type=int)
+    micro_batch_size: int | None = flag(
+        None, "samples a micro-batch on each data-parallel rank", type=int, aliases=["--batch-size"]
+    )
+    gradient_accumulation_steps: int | None = flag(
+        None, "micro-batches a step, in place of --global-batch-size", type=int, aliases=["--gas"]
+    )
     global_batch_size: int | None = flag(None, "samples an optimizer step; default micro-batch x DP", type=int)
     rampup_batch_size: list[int] | None = flag(
         None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3
     )
-    seq_length: int | None = flag(None, "tokens a sample", type=int)
+    seq_length: int | None = flag(None, "tokens a sample", type=int, aliases=["--encoder-seq-length"])
     data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
     train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
     valid_data_path: list[str] | None = flag(None, "validation data, in place of --data-path", type=str, nargs="*")
@@ -316,7 +339,7 @@ class DataConfig:
     tokenizer_type: str | None = flag(
         None,
         "tokenizer",
-        type=str,
+        type=tokenizer,
         choices=[
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
@@ -330,7 +353,7 @@ class DataConfig:
             "NullTokenizer",
         ],
     )
-    tokenizer_model: str | None = flag(None, "tokenizer file or folder", type=str)
+    tokenizer_model: str | None = flag(None, "tokenizer file or folder", type=str, aliases=["--tokenizer-name-or-path"])
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", type=str)
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", type=str)
     tiktoken_pattern: str | None = flag(None, "pre-tokenizer pattern of TikTokenizer", type=str)
@@ -342,7 +365,9 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = flag(None, "folder to save checkpoints in", type=str)
-    save_interval: int | None = flag(None, "iterations between checkpoints", type=int)
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"]
+    )
     save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
@@ -353,7 +378,11 @@ class CheckpointConfig:
     save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
     load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])
     load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"])
-    ckpt_format: str = flag("torch_dist", "checkpoint format", choices=["torch_dist"])
+    ckpt_format: str = flag(
+        "torch_dist",
+        "checkpoint format; torch_dist is what is written, whichever is named",
+        choices=["torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"],
+    )
 
 
 @dataclass
@@ -369,10 +398,10 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard", type=str)
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
     tensorboard_queue_size: int = flag(1000, "TensorBoard events held in memory")
-    wandb_project: str | None = flag(None, "Weights & Biases project", type=str)
+    wandb_project: str | None = flag(None, "Weights & Biases project", type=str, aliases=["--wandb-project-name"])
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name", type=str)
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str)
-    wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str)
+    wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str, aliases=["--wandb-entity-name"])
     peak_tflops: float | None = flag(
         None, "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate", type=float
     )
@@ -431,6 +460,35 @@ class ElsewhereConfig:
     recompute_modules: list[str] | None = flag(
         None, "what --recompute-granularity selective recomputes: core_attn", type=str, nargs="+"
     )
+    use_megatron_fsdp: bool = flag(
+        False, "--zero-stage, by --data-parallel-sharding-strategy", aliases=["--use-custom-fsdp"]
+    )
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard",
+        "of --use-megatron-fsdp: --zero-stage 0, 1, 2 or 3",
+        choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
+    )
+    use_torch_fsdp2: bool = flag(False, "--zero-stage 3")
+    torch_fsdp2_reshard_after_forward: bool = flag(
+        True, "with --use-torch-fsdp2: --zero-stage 2", flags=["--torch-fsdp2-no-reshard-after-forward"]
+    )
+    no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
+    num_key_value_heads: int | None = flag(
+        None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int
+    )
+    attention_head_type: str | None = flag(
+        None, "BigCode: multiquery is --group-query-attention", type=str, choices=["multihead", "multiquery"]
+    )
+    context_parallel_algo: str | None = flag(
+        None,
+        "MindSpeed: --cp-comm-type a2a, p2p, or a2a+p2p with --ulysses-degree-in-cp",
+        type=str,
+        choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"],
+    )
+    rope_scaling_type: str | None = flag(None, "MindSpeed: llama3 is --use-rope-scaling", type=str, choices=["llama3"])
+    low_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 1", type=float)
+    high_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 4", type=float)
+    original_max_position_embeddings: int | None = flag(None, "of --rope-scaling-type llama3: 8192", type=int)
 
 
 @dataclass

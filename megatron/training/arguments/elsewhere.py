@@ -26,6 +26,10 @@ def translate(config: Config, given: Collection[str]) -> None:
     """
     express = _Express(config, given)
     _recompute(config, express)
+    _zero(config, express)
+    _heads(config, express)
+    _grid(config, express)
+    _rope(config, express)
     config.elsewhere = ElsewhereConfig()
 
 
@@ -117,3 +121,77 @@ def _selective(config: Config) -> None:
             f"--recompute-modules {' '.join(modules)}: selective recompute is of core_attn here, with the same result; "
             "--recompute-granularity full needs less memory"
         )
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def _zero(config: Config, express: _Express) -> None:
+    """Megatron-FSDP and torch's FSDP2. Both overlap their messages by themselves here."""
+    other, parallel = config.elsewhere, config.parallel
+    strategy = other.data_parallel_sharding_strategy
+    if other.use_megatron_fsdp and other.use_torch_fsdp2:
+        raise Refusal("--use-megatron-fsdp and --use-torch-fsdp2 are two kinds of FSDP: leave one out")
+    if other.use_megatron_fsdp:
+        stage = STRATEGIES.index(strategy)
+        source = f"--use-megatron-fsdp with --data-parallel-sharding-strategy {strategy}"
+        express("parallel.zero_stage", stage, source)
+        if stage != 1 and parallel.use_distributed_optimizer:
+            parallel.use_distributed_optimizer = False
+            config.notes.append(f"{source} is --zero-stage {stage}; --use-distributed-optimizer says nothing beside it")
+        _overlap(config, source, stage)
+    elif strategy != "no_shard":
+        config.notes.append(f"--data-parallel-sharding-strategy {strategy} says nothing without --use-megatron-fsdp")
+    if other.use_torch_fsdp2:
+        source = "--use-torch-fsdp2"
+        stage = 3 if other.torch_fsdp2_reshard_after_forward else 2
+        express("parallel.zero_stage", stage, source if stage == 3 else f"{source} without resharding")
+        _overlap(config, source, stage)
+    elif not other.torch_fsdp2_reshard_after_forward:
+        config.notes.append("--torch-fsdp2-no-reshard-after-forward says nothing without --use-torch-fsdp2")
+
+
+def _overlap(config: Config, source: str, stage: int) -> None:
+    if stage != 1 and config.parallel.overlap_param_gather:
+        config.parallel.overlap_param_gather = False
+        config.notes.append(f"{source}: weights are gathered ahead without --overlap-param-gather")
+
+
+def _heads(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.num_key_value_heads is not None:
+        source = f"--num-key-value-heads {other.num_key_value_heads}"
+        express("model.num_query_groups", other.num_key_value_heads, source)
+        express("model.group_query_attention", True, source)
+    if other.attention_head_type == "multiquery":
+        express("model.num_query_groups", 1, "--attention-head-type multiquery")
+        express("model.group_query_attention", True, "--attention-head-type multiquery")
+    elif other.attention_head_type == "multihead" and config.model.group_query_attention:
+        raise Refusal("--attention-head-type multihead and --group-query-attention differ: leave one out")
+
+
+def _grid(config: Config, express: _Express) -> None:
+    other, stages = config.elsewhere, config.parallel.pipeline_model_parallel_size
+    if other.no_pipeline_parallel and stages > 1:
+        raise Refusal(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} differ: leave one out")
+    if other.context_parallel_algo:
+        kinds = {"ulysses_cp_algo": "a2a", "megatron_cp_algo": "p2p", "hybrid_cp_algo": "a2a+p2p"}
+        source = f"--context-parallel-algo {other.context_parallel_algo}"
+        express("parallel.cp_comm_type", [kinds[other.context_parallel_algo]], source)
+
+
+def _rope(config: Config, express: _Express) -> None:
+    """MindSpeed-LLM's Llama 3.1 scaling has the constants as flags; megatron-core has them in its code."""
+    other = config.elsewhere
+    constants = {
+        "--low-freq-factor": (other.low_freq_factor, 1),
+        "--high-freq-factor": (other.high_freq_factor, 4),
+        "--original-max-position-embeddings": (other.original_max_position_embeddings, 8192),
+    }
+    for flag, (value, core) in constants.items():
+        if value is not None and other.rope_scaling_type is None:
+            raise Refusal(f"{flag} is read by --rope-scaling-type llama3 alone: add that, or leave it out")
+        if value not in (None, core):
+            raise Refusal(f"{flag} {value:g} is not the {core} of Llama 3.1, the scaling built here: use {core}")
+    if other.rope_scaling_type == "llama3":
+        express("model.use_rope_scaling", True, "--rope-scaling-type llama3")

@@ -13,15 +13,15 @@ from megatron.training.refusal import Refusal
 # Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
 POSITIVE = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size fp8_amax_history_len "
-    "yarn_original_max_position_embeddings",
+    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
+    "fp8_amax_history_len yarn_original_max_position_embeddings",
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "num_virtual_stages_per_pipeline_rank ddp_bucket_size distributed_timeout_minutes",
     "attention": "recompute_num_layers",
     "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
     "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
-    "data": "micro_batch_size global_batch_size seq_length num_dataset_builder_threads",
+    "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length num_dataset_builder_threads",
     "checkpoint": "save_interval save_retain_interval",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
@@ -144,6 +144,15 @@ def check_batch(config: Config, data_parallel: int) -> None:
     """Settle the global batch: a whole number of micro-batches on every data-parallel rank."""
     data, parallel = config.data, config.parallel
     unit = data.micro_batch_size * data_parallel
+    if data.gradient_accumulation_steps is not None:
+        wanted = unit * data.gradient_accumulation_steps
+        if data.global_batch_size not in (None, wanted):
+            raise Refusal(
+                f"--global-batch-size {data.global_batch_size} is not --micro-batch-size {data.micro_batch_size} x "
+                f"--gradient-accumulation-steps {data.gradient_accumulation_steps} x {data_parallel} data-parallel "
+                f"ranks: use {wanted}, or leave one out"
+            )
+        data.global_batch_size = wanted
     virtual = parallel.num_virtual_stages_per_pipeline_rank is not None
     if data.global_batch_size is None:
         data.global_batch_size = unit * (parallel.pipeline_model_parallel_size if virtual else 1)
@@ -300,7 +309,6 @@ def _checkpoint(config: Config) -> None:
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
     needs = (
-        ("--save-interval", checkpoint.save_interval, save, "--save"),
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
         ("--log-progress", config.logging.log_progress, save, "--save"),
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
@@ -308,6 +316,12 @@ def _checkpoint(config: Config) -> None:
         ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
         ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
     )
+    if checkpoint.save_interval and not save:
+        config.notes.append("--save-interval without --save: nothing is saved")
+        checkpoint.save_interval = None
+    if checkpoint.ckpt_format != "torch_dist":
+        config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
+        checkpoint.ckpt_format = "torch_dist"
     for flag, value, other, need in needs:
         if value and not other:
             raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
