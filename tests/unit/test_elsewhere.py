@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from megatron.training.arguments.config import Config, ElsewhereConfig
@@ -259,3 +262,144 @@ def test_rows_of_the_embedding():
     for rows, vocabulary, tensor in ((300, 301, 1), (303, 301, 2)):
         with pytest.raises(Refusal, match=f"--padded-vocab-size {rows}"):
             padded_vocab_size(vocabulary, 128, tensor, rows)
+
+
+# ---- DeepSpeed
+
+
+TEMPLATE = {  # as in Megatron-DeepSpeed's examples
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 1,
+    "steps_per_print": 10,
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+    "gradient_clipping": 0.5,
+    "prescale_gradients": False,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 3,
+        "min_loss_scale": 2,
+        "initial_scale_power": 11,
+    },
+    "wall_clock_breakdown": False,
+}
+
+
+def with_file(folder: Path, content: object, flags: str = "", world_size: int = 1) -> Config:
+    path = folder / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return build(f"--deepspeed --deepspeed_config {path} {flags}", world_size)
+
+
+def test_a_deepspeed_file(tmp_path: Path):
+    ours = (
+        "--global-batch-size 8 --zero-stage 1 --clip-grad 0.5 --fp16 --loss-scale-window 500 --hysteresis 3 "
+        "--min-loss-scale 2 --initial-loss-scale 2048"
+    )
+    config, expected = with_file(tmp_path, TEMPLATE), build(ours)
+    assert any("steps_per_print, zero_optimization.overlap_comm, prescale_gradients" in n for n in config.notes)
+    config.notes = expected.notes = []
+    assert config == expected
+    agreeing = with_file(tmp_path, TEMPLATE, f"{ours} --deepspeed_mpi")
+    agreeing.notes = []
+    assert agreeing == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "ours"),
+    [
+        ({"gradient_clipping": 1.0}, ""),
+        ({}, "--clip-grad 0"),  # DeepSpeed's default
+        ({"gradient_clipping": 0}, "--clip-grad 0"),
+        ({"gradient_clipping": "auto"}, "--clip-grad 0"),
+        ({"gradient_clipping": 1, "bf16": {"enabled": True}}, "--bf16"),
+        ({"gradient_clipping": 1, "bfloat16": {"enabled": True}, "fp16": {"enabled": False}}, "--bf16"),
+        ({"gradient_clipping": 1, "fp16": {"enabled": True}}, "--fp16 --initial-loss-scale 65536"),
+        (
+            {"gradient_clipping": 1, "fp16": {"enabled": True, "loss_scale": 128}},
+            "--fp16 --loss-scale 128 --initial-loss-scale 65536",
+        ),
+        ({"gradient_clipping": 1, "zero_optimization": True}, "--zero-stage 1"),
+        (
+            {"gradient_clipping": 1, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}}},
+            "--zero-stage 3",
+        ),
+        ({"gradient_clipping": 1, "zero_optimization": {"overlap_comm": True}}, "--zero-stage 0"),
+        ({"gradient_clipping": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}, "--gas 3"),
+        (
+            {"gradient_clipping": 1, "train_batch_size": 3, "gradient_accumulation_steps": 3},
+            "--global-batch-size 3 --gas 3",
+        ),
+        (
+            {"gradient_clipping": 1, "bf16": {"enabled": True}, "communication_data_type": "bfp16"},
+            "--bf16 --grad-reduce-in-bf16",
+        ),
+        (
+            {"gradient_clipping": 1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "--bf16",
+        ),
+        ({"gradient_clipping": 1, "curriculum_learning": {"enabled": False}, "optimizer": {"type": "Adam"}}, ""),
+    ],
+)
+def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
+    config, expected = with_file(tmp_path, content), build(ours)
+    config.notes = expected.notes = []
+    assert config == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        (TEMPLATE, "--global-batch-size 4", ("train_batch_size 8", "--global-batch-size 4")),
+        (TEMPLATE, "--clip-grad 1", ("gradient_clipping 0.5", "--clip-grad 1")),
+        (TEMPLATE, "--zero-stage 2", ("zero_optimization.stage 1", "--zero-stage 2")),
+        (TEMPLATE, "--bf16", ("fp16.enabled", "--bf16")),
+        (TEMPLATE, "--clip-grad 1 --zero-stage 2", ("--clip-grad 1", "--zero-stage 2")),  # both in one line
+        ({"bf16": {"enabled": False}}, "--bf16", ("bf16.enabled false", "--bf16")),
+        ({"fp16": {"enabled": True, "loss_scale": 8}}, "--loss-scale 16", ("fp16.loss_scale 8", "--loss-scale 16")),
+        ({"train_batch_size": 4, "gradient_accumulation_steps": 3}, "", ("--global-batch-size 4", "use 3")),
+        ({"train_batch_size": "8"}, "", ('train_batch_size "8"', "number")),
+        ({"train_batch_size": 1.5}, "", ("train_batch_size 1.5", "whole number")),
+        ('{"gradient_clipping": NaN}', "", ("gradient_clipping NaN", "number")),
+        ({"fp16": {"enabled": True, "initial_scale_power": "x"}}, "", ("fp16.initial_scale_power",)),
+        ({"fp16": True}, "", ("fp16", "JSON object")),
+        ({"zero_optimization": {"stage": 4}}, "", ("zero_optimization.stage 4",)),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            "",
+            ("zero_optimization.offload_optimizer", "--zero-stage"),
+        ),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "", ("zero_optimization.cpu_offload",)),
+        (
+            {"zero_optimization": {"zero_quantized_gradients": True}},
+            "",
+            ("zero_optimization.zero_quantized_gradients",),
+        ),
+        ({"zero_optimization": {"stag": 2}}, "", ("zero_optimization.stag", "not a known key")),
+        ({"scheduler": {"type": "WarmupLR"}}, "", ("scheduler", "--lr-decay-style")),
+        ({"curriculum_learning": {"enabled": True}}, "", ("curriculum_learning", "leave it out")),
+        ({"communication_data_type": "fp16"}, "", ("communication_data_type",)),
+        ({"grad_clipping": 1.0}, "", ("grad_clipping", "did you mean gradient_clipping?")),
+        ({"fp16": {"enabled": True, "hysteresi": 1}}, "", ("fp16.hysteresi", "fp16.hysteresis")),
+        ("[1]", "", ("no JSON object",)),
+        ('{"train_batch_size": GBSIZE}', "", ("is no JSON (line 1)", "placeholders")),
+    ],
+)
+def test_refusals_of_a_deepspeed_file(tmp_path: Path, content: object, flags: str, words: tuple[str, ...]):
+    with pytest.raises(Refusal) as caught:
+        with_file(tmp_path, content, flags)
+    assert "\n" not in str(caught.value) and all(word in str(caught.value) for word in words), caught.value
+
+
+def test_deepspeeds_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    refused(f"--deepspeed --deepspeed_config {tmp_path}/none.json", "--deepspeed_config", "no such file")
+    refused("--deepspeed_config a.json", "--deepspeed_config", "--deepspeed")
+    assert any("the flags alone decide" in note for note in build("--deepspeed").notes)
+    config = with_file(tmp_path, {}, "--clip-grad 2")
+    assert config.optimizer.clip_grad == 2 and any("DeepSpeed would not clip" in note for note in config.notes)
+    config = with_file(tmp_path, TEMPLATE, "--loss-scale 12")
+    assert config.optimizer.loss_scale is None and any("--loss-scale 12 is not read" in note for note in config.notes)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    refused("--deepspeed --deepspeed_mpi", "--deepspeed_mpi", "torchrun")

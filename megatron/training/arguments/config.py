@@ -472,6 +472,14 @@ class ElsewhereConfig:
     torch_fsdp2_reshard_after_forward: bool = flag(
         True, "with --use-torch-fsdp2: --zero-stage 2", flags=["--torch-fsdp2-no-reshard-after-forward"]
     )
+    deepspeed: bool = flag(False, "read --deepspeed_config, as far as it can be expressed here")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed's JSON file: ZeRO, precision, clipping, batch sizes",
+        type=str,
+        flags=["--deepspeed_config", "--deepspeed-config"],
+    )
+    deepspeed_mpi: bool = flag(False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"])
     no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
     num_key_value_heads: int | None = flag(
         None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int

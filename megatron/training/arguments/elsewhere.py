@@ -8,10 +8,12 @@ would not have read it either, a note says so.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from typing import Any
 
 from megatron.training.arguments.config import Config, ElsewhereConfig
+from megatron.training.arguments.deepspeed_file import DeepSpeedFile
 from megatron.training.refusal import Refusal
 
 
@@ -25,6 +27,7 @@ def translate(config: Config, given: Collection[str]) -> None:
         Refusal: two flags say different things about one setting.
     """
     express = _Express(config, given)
+    _deepspeed(config, express)
     _recompute(config, express)
     _zero(config, express)
     _heads(config, express)
@@ -55,6 +58,23 @@ def _words(field: str, value: Any) -> str:
     if value is False:
         return f"no {flag}"
     return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+
+
+def _deepspeed(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.deepspeed_config and not other.deepspeed:
+        raise Refusal("--deepspeed_config is read with --deepspeed alone: add that, or leave it out")
+    started_by_mpi = max(int(os.environ.get(name, "1")) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if other.deepspeed_mpi and started_by_mpi > 1 and "WORLD_SIZE" not in os.environ:
+        raise Refusal(
+            "--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE: start with torchrun in place of mpirun"
+        )
+    if other.deepspeed_mpi:
+        config.notes.append("--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE, as torchrun sets them")
+    if other.deepspeed_config:
+        DeepSpeedFile(other.deepspeed_config, config, express).translate()
+    elif other.deepspeed:
+        config.notes.append("--deepspeed without --deepspeed_config: the flags alone decide")
 
 
 def _recompute(config: Config, express: _Express) -> None:

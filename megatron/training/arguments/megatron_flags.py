@@ -327,10 +327,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "use tools/convert_hf.py",
         "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",
     ),
-    (
-        "DeepSpeed is not used here: remove it, and choose ZeRO with --zero-stage",
-        "--deepspeed --deepspeed_config 1 --deepspeed_mpi --deepspeed-config 1",
-    ),
     ("megatron-core's DDP is the only one: leave it out", "--DDP-impl 1 local"),
     (
         "Mamba and hybrid models are not built here: leave it out",
