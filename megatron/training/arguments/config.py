@@ -36,9 +36,14 @@ def normalization(text: str) -> str:
     return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(text.lower(), text)
 
 
+def positions(text: str) -> str:
+    """BigScience spells RoPE out."""
+    return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
+
+
 def tokenizer(text: str) -> str:
-    """The name of Megatron-LM; BigScience and MindSpeed-LLM have another for Hugging Face's."""
-    return {"PretrainedFromHF": "HuggingFaceTokenizer"}.get(text, text)
+    """The name of Megatron-LM; BigScience, MindSpeed-LLM and Megatron-DeepSpeed have others for Hugging Face's."""
+    return {"PretrainedFromHF": "HuggingFaceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"}.get(text, text)
 
 
 @dataclass
@@ -57,7 +62,10 @@ class ModelConfig:
     kv_channels: int | None = flag(None, "size of a head; default hidden_size / num_attention_heads", type=int)
     max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "yarn", "alibi", "none"]
+        "learned_absolute",
+        "how positions enter",
+        type=positions,
+        choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
     )
     rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
     rotary_percent: float = flag(1.0, "share of a head that is rotated")

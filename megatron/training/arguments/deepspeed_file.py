@@ -20,8 +20,8 @@ from megatron.training.refusal import Refusal
 HINTS = (
     "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb "
     "csv_monitor comet aio autotuning checkpoint nebula zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-    "prescale_gradients gradient_predivide_factor sparse_gradients disable_allgather use_data_before_expert_parallelism "
-    "activation_checkpointing seq_parallel_communication_data_type timers pipeline use_node_local_storage"
+    "prescale_gradients gradient_predivide_factor sparse_gradients disable_allgather "
+    "use_data_before_expert_parallelism activation_checkpointing seq_parallel_communication_data_type timers pipeline use_node_local_storage"
 ).split()
 ZERO_HINTS = (
     "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
@@ -30,9 +30,10 @@ ZERO_HINTS = (
     "gather_16bit_weights_on_model_save stage3_prefetch_bucket_size stage3_param_persistence_threshold "
     "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
     "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-    "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_module_granularity_threshold module_granularity_threshold "
-    "ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size memory_efficient_linear "
-    "override_module_apply log_trace_cache_warnings mics_shard_size mics_hierarchical_params_gather"
+    "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_module_granularity_threshold "
+    "module_granularity_threshold ignore_unused_parameters legacy_stage1 round_robin_gradients "
+    "zero_hpz_partition_size memory_efficient_linear override_module_apply log_trace_cache_warnings mics_shard_size "
+    "mics_hierarchical_params_gather"
 ).split()
 # Sections that change the training; refused where they are switched on.
 REFUSED = {

@@ -45,7 +45,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     (
         "nothing is compiled here",
         """
-        --use-torch-compile --use-torch-compiled-autograd * --use-regional-compilation *
+        --use-torch-compile * --use-torch-compiled-autograd * --use-regional-compilation *
         --allow-unspec-int-on-nn-module * --cache-size-limit 1
         """,
     ),
@@ -61,6 +61,8 @@ HINTS: tuple[tuple[str, str], ...] = (
         --s3-cache-path 1
         """,
     ),
+    ("the mask is --attention-mask, causal without it", "--attention-mask-type 1"),
+    ("nothing is generated in training", "--max-new-tokens 1"),
     ("data files are read as they are; how to make them is no part of a run", "--handler-name 1"),
     ("SIGTERM saves and stops a run", "--kill-switch-path 1 --kill-switch-file 1 --trigger-path 1"),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
@@ -112,6 +113,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors become refusals."""
 
     def error(self, message: str) -> Any:
+        message = re.sub(r"^argument (-[\w-]+)(/-[\w-]+)+", r"\1", message)  # of several spellings, the first
         raise Refusal(" ".join(message.removeprefix("argument ").split()))
 
 
