@@ -21,7 +21,8 @@ HINTS = (
     "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb "
     "csv_monitor comet aio autotuning checkpoint nebula zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
     "prescale_gradients gradient_predivide_factor sparse_gradients disable_allgather "
-    "use_data_before_expert_parallelism activation_checkpointing seq_parallel_communication_data_type timers pipeline use_node_local_storage"
+    "use_data_before_expert_parallelism activation_checkpointing seq_parallel_communication_data_type timers pipeline "
+    "use_node_local_storage"
 ).split()
 ZERO_HINTS = (
     "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "

@@ -14,6 +14,7 @@ from math import gcd
 
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.dry_run import processes
+from megatron.training.arguments.idle import note_idle
 from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.arguments.stages import settle_virtual_stages
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
@@ -51,6 +52,7 @@ def complete(config: Config, world_size: int) -> Config:
     check_chunks(config)
     check_batch(config, data_parallel_size(config, world_size))
     check_job(config)
+    note_idle(config)
     config.notes = list(dict.fromkeys(config.notes))
     return config
 
