@@ -56,6 +56,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "mask": repr(rule.mask),
         "attention-kernel": rule.kernel,
         "alibi": None if rule.alibi_slopes is None else rule.alibi_slopes.tolist(),
+        "gathered-keys": rule.gather_keys,
         "mask-threshold": rule.mask_cpu_threshold,
         "rope": repr(build.rope(model)),
         "dtype": str(compute_dtype(config)),
@@ -72,7 +73,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
     core = build.transformer_config(config, grid, on_gpu=False)
     found |= {f"core.{field.name}": _plain(getattr(core, field.name)) for field in fields(core)}
     found |= {"weights": float(draw("linear.weight", (4, 4), core, config, torch.device("cpu")).sum())}
-    found |= _model(config, core, grid, layout)
+    found |= _model(config, grid, layout)
     found |= {f"ddp.{name}": value for name, value in _data_parallel(config).items()}
     found |= {f"optimizer.{name}": value for name, value in _optimizer(config, core).items()}
     if not config.run.skip_train:
@@ -93,12 +94,13 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__qualname__", value) if callable(value) else value
 
 
-def _model(config: Config, core: Any, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
+def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
     """What megatron-core's GPTModel and our layers are asked for."""
     seen: dict[str, Any] = {"partitioned": False, "layer inputs in host memory": False}
 
     def spec(_: Any, settings: Any, **asked: Any) -> None:
         chunks = asked.pop("chunks")
+        seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
         seen["host memory"] = chunks is not None and chunks.offload is not None
         seen["streamed"] = chunks is not None and chunks.streamed
         seen.update({f"layers.{name}": value for name, value in asked.items()})
@@ -111,15 +113,14 @@ def _model(config: Config, core: Any, grid: Any, layout: SequenceLayout) -> dict
     def note(name: str) -> Any:
         return lambda *_: seen.update({name: True})
 
-    settings = SimpleNamespace(layout=layout)
     with (
+        mock.patch.object(build, "initialize_weights", lambda *_: None),
         mock.patch.object(build, "block_spec", spec),
         mock.patch.object(build, "LongContextGPT", model),
         mock.patch.object(build, "PartitionedEmbedding", note("partitioned")),
         mock.patch.object(build, "save_layer_inputs_in_host", note("layer inputs in host memory")),
     ):
-        stage = 0 if core.virtual_pipeline_model_parallel_size else None
-        build._build_chunk(config, core, grid, settings, VOCABULARY, stage, SimpleNamespace())
+        build.build_model(config, grid, layout, VOCABULARY, torch.device("cpu"), SimpleNamespace())
     return {name.replace(" ", "-"): value for name, value in seen.items()}
 
 

@@ -76,11 +76,13 @@ EFFECTS = f"""
 | --untie-embeddings-and-output-weights | model.share_embeddings_and_output_weights
 | --init-method-std 0.1 | weights
 | --init-method-xavier-uniform | weights
-| --seed 2 | weights
+| --seed 2 | dropout.seed weights
+| --deterministic-mode | core.deterministic_mode
 | --transformer-impl transformer_engine | layers.transformer_engine
 | --add-qkv-bias | core.add_qkv_bias
 | --qk-layernorm | core.qk_layernorm
-| --hidden-dropout 0.2 | core.hidden_dropout
+| --hidden-dropout 0.2 | dropout.hidden
+| --attention-dropout 0.2 | dropout.attention
 | --make-vocab-size-divisible-by 64 | rows
 | --padded-vocab-size 400 | rows
 | --fp8-format hybrid | core.fp8 layers.transformer_engine
@@ -94,6 +96,7 @@ EFFECTS = f"""
 | --ring-parallel-size 4 | core.context_parallel_size grid layout micro-batches
 | --hierarchical-context-parallel-sizes 2 2 | core.context_parallel_size grid layout micro-batches
 --context-parallel-size 4 | --cp-comm-type p2p | grid layout
+--ring-parallel-size 4 --context-parallel-size 4 | --cp-comm-type all_gather | gathered-keys
 --ring-parallel-size 4 | --context-parallel-balance contiguous | balance layout
 | --pipeline-model-parallel-size 2 | core.pipeline_model_parallel_size layers.num_layers grid micro-batches ...
 {PP} | --num-layers-per-virtual-pipeline-stage 1 | {VIRTUAL}
@@ -177,7 +180,6 @@ WITHOUT --global-batch-size | --gradient-accumulation-steps 3 | micro-batches sa
 
 # Settings whose effect is no configuration but a file, a message, a number of a run: the tests that show it.
 SHOWN = {
-    "tests/unit/test_model.py": "attention_dropout",
     "tests/unit/test_data.py": "data_path train_data_path valid_data_path test_data_path split data_cache_path "
     "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
