@@ -207,6 +207,11 @@ def test_a_sharding_strategy_without_fsdp_is_noted():
         ("--context-parallel-size 4 --context-parallel-algo ulysses_cp_algo", "--ulysses-parallel-size 4", 4),
         ("--context-parallel-size 4 --context-parallel-algo megatron_cp_algo", "--ring-parallel-size 4", 4),
         (
+            "--context-parallel-size 4 --context-parallel-algo kvallgather_cp_algo",
+            "--context-parallel-size 4 --cp-comm-type all_gather",
+            4,
+        ),
+        (
             "--context-parallel-size 4 --context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2",
             "--ulysses-parallel-size 2 --ring-parallel-size 2",
             4,

@@ -497,9 +497,9 @@ class ElsewhereConfig:
     )
     context_parallel_algo: str | None = flag(
         None,
-        "MindSpeed: --cp-comm-type a2a, p2p, or a2a+p2p with --ulysses-degree-in-cp",
+        "MindSpeed: --cp-comm-type a2a, p2p, a2a+p2p with --ulysses-degree-in-cp, or all_gather",
         type=str,
-        choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"],
+        choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"],
     )
     rope_scaling_type: str | None = flag(None, "MindSpeed: llama3 is --use-rope-scaling", type=str, choices=["llama3"])
     low_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 1", type=float)

@@ -196,6 +196,7 @@ def _grid(config: Config, express: _Express) -> None:
         raise Refusal(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} differ: leave one out")
     if other.context_parallel_algo:
         kinds = {"ulysses_cp_algo": "a2a", "megatron_cp_algo": "p2p", "hybrid_cp_algo": "a2a+p2p"}
+        kinds |= {"kvallgather_cp_algo": "all_gather"}
         source = f"--context-parallel-algo {other.context_parallel_algo}"
         express("parallel.cp_comm_type", [kinds[other.context_parallel_algo]], source)
 
