@@ -44,6 +44,7 @@ def resume(flags, folder, steps):
         (1, "--optimizer sgd"),
         (2, "--zero-stage 1 --hidden-dropout 0.1"),
         (2, "--zero-stage 2 --bf16 --micro-batch-size 1"),
+        (2, "--zero-stage 3 --fp16 --initial-loss-scale 256 --loss-scale-window 2 --micro-batch-size 1"),
         (4, f"{T2} --zero-stage 3 --ring-parallel-size 2 --hidden-dropout 0.1"),
         (4, "--ulysses-parallel-size 2 --ring-parallel-size 2 --hidden-dropout 0.1"),
         (

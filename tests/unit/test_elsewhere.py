@@ -160,7 +160,6 @@ def test_fsdp(theirs: str, ours: str):
         ("--use-torch-fsdp2 --zero-stage 1", ("--use-torch-fsdp2", "--zero-stage 3", "--zero-stage 1")),
         ("--use-torch-fsdp2 --use-megatron-fsdp", ("--use-torch-fsdp2", "--use-megatron-fsdp")),
         ("--use-torch-fsdp2 --use-distributed-optimizer", ("--use-distributed-optimizer", "--zero-stage 1, not 3")),
-        ("--use-torch-fsdp2 --fp16", ("--zero-stage 3 with --fp16",)),
     ],
 )
 def test_fsdp_that_contradicts_itself(flags: str, words: tuple[str, ...]):

@@ -71,7 +71,8 @@ def transformer_engine_installed() -> bool:
 
 def _required(config: Config) -> None:
     model, data = config.model, config.data
-    if model.model and model.max_position_embeddings is None:
+    relative = model.position_embedding_type != "learned_absolute"  # nothing is as long as that, and it says no more
+    if (model.model or relative) and model.max_position_embeddings is None:
         model.max_position_embeddings = data.seq_length
     names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     missing = [name for name in names if getattr(model, name) is None]

@@ -125,8 +125,6 @@ def _fsdp(config: Config) -> None:
             f"{zero} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported: "
             "use --zero-stage 1, or --pipeline-model-parallel-size 1"
         )
-    if config.optimizer.fp16:
-        raise Refusal(f"{zero} with --fp16 is not supported: use --bf16, or --zero-stage 1")
     if config.model.fp8_format:
         raise Refusal(f"{zero} with --fp8-format is not supported: use --bf16 alone, or --zero-stage 1")
     hints = {

@@ -21,6 +21,7 @@ from torch import nn
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import spans
 from megatron.training.model.fsdp import FullySharded
+from megatron.training.model.loss_scaling import scale_losses
 from megatron.training.model.precision import compute_dtype
 
 
@@ -65,7 +66,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
         decoupled_lr=settings.decoupled_lr,
         decoupled_min_lr=settings.decoupled_min_lr,
         weight_decay=settings.weight_decay,
-        fp16=settings.fp16,
+        fp16=settings.fp16 and not fsdp,
         bf16=settings.bf16 and not fsdp,
         params_dtype=torch.float32 if fsdp else compute_dtype(config),
         loss_scale=settings.loss_scale,
@@ -90,6 +91,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         fill_states(part)
+        if fsdp and settings.fp16:
+            scale_losses(part, settings)
     core = chunks[0].module.config
     if settings.fp16:
         core.grad_scale_func = optimizer.scale_loss
