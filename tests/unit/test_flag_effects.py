@@ -34,6 +34,7 @@ WSD = "--lr-decay-style WSD --lr-wsd-decay-iters"
 SPARSE = "--attention-mask block-sparse"
 SAMPLES = "--train-samples 80"
 PP = "--pipeline-model-parallel-size 2"
+SPLIT = "core.account_for_embedding_in_pipeline_split core.account_for_loss_in_pipeline_split"
 VIRTUAL = "core.virtual_pipeline_model_parallel_size layers.num_layers"
 ZERO_1 = "ddp.use_distributed_optimizer optimizer.use_distributed_optimizer zero"
 HALF = "core.autocast_dtype core.params_dtype core.pipeline_dtype dtype optimizer.params_dtype"
@@ -99,6 +100,9 @@ EFFECTS = f"""
 --ring-parallel-size 4 --context-parallel-size 4 | --cp-comm-type all_gather | gathered-keys
 --ring-parallel-size 4 | --context-parallel-balance contiguous | balance layout
 | --pipeline-model-parallel-size 2 | core.pipeline_model_parallel_size layers.num_layers grid micro-batches ...
+{PP} | --decoder-first-pipeline-num-layers 1 | core.num_layers_in_first_pipeline_stage layers.num_layers
+{PP} | --decoder-last-pipeline-num-layers 1 | core.num_layers_in_last_pipeline_stage layers.num_layers
+{PP} --num-layers 2 | --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split | {SPLIT}
 {PP} | --num-layers-per-virtual-pipeline-stage 1 | {VIRTUAL}
 {PP} | --num-virtual-stages-per-pipeline-rank 2 | {VIRTUAL}
 | --zero-stage 1 | {ZERO_1}
