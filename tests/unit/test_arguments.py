@@ -37,7 +37,7 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
 --num-key-value-heads --rotary-position-embeddings-theta --use-custom-fsdp --no-pipeline-parallel --pipe-parallel-size
 --context-parallel-algo --rope-scaling-type --low-freq-factor --high-freq-factor --original-max-position-embeddings
 --override-lr-scheduler --use-checkpoint-lr-scheduler --min-scale --tokenizer-name-or-path --wandb-project-name
---deepspeed --deepspeed_config --deepspeed-config --deepspeed_mpi
+--deepspeed --deepspeed_config --deepspeed-config --deepspeed_mpi --glu-activation
 --wandb-entity-name --pad-vocab-size-to --fp8-e4m3 --fp8-hybrid""".split()
 
 # NVIDIA's published launch script for Llama-3 8B, without FP8.

@@ -193,6 +193,9 @@ def test_a_sharding_strategy_without_fsdp_is_noted():
         ("--num-key-value-heads 12", "--group-query-attention --num-query-groups 12", 1),
         ("--attention-head-type multiquery", "--group-query-attention", 1),
         ("--attention-head-type multihead", "", 1),
+        ("--glu-activation swiglu", "--swiglu --ffn-hidden-size 384", 1),
+        ("--glu-activation swiglu --ffn-hidden-size 100", "--swiglu --ffn-hidden-size 100", 1),
+        ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --qk-layernorm", "--qk-layernorm", 1),
         ("--rotary-position-embeddings-theta 500000", "--rotary-base 500000", 1),
         ("--normalization rmsnorm", "--normalization RMSNorm", 1),
         ("--normalization layernorm", "", 1),
@@ -245,6 +248,8 @@ def test_names(theirs: str, ours: str, world_size: int):
         ("--high-freq-factor 4", ("--high-freq-factor", "--rope-scaling-type llama3")),
         ("--rope-scaling-type yarn", ("--rope-scaling-type yarn", "llama3")),
         ("--gas 3 --global-batch-size 4", ("--gradient-accumulation-steps 3", "--global-batch-size 4", "use 3")),
+        ("--spec my.module my_spec", ("--spec my.module my_spec", "leave it out")),
+        ("--glu-activation geglu", ("--glu-activation geglu", "swiglu")),
         ("--gas 0", ("--gradient-accumulation-steps 0",)),
     ],
 )

@@ -495,6 +495,12 @@ class ElsewhereConfig:
     attention_head_type: str | None = flag(
         None, "BigCode: multiquery is --group-query-attention", type=str, choices=["multihead", "multiquery"]
     )
+    glu_activation: str | None = flag(
+        None, "BigScience: --swiglu, with an MLP of 4h unless --ffn-hidden-size is given", type=str, choices=["swiglu"]
+    )
+    spec: list[str] | None = flag(
+        None, "a module with the layers; those that are the ones built here", nargs="*", type=str
+    )
     context_parallel_algo: str | None = flag(
         None,
         "MindSpeed: --cp-comm-type a2a, p2p, a2a+p2p with --ulysses-degree-in-cp, or all_gather",

@@ -31,6 +31,7 @@ def translate(config: Config, given: Collection[str]) -> None:
     _recompute(config, express)
     _zero(config, express)
     _heads(config, express)
+    _layers(config, express)
     _grid(config, express)
     _rope(config, express)
     config.elsewhere = ElsewhereConfig()
@@ -188,6 +189,20 @@ def _heads(config: Config, express: _Express) -> None:
         express("model.group_query_attention", True, "--attention-head-type multiquery")
     elif other.attention_head_type == "multihead" and config.model.group_query_attention:
         raise Refusal("--attention-head-type multihead and --group-query-attention differ: leave one out")
+
+
+# Modules whose layer is megatron-core's own, by the flags: --qk-layernorm and the rest.
+PLAIN_SPECS = (["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"],)
+
+
+def _layers(config: Config, express: _Express) -> None:
+    other, model = config.elsewhere, config.model
+    if other.spec and other.spec not in PLAIN_SPECS:
+        raise Refusal(f"--spec {' '.join(other.spec)}: layers of a module of yours are not built here: leave it out")
+    if other.glu_activation == "swiglu":
+        express("model.swiglu", True, "--glu-activation swiglu")
+        if model.ffn_hidden_size is None and model.hidden_size is not None:
+            model.ffn_hidden_size = 4 * model.hidden_size
 
 
 def _grid(config: Config, express: _Express) -> None:

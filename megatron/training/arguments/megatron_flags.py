@@ -353,7 +353,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "not part of the GPT and Llama models built here: leave it out",
         """
         --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
-        --embedding-init-method-std 1 --spec * --heterogeneous-layers-config-path 1
+        --embedding-init-method-std 1 --heterogeneous-layers-config-path 1
         --heterogeneous-layers-config-encoded-json 1 --use-legacy-models
         """,
     ),
