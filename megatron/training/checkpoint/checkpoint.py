@@ -274,7 +274,8 @@ def _progress(saved: dict[str, Any]) -> Progress:
     """Of a checkpoint's common state; samples were all of one length before tokens were counted."""
     progress = Progress(**saved["progress"])
     if "consumed_train_tokens" not in saved["progress"]:
-        progress.consumed_train_tokens = progress.consumed_train_samples * saved["config"]["data"]["seq_length"]
+        length = saved.get("config", {}).get("data", {}).get("seq_length", 0)
+        progress.consumed_train_tokens = progress.consumed_train_samples * length
     return progress
 
 
