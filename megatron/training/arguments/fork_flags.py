@@ -97,7 +97,7 @@ HINTS: tuple[tuple[str, str], ...] = (
 REFUSED: tuple[tuple[str, str], ...] = (
     ("the norm of BLOOM's embeddings is not built here: leave it out", "--embed-layernorm"),
     (
-        "use tools/convert_hf.py, and load what it writes with --load",
+        "tools/convert_hf.py converts weights, once, for --load: leave it out",
         "--enable-hf2mg-convert --model-type-hf 1",
     ),
     (

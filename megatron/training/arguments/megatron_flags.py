@@ -10,10 +10,12 @@ ours are in `config.py` and not here. Table rows read ``--flag [values] [default
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, NamedTuple
 
-from megatron.training.arguments import fork_flags
-from megatron.training.refusal import Refusal
+from megatron.training.arguments import fork_flags, other_names
+from megatron.training.arguments.words import options
+from megatron.training.refusal import Refusal, Refusals
 
 
 class Row(NamedTuple):
@@ -26,10 +28,12 @@ class Row(NamedTuple):
     reason: str
 
 
+@cache
 def rows() -> dict[str, Row]:
     """The tables, by flag."""
     table = {}
-    for verdict, groups in (("hint", HINTS + fork_flags.HINTS), ("refused", REFUSED + fork_flags.REFUSED)):
+    hints, refused = HINTS + fork_flags.HINTS, REFUSED + fork_flags.REFUSED + other_names.REFUSED
+    for verdict, groups in (("hint", hints), ("refused", refused)):
         for reason, text in groups:
             for entry in text.replace("\n", " ").split(" --"):
                 if not (words := entry.split()):
@@ -55,26 +59,53 @@ def judge(given: list[tuple[str, list[str]]]) -> list[str]:
         if flag not in flags:
             flags.append(flag)
     if refused:
-        raise Refusal("; ".join(f"{', '.join(flags)}: {reason}" for reason, flags in refused.items()))
+        raise Refusals([f"{', '.join(flags)}: {reason}" for reason, flags in refused.items()])
     return [f"no effect here: {', '.join(flags)} ({reason})" for reason, flags in hints.items()]
 
 
-def unknown(words: list[str], supported: list[str]) -> None:
+def unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:
     """Refuse what no table knows, with the nearest flag that one does.
+
+    Args:
+        words: those that nothing reads.
+        supported: the flags that set a setting.
+        given: the whole command line.
 
     Raises:
         Refusal: there is anything in ``words``.
     """
     flags = [word.split("=")[0] for word in words if word.startswith("-") and word.strip("-")]
     if words and not flags:
-        raise Refusal(f"{words[0]!r} belongs to no flag: quote values that hold spaces")
+        before = next((flag for flag, *values in options(given or []) if words[0] in values), None)
+        after = f" after {before}" if before else ""
+        raise Refusal(f"{words[0]!r}{after} belongs to no flag: quote values that hold spaces")
     if flags:
-        raise Refusal("; ".join(f"{flag} is not a known flag{_nearest(flag, supported)}" for flag in flags))
+        raise Refusals([f"{flag} is not a known flag{_nearest(flag, supported)}" for flag in dict.fromkeys(flags)])
 
 
 def _nearest(flag: str, supported: list[str]) -> str:
-    word, own, other = flag.strip("-").replace("_", "-"), [s[2:] for s in supported], [s[2:] for s in rows()]
-    near = get_close_matches(word, own, 1, 0.75) or get_close_matches(word, own + other, 1, 0.65)
+    return _suggestion(flag, tuple(supported))
+
+
+@cache
+def _suggestion(flag: str, supported: tuple[str, ...]) -> str:
+    """The flag that is meant, as far as it can be told: never one that is refused."""
+    word, table = flag.strip("-").replace("_", "-").lower(), rows()
+    for row in (table.get("--" + word), table.get("--" + word.replace("-", "_"))):
+        if row is not None and row.verdict == "refused":
+            return f": {row.reason}"
+    known = [name[2:] for name in supported] + [name[2:] for name, row in table.items() if row.verdict == "hint"]
+    own = [name[2:] for name in supported]
+    longer = [name for name in known if name.startswith(f"{word}-") and len(word) > 7]
+    if word in known:
+        near = [word]
+    else:
+        near = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
+        near = near or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
+    if not near:  # the same words, in another order or with one more or less
+        parts = set(word.split("-"))
+        likeness = {name: len(parts & set(name.split("-"))) / len(parts | set(name.split("-"))) for name in known}
+        near = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
     return f": did you mean --{near[0]}?" if near else ": --help lists them"
 
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import lcm
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.schedule import samples_after, spans
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Gather, Refusal
 
 # Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
 POSITIVE = {
@@ -51,15 +53,22 @@ def check_ranges(config: Config) -> None:
         (ABOVE_ZERO, lambda value: value > 0, "must be above 0"),
         (BELOW_ONE, lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1"),
     )
+    gather = Gather()
+
+    def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
+        if number is not None and not holds(number):
+            raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
+
     for names, holds, text in rules:
         for section, fields in names.items():
             for field in fields.split():
                 value = getattr(getattr(config, section), field)
                 for number in value if isinstance(value, list) else [value]:
-                    if number is not None and not holds(number):
-                        raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
-    if config.model.rotary_percent > 1:
-        raise Refusal(f"--rotary-percent {config.model.rotary_percent:g} must be at most 1")
+                    gather.check(field, partial(check, field, number, holds, text))
+    gather.check(
+        "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")
+    )
+    gather.finish()
 
 
 def near(value: int, unit: int) -> str:
@@ -68,13 +77,8 @@ def near(value: int, unit: int) -> str:
     return f"{below} or {above}" if below else f"{above}"
 
 
-def check_memory(config: Config) -> None:
-    """Settle recompute and ZeRO."""
-    _recompute(config)
-    _zero(config)
-
-
-def _recompute(config: Config) -> None:
+def check_recompute(config: Config) -> None:
+    """Settle recompute."""
     attention = config.attention
     if attention.recompute_activations:
         if attention.recompute_granularity == "full":
@@ -97,7 +101,8 @@ def _recompute(config: Config) -> None:
         raise Refusal("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")
 
 
-def _zero(config: Config) -> None:
+def check_zero(config: Config) -> None:
+    """Settle ZeRO."""
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.zero_stage is None:
         parallel.zero_stage = int(parallel.use_distributed_optimizer)
@@ -180,17 +185,8 @@ def check_batch(config: Config, data_parallel: int) -> None:
             )
 
 
-def check_job(config: Config) -> None:
-    """Duration, schedule, data and checkpoints."""
-    _duration(config)
-    _profile(config)
-    if not config.run.skip_train:
-        _schedule(config)
-    _data(config)
-    _checkpoint(config)
-
-
-def _duration(config: Config) -> None:
+def check_duration(config: Config) -> None:
+    """Refuse two lengths of the run, or none, and a schedule in the other unit."""
     run, optimizer = config.run, config.optimizer
     if run.train_iters is not None and run.train_samples is not None:
         raise Refusal("--train-iters and --train-samples are two lengths of the run: leave one out")
@@ -211,7 +207,10 @@ def _duration(config: Config) -> None:
         )
 
 
-def _schedule(config: Config) -> None:
+def check_schedule(config: Config) -> None:
+    """Settle the learning rate's schedule; nothing where nothing is trained."""
+    if config.run.skip_train:
+        return
     optimizer, run = config.optimizer, config.run
     if optimizer.lr is None:
         raise Refusal("missing: --lr")
@@ -271,7 +270,8 @@ def _tokens(config: Config, own: str) -> None:
         )
 
 
-def _profile(config: Config) -> None:
+def check_profile(config: Config) -> None:
+    """Settle which step --profile-memory records."""
     logging = config.logging
     if logging.profile_memory is None:
         if logging.profile_memory_step is not None:
@@ -283,7 +283,8 @@ def _profile(config: Config) -> None:
         logging.profile_memory_step = 2
 
 
-def _data(config: Config) -> None:
+def check_data(config: Config) -> None:
+    """Settle where the data and the tokenizer come from."""
     data, model = config.data, config.model
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     if sum((bool(data.data_path), splits, data.mock_data)) != 1:
@@ -303,7 +304,8 @@ def _data(config: Config) -> None:
         model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
 
 
-def _checkpoint(config: Config) -> None:
+def check_checkpoint(config: Config) -> None:
+    """Refuse what saves or loads nothing."""
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
     needs = (
