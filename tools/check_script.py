@@ -74,7 +74,10 @@ def tell(found: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
     launcher = " ".join(Path(word).name if "/" in word else word for word in found.launcher)
     stated = f"{count} processes" if processes or found.processes else f"processes left open: read for {count}"
     print(f"{' '.join([launcher, Path(found.program).name]).strip()} ... ({stated})")
-    defaults = LLAMA if "pretrain_llama" in Path(found.program).name else None
+    name = Path(found.program).name
+    if not name.startswith(("pretrain_gpt", "pretrain_llama")):
+        print(f"{name} is another program: its flags are read as pretrain_gpt.py's, whatever else it does")
+    defaults = LLAMA if "pretrain_llama" in name else None
     flags = [written(word, cwd, done) for word in found.flags]
     before = Path.cwd()
     os.chdir(cwd)

@@ -73,6 +73,12 @@ def test_scripts_that_start_nothing(desk: Path, capsys: pytest.CaptureFixture[st
     assert code == 1 and "its exit code is 3" in text and "usage: empty.sh SIZE" in text
 
 
+def test_another_program_is_named(desk: Path, capsys: pytest.CaptureFixture[str]):
+    (desk / "tune.sh").write_text("python finetune_llama.py --num-layers 2")
+    code, text = check(capsys, "tune.sh")
+    assert code == 2 and "finetune_llama.py is another program: its flags are read as pretrain_gpt.py's" in text
+
+
 # ---- nothing is started, nothing is written
 
 
