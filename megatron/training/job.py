@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,9 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         ranks,
         False,
     )
-    iterations, samples = length_of_run(config, batch_sizes)
+    counts_tokens = found and config.run.train_tokens is not None
+    done = checkpoint.progress_in(found, config.checkpoint) if counts_tokens else checkpoint.Progress()
+    iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
     datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
@@ -106,22 +109,43 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     )
 
 
-def length_of_run(config: Config, batch_sizes: Any) -> tuple[int, int]:
-    """(iterations, samples) of the whole run, whichever of the two was given; none for --skip-train."""
-    if config.run.skip_train:
+def length_of_run(
+    config: Config, batch_sizes: Any, done: checkpoint.Progress = checkpoint.Progress()
+) -> tuple[int, int]:
+    """(iterations, samples) of the whole run, by the first of --train-iters, --train-samples and --train-tokens that
+    is reached; none for --skip-train.
+
+    Args:
+        done: what a run that counts tokens has behind it, maybe with samples of another length.
+    """
+    run, batch = config.run, config.data.global_batch_size
+    if run.skip_train:
         return 0, 0
-    wanted_samples, wanted_iterations = config.run.train_samples, config.run.train_iters
-    if config.data.rampup_batch_size is None:
-        batch = config.data.global_batch_size
-        iterations = wanted_samples // batch if wanted_samples is not None else wanted_iterations
-        return iterations, iterations * batch
-    iterations, samples = 0, 0
-    while samples < wanted_samples if wanted_samples is not None else iterations < wanted_iterations:
-        batch_sizes.update(samples, False)
-        samples += batch_sizes.get_current_running_global_batch_size()
-        iterations += 1
+    ramp = config.data.rampup_batch_size is not None
+    iterations, samples = math.inf, math.inf
+    if run.train_iters is not None:
+        iterations = run.train_iters
+    elif run.train_samples is not None and not ramp:
+        iterations = run.train_samples // batch
+    elif run.train_samples is not None:
+        samples = run.train_samples
+    begun = (0, 0)
+    if run.train_tokens is not None:
+        begun = (done.iteration, done.consumed_train_samples)
+        left = max(run.train_tokens - done.consumed_train_tokens, 0)
+        samples = min(samples, begun[1] + math.ceil(left / config.data.seq_length))
+    count, consumed = begun
+    if not ramp:
+        more = max(
+            min(iterations - count, math.ceil((samples - consumed) / batch) if samples < math.inf else math.inf), 0
+        )
+        return count + more, consumed + more * batch
+    while consumed < samples and count < iterations:
+        batch_sizes.update(consumed, False)
+        consumed += batch_sizes.get_current_running_global_batch_size()
+        count += 1
     batch_sizes.update(0, False)
-    return iterations, samples
+    return count, consumed
 
 
 def evaluations(config: Config, iterations: int) -> int:

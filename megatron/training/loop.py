@@ -67,8 +67,7 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
             )
             timeline = profile.finish() if profile else None
         seconds = time.perf_counter() - begin
-        progress.iteration += 1
-        progress.consumed_train_samples += samples
+        progress.advance(samples, config.data.seq_length)
         device_peak, host_peak = stopper.agree(peaks.bytes, peaks.host_bytes)
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {

@@ -127,4 +127,8 @@ def _tell(refusal: Refusal) -> None:
         return
     if local != 0:
         time.sleep(3 + 0.1 * local)  # refused alike on the node's first rank: its launcher has ended us by now
-    print(f"error: {refusal}" if rank == 0 else f"error on rank {rank}: {refusal}", file=sys.stderr, flush=True)
+    print(
+        f"error: {refusal.told()}" if rank == 0 else f"error on rank {rank}: {refusal.told()}",
+        file=sys.stderr,
+        flush=True,
+    )

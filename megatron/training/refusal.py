@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,6 +13,64 @@ class Refusal(ValueError):
     """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2."""
 
     everywhere = False  # whether every rank has raised it; then rank 0 tells it for all
+
+    def told(self) -> str:
+        """What is printed."""
+        return str(self)
+
+
+class Refusals(Refusal):
+    """Several at once, in order; as a string, still one line.
+
+    Args:
+        lines: one or more.
+        command: the flags of a command line that would be taken, where there is one.
+        changes: how it differs from what was given.
+    """
+
+    def __init__(self, lines: Sequence[str], command: str | None = None, changes: str = "") -> None:
+        super().__init__("; ".join(lines))
+        self.lines, self.command, self.changes = list(lines), command, changes
+
+    def told(self) -> str:
+        """One refusal a line, then the command line that would be taken."""
+        text = [f"{len(self.lines)} settings cannot run"]
+        text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
+        if self.command is not None:
+            text += [f"taken would be, {self.changes}:", f"  {self.command}"]
+        return "\n".join(text)
+
+
+class Gather:
+    """Runs checks one after the other and keeps what each refuses, in place of stopping at the first."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._failed: set[str] = set()
+
+    def check(self, name: str, action: Callable[[], T], *needs: str) -> T | None:
+        """Run ``action``, unless one of the checks it ``needs`` was refused or left out; None where it was not run."""
+        if self._failed.intersection(needs):
+            self._failed.add(name)
+            return None
+        try:
+            return action()
+        except Refusal as refusal:
+            self._failed.add(name)
+            self.lines += refusal.lines if isinstance(refusal, Refusals) else [str(refusal)]
+            return None
+
+    def finish(self) -> None:
+        """Raise what was gathered.
+
+        Raises:
+            Refusal: there was one. Refusals: several.
+        """
+        lines = list(dict.fromkeys(self.lines))
+        if len(lines) == 1:
+            raise Refusal(lines[0])
+        if lines:
+            raise Refusals(lines)
 
 
 def together(action: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.layout.samples import told
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
 from megatron.training.setup import Runtime
 
@@ -101,7 +102,8 @@ def train_step(
     if watch and not math.isfinite(grad_norm or 0.0):
         raise Diverged("gradient norm", grad_norm)
     if updated:
-        schedule.step(num_microbatches * config.data.micro_batch_size * runtime.grid.data.size)
+        samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
+        schedule.step(samples * schedule_unit(config))
     return StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated)
 
 

@@ -44,6 +44,7 @@ def resume(flags, folder, steps):
         (1, "--optimizer sgd"),
         (2, "--zero-stage 1 --hidden-dropout 0.1"),
         (2, "--zero-stage 2 --bf16 --micro-batch-size 1"),
+        (2, "--zero-stage 3 --fp16 --initial-loss-scale 256 --loss-scale-window 2 --micro-batch-size 1"),
         (4, f"{T2} --zero-stage 3 --ring-parallel-size 2 --hidden-dropout 0.1"),
         (4, "--ulysses-parallel-size 2 --ring-parallel-size 2 --hidden-dropout 0.1"),
         (
@@ -333,3 +334,26 @@ def test_older_checkpoints_are_removed(tmp_path):
         (tmp_path / f"iter_{iteration:07d}").mkdir()
     remove_older(str(tmp_path), 4, latest=10)
     assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [4, 8, 10]
+
+
+def train_on_tokens(flags, folder, steps):
+    """Train and save; (iterations of the whole run, learning rates)."""
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(flags)
+    rates = []
+    for _ in range(steps):
+        rates.append(job.optimizer.param_groups[0]["lr"])
+        train_job(job, 1)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    return job.iterations, rates, job.progress.consumed_train_tokens
+
+
+def test_a_run_that_counts_tokens_goes_on_with_samples_of_another_length(pool, tmp_path):
+    """Steps of 4 x 64 tokens, then of 4 x 32: the schedule goes on where it was, at half the pace."""
+    flags = f"{TWO} --lr-decay-style linear --train-iters 50 --train-tokens 2048 --lr-decay-tokens 12800"
+    iterations, rates, tokens = pool.run(train_on_tokens, 1, flags, str(tmp_path), 2, timeout=120)[0]
+    assert (iterations, tokens) == (8, 512) and rates == pytest.approx([1e-3, 0.98e-3])
+    flags = f"{flags} --seq-length 32 --load {tmp_path}"
+    iterations, rates, tokens = pool.run(train_on_tokens, 1, flags, str(tmp_path), 2, timeout=120)[0]
+    assert (iterations, tokens) == (2 + 12, 768) and rates == pytest.approx([0.96e-3, 0.95e-3])

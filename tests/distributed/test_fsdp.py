@@ -89,6 +89,37 @@ def test_bf16_trains_as_with_zero_1(pool, flags):
     assert runs[2][:2] == runs[3][:2]
 
 
+def fp16_run(flags, steps):
+    """Losses, gradient norms and loss scales of each step."""
+    job = make_job(f"{GQA} --num-layers 2 --micro-batch-size 1 --fp16 {flags}")
+    runs, scales = [], []
+    for _ in range(steps):
+        scales.append(float(job.optimizer.get_loss_scale()))
+        runs.append([part[0] for part in train_job(job, 1)[:2]])
+    return runs, scales
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        "--initial-loss-scale 256 --loss-scale-window 3",  # grows
+        "--initial-loss-scale 16384 --hysteresis 1",  # too large at first: steps are skipped
+        *also_in_full("--loss-scale 256"),
+    ],
+)
+def test_fp16_trains_as_with_zero_1(pool, scale):
+    """The same steps are skipped, at the same scale."""
+    runs = {stage: pool.run(fp16_run, 2, f"{scale} --zero-stage {stage}", 8)[0] for stage in (1, 2, 3)}
+    expected, scales = runs[1]
+    for stage in (2, 3):
+        mine, my_scales = runs[stage]
+        assert my_scales == scales
+        assert [loss for loss, _ in mine] == pytest.approx([loss for loss, _ in expected], rel=2e-4)
+        assert [norm for _, norm in mine] == pytest.approx([norm for _, norm in expected], rel=2e-3)
+    skipped = [norm == 0 for _, norm in expected]
+    assert any(skipped) == ("16384" in scale) and not all(skipped)
+
+
 class RunAgain(torch.autograd.Function):
     """A part of a layer that keeps its input only, and takes its weights as inputs: as chunked layers do."""
 

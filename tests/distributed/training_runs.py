@@ -58,8 +58,7 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
         result = train_step(
             job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
         )
-        job.progress.iteration += 1
-        job.progress.consumed_train_samples += job.config.data.global_batch_size
+        job.progress.advance(job.config.data.global_batch_size, job.config.data.seq_length)
         losses.append(result.lm_loss)
         norms.append(result.grad_norm)
     job.optimizer.step = update

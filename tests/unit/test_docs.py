@@ -170,7 +170,7 @@ def refusal_of(action: Callable[[], object]) -> str | None:
     try:
         action()
     except Refusal as refusal:
-        return str(refusal)
+        return refusal.told()
     return None
 
 

@@ -73,6 +73,16 @@ def test_a_refusal_is_one_line_from_a_python_of_its_own_too():
     refused(f"{GOOD} {MOCK} --attention-kernel cudnn", "--attention-kernel cudnn", fresh=True)
 
 
+def test_several_refusals_come_as_a_list_with_the_command_line_that_would_be_taken():
+    done = pretrain(f"{GOOD} {MOCK} --num-experts 8 --rope-theta 500000")
+    assert done.returncode == 2 and "iteration" not in done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[0] == "error: 2 settings cannot run"
+    assert lines[1].startswith("  1. --num-experts: ") and lines[2] == "  2. --rope-theta: use --rotary-base"
+    assert lines[3] == "taken would be, without --num-experts, --rope-theta, with --rotary-base 500000:"
+    assert lines[4] == f"  {GOOD} {MOCK} --rotary-base 500000" and len(lines) == 5
+
+
 def test_a_missing_data_file(tmp_path):
     refused(
         f"{GOOD} --data-path {tmp_path}/nothing --tokenizer-type NullTokenizer --vocab-size 100",

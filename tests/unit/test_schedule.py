@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.training.arguments.parser import parse
+from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import LLAMA, SHAPE
 
 RUN = (
@@ -16,6 +17,7 @@ RUN = (
 
 def learning_rates(flags: str, steps: int) -> list[float]:
     """The learning rate of each step."""
+    from megatron.training.arguments.schedule import schedule_unit
     from megatron.training.model.optimizer import build_schedule
 
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1)
@@ -24,7 +26,7 @@ def learning_rates(flags: str, steps: int) -> list[float]:
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
-        schedule.step(config.data.global_batch_size)
+        schedule.step(config.data.global_batch_size * schedule_unit(config))
     return rates
 
 
@@ -51,3 +53,95 @@ def test_by_samples():
     by_iterations = learning_rates("--lr-decay-style cosine --lr-warmup-iters 2 --train-iters 8", 9)
     by_samples = learning_rates("--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32", 9)
     assert by_samples == by_iterations
+
+
+def test_by_tokens():
+    """SHAPE's samples have 64 tokens: the schedule is that of as many samples."""
+    by_samples = "--lr-decay-style cosine --lr-warmup-samples 8 --train-samples 32"
+    by_tokens = "--lr-decay-style cosine --lr-warmup-tokens {} --train-tokens {}"
+    length = parse(f"{SHAPE} {RUN}".split()).data.seq_length
+    rates = learning_rates(by_samples, 9)
+    assert learning_rates(by_tokens.format(8 * length, 32 * length), 9) == rates
+    both = f"--train-samples 1000 --lr-decay-tokens {32 * length} --lr-warmup-tokens {8 * length}"
+    assert learning_rates(f"--lr-decay-style cosine {both}", 9) == rates
+    iterations = f"--train-iters 250 --lr-decay-tokens {32 * length} --lr-warmup-iters 2"
+    assert learning_rates(f"--lr-decay-style cosine {iterations}", 9) == rates
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 16"
+    assert learning_rates(f"{wsd} --train-tokens {32 * length}", 9) == learning_rates(f"{wsd} --train-samples 32", 9)
+
+
+@pytest.mark.parametrize("ramp", ["", "--rampup-batch-size 2 1 11", "--rampup-batch-size 1 1 30"])
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        ("--train-iters 7", None),
+        ("--train-samples 32", None),
+        ("--train-tokens 2048", 32),
+        ("--train-tokens 2049", 33),  # the step that reaches it is the last
+        ("--train-samples 1000 --train-tokens 2048", 32),
+        ("--train-samples 32 --train-tokens 204800", None),
+        ("--train-iters 7 --train-tokens 640000", None),
+        ("--train-iters 700 --train-tokens 2048", 32),
+    ],
+)
+def test_length_of_run(length: str, expected: int | None, ramp: str):
+    from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
+
+    from megatron.training.arguments.schedule import samples_after
+    from megatron.training.job import length_of_run
+
+    config = parse(f"{SHAPE} {RUN} {length} {ramp}".split(), LLAMA, 1)
+    data = config.data
+    calculator = _build_num_microbatches_calculator(0, data.rampup_batch_size, data.global_batch_size, 1, 1, False)
+    iterations, samples = length_of_run(config, calculator)
+    assert samples == samples_after(config, iterations)
+    if expected is not None:
+        assert samples >= expected > samples_after(config, iterations - 1)
+    elif "iters" in length:
+        assert iterations == 7
+    else:
+        assert 32 <= samples < 36 and samples_after(config, iterations - 1) < 32
+
+
+def test_tokens_left_by_samples_of_another_length():
+    from megatron.training.checkpoint.checkpoint import Progress
+    from megatron.training.job import length_of_run
+
+    config = parse(f"{SHAPE} {RUN} --train-tokens 2048".split(), LLAMA, 1)
+    done = Progress(iteration=4, consumed_train_samples=16, consumed_train_tokens=16 * 32)
+    assert length_of_run(config, None, done) == (4 + 6, 16 + 24)  # 1536 tokens are left, 24 samples of 64
+
+
+def test_iterations_with_a_growing_batch_are_the_samples_they_take():
+    """Steps of 2, 2, 2, 3, 3, 4, 4, 4 and 4 samples."""
+    ramp = "--rampup-batch-size 2 1 11 --lr-decay-style cosine"
+    config = parse(f"{SHAPE} {RUN} {ramp} --train-iters 9 --lr-warmup-iters 2 --lr-decay-iters 6".split(), LLAMA, 1)
+    assert any("--train-iters 9 with --rampup-batch-size takes 28 samples" in note for note in config.notes)
+    by_iterations = learning_rates(f"{ramp} --train-iters 9 --lr-warmup-iters 2 --lr-decay-iters 6", 9)
+    by_samples = learning_rates(f"{ramp} --train-samples 28 --lr-warmup-samples 4 --lr-decay-samples 16", 9)
+    assert by_iterations == by_samples
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--train-tokens 2048 --lr-warmup-tokens 2048", "the warm-up takes 2048 tokens decay ends at 2048"),
+        ("--train-tokens 2048 --lr-decay-iters 4", "--lr-decay-iters --train-tokens use --lr-decay-tokens"),
+        ("--train-samples 64 --lr-decay-tokens 2048 --lr-warmup-fraction 0.5", "--lr-warmup-tokens 1024"),
+        ("--train-tokens 64 --lr-warmup-tokens 1 --lr-warmup-fraction 0.5", "--lr-warmup-fraction --lr-warmup-tokens"),
+        ("--train-tokens 64 --lr-decay-style WSD", "--lr-wsd-decay-samples"),
+        ("--train-tokens 0", "--train-tokens 0 at least 1"),
+    ],
+)
+def test_refusals_by_tokens(flags: str, words: str):
+    with pytest.raises(Refusal) as caught:
+        parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1)
+    assert all(word in str(caught.value) for word in words.split()), caught.value
+
+
+def test_samples_beside_tokens_are_not_read_and_said_so():
+    flags = (
+        "--train-samples 64 --lr-decay-samples 60 --lr-decay-tokens 2048 --lr-warmup-samples 4 --lr-warmup-tokens 64"
+    )
+    notes = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, 1).notes
+    assert sum("is not read beside --lr-" in note for note in notes) == 2

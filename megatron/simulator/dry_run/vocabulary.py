@@ -49,7 +49,7 @@ def vocabulary_of(config: Config) -> tuple[int, str | None]:
     absent = f"the files of --tokenizer-type {kind} are not here" if kind else "no --tokenizer-type was given"
     if model.vocab_size:
         return model.vocab_size, f"{absent}: {model.vocab_size} tokens, by --vocab-size"
-    if padded := getattr(model, "padded_vocab_size", None):
+    if padded := model.padded_vocab_size:
         return padded, f"{absent}: {padded} tokens, by --padded-vocab-size"
     for name, size in _named(config):
         return size, f"{absent}: {size} tokens assumed, as {name} has; --vocab-size N decides otherwise"

@@ -31,12 +31,27 @@ def window(text: str) -> tuple[int, int]:
     return left, right
 
 
+def normalization(text: str) -> str:
+    """Megatron-DeepSpeed writes small letters."""
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(text.lower(), text)
+
+
+def positions(text: str) -> str:
+    """BigScience spells RoPE out."""
+    return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
+
+
+def tokenizer(text: str) -> str:
+    """The name of Megatron-LM; BigScience, MindSpeed-LLM and Megatron-DeepSpeed have others for Hugging Face's."""
+    return {"PretrainedFromHF": "HuggingFaceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"}.get(text, text)
+
+
 @dataclass
 class ModelConfig:
     """The network. Shapes may come from a named model (``--model``), which single flags override."""
 
     model: str | None = flag(None, "named shape, for example llama3-8b; single flags override it", type=str)
-    num_layers: int | None = flag(None, "number of transformer layers", type=int)
+    num_layers: int | None = flag(None, "number of transformer layers", type=int, aliases=["--encoder-num-layers"])
     hidden_size: int | None = flag(None, "width of the residual stream", type=int)
     ffn_hidden_size: int | None = flag(
         None, "width of the MLP; default 4h, or about 8h/3 in a multiple of 64 with --swiglu", type=int
@@ -47,9 +62,12 @@ class ModelConfig:
     kv_channels: int | None = flag(None, "size of a head; default hidden_size / num_attention_heads", type=int)
     max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter", choices=["learned_absolute", "rope", "yarn", "alibi", "none"]
+        "learned_absolute",
+        "how positions enter",
+        type=positions,
+        choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
     )
-    rotary_base: int = flag(10000, "base period of RoPE")
+    rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
     rotary_percent: float = flag(1.0, "share of a head that is rotated")
     rotary_interleaved: bool = flag(False, "rotate neighbouring pairs in place of halves")
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
@@ -66,7 +84,7 @@ class ModelConfig:
         "YaRN: bounds between pairs left alone and pairs interpolated are not rounded to whole pairs",
         flags=["--no-yarn-correction-range-round-to-int"],
     )
-    normalization: str = flag("LayerNorm", "normalization layer", choices=["LayerNorm", "RMSNorm"])
+    normalization: str = flag("LayerNorm", "normalization layer", type=normalization, choices=["LayerNorm", "RMSNorm"])
     norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
     apply_layernorm_1p: bool = flag(False, "weights of the norm centred on zero")
     swiglu: bool = flag(False, "gated MLP with SiLU")
@@ -87,6 +105,12 @@ class ModelConfig:
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
+    padded_vocab_size: int | None = flag(
+        None,
+        "rows of the embedding, in place of what --make-vocab-size-divisible-by gives",
+        type=int,
+        aliases=["--pad-vocab-size-to"],
+    )
     vocab_size: int | None = flag(None, "vocabulary size; default the tokenizer's", type=int)
     transformer_impl: str = flag(
         "auto",
@@ -103,7 +127,7 @@ class ModelConfig:
 class ParallelConfig:
     """The grid TP x Ulysses x Ring x DP x PP, and how memory is shared over it."""
 
-    tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)")
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)", aliases=["--model-parallel-size"])
     sequence_parallel: bool = flag(False, "split activations over TP between the linear layers (TP-sp)")
     partition_position_embedding: bool = flag(
         False, "learned positions: a rank holds, trains and optimizes the rows of its own tokens only"
@@ -135,7 +159,7 @@ class ParallelConfig:
         type=str,
         choices=["zigzag", "contiguous", "documents"],
     )
-    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)")
+    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleaved 1F1B: layers a virtual stage", type=int)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages a rank", type=int)
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", type=int)
@@ -243,9 +267,11 @@ class OptimizerSettings:
     )
     lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters", type=int)
     lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples", type=int)
-    lr_warmup_fraction: float | None = flag(None, "warm-up, as a share of the decay", type=float)
+    lr_decay_tokens: int | None = flag(None, "tokens to decay over; default --train-tokens", type=int)
+    lr_warmup_fraction: float | None = flag(None, "warm-up, as a share of the decay", type=float, aliases=["--warmup"])
     lr_warmup_iters: int = flag(0, "warm-up iterations")
     lr_warmup_samples: int = flag(0, "warm-up samples")
+    lr_warmup_tokens: int | None = flag(None, "warm-up tokens", type=int)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
     lr_wsd_decay_style: str = flag(
         "exponential", "last phase of WSD", choices=["exponential", "linear", "cosine", "minus_sqrt"]
@@ -262,11 +288,13 @@ class OptimizerSettings:
         False,
         "schedule from the flags, not from the checkpoint",
         flags=["--override-opt-param-scheduler", "--override-opt_param-scheduler"],
+        aliases=["--override-lr-scheduler"],
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "schedule from the checkpoint, not from the flags",
         flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
+        aliases=["--use-checkpoint-lr-scheduler"],
     )
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     adam_beta1: float = flag(0.9, "Adam's first beta")
@@ -277,7 +305,7 @@ class OptimizerSettings:
     fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
     loss_scale: float | None = flag(None, "fixed loss scale, in place of fp16's dynamic one", type=float)
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", aliases=["--min-scale"])
     loss_scale_window: float = flag(1000, "good steps before the loss scale grows")
     hysteresis: int = flag(2, "overflows before the loss scale shrinks")
     check_for_nan_in_loss_and_grad: bool = flag(
@@ -289,12 +317,17 @@ class OptimizerSettings:
 class DataConfig:
     """What is read, and in which batches."""
 
-    micro_batch_size: int | None = flag(None, "samples a micro-batch on each data-parallel rank", type=int)
+    micro_batch_size: int | None = flag(
+        None, "samples a micro-batch on each data-parallel rank", type=int, aliases=["--batch-size"]
+    )
+    gradient_accumulation_steps: int | None = flag(
+        None, "micro-batches a step, in place of --global-batch-size", type=int, aliases=["--gas"]
+    )
     global_batch_size: int | None = flag(None, "samples an optimizer step; default micro-batch x DP", type=int)
     rampup_batch_size: list[int] | None = flag(
         None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3
     )
-    seq_length: int | None = flag(None, "tokens a sample", type=int)
+    seq_length: int | None = flag(None, "tokens a sample", type=int, aliases=["--encoder-seq-length"])
     data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
     train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
     valid_data_path: list[str] | None = flag(None, "validation data, in place of --data-path", type=str, nargs="*")
@@ -314,7 +347,7 @@ class DataConfig:
     tokenizer_type: str | None = flag(
         None,
         "tokenizer",
-        type=str,
+        type=tokenizer,
         choices=[
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
@@ -328,7 +361,7 @@ class DataConfig:
             "NullTokenizer",
         ],
     )
-    tokenizer_model: str | None = flag(None, "tokenizer file or folder", type=str)
+    tokenizer_model: str | None = flag(None, "tokenizer file or folder", type=str, aliases=["--tokenizer-name-or-path"])
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", type=str)
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", type=str)
     tiktoken_pattern: str | None = flag(None, "pre-tokenizer pattern of TikTokenizer", type=str)
@@ -340,7 +373,9 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = flag(None, "folder to save checkpoints in", type=str)
-    save_interval: int | None = flag(None, "iterations between checkpoints", type=int)
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"]
+    )
     save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
@@ -354,7 +389,11 @@ class CheckpointConfig:
     save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
     load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])
     load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"])
-    ckpt_format: str = flag("torch_dist", "checkpoint format", choices=["torch_dist"])
+    ckpt_format: str = flag(
+        "torch_dist",
+        "checkpoint format; torch_dist is what is written, whichever is named",
+        choices=["torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"],
+    )
 
 
 @dataclass
@@ -370,10 +409,10 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard", type=str)
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
     tensorboard_queue_size: int = flag(1000, "TensorBoard events held in memory")
-    wandb_project: str | None = flag(None, "Weights & Biases project", type=str)
+    wandb_project: str | None = flag(None, "Weights & Biases project", type=str, aliases=["--wandb-project-name"])
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name", type=str)
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str)
-    wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str)
+    wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str, aliases=["--wandb-entity-name"])
     peak_tflops: float | None = flag(
         None, "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate", type=float
     )
@@ -393,6 +432,9 @@ class RunConfig:
     deterministic_mode: bool = flag(False, "a run repeats bit for bit, on the same grid and kind of device")
     train_iters: int | None = flag(None, "iterations to train", type=int)
     train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
+    train_tokens: int | None = flag(
+        None, "tokens to train; beside --train-iters or --train-samples, the run ends with what comes first", type=int
+    )
     eval_interval: int | None = flag(None, "iterations between evaluations", type=int)
     eval_iters: int = flag(100, "iterations of an evaluation")
     skip_train: bool = flag(False, "evaluate only")
@@ -401,6 +443,77 @@ class RunConfig:
     exit_signal_handler: bool = flag(True, "save and stop on SIGTERM; always on here")
     manual_gc: bool = flag(False, "collect garbage at fixed steps")
     manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
+
+
+@dataclass
+class ElsewhereConfig:
+    """What other programs call settings above; `elsewhere.py` reads these into them."""
+
+    checkpoint_activations: bool = flag(
+        False, "Megatron-DeepSpeed, Megatron-LM before 3: --recompute-granularity full --recompute-method uniform"
+    )
+    checkpoint_num_layers: int | None = flag(
+        None, "layers a unit of --checkpoint-activations: --recompute-num-layers; default 1", type=int
+    )
+    deepspeed_activation_checkpointing: bool = flag(
+        False, "DeepSpeed's own kind of --checkpoint-activations; recomputes nothing without that"
+    )
+    checkpoint_in_cpu: bool = flag(False, "--offload-checkpoints, where layers are recomputed")
+    activations_checkpoint_granularity: str | None = flag(
+        None, "NeMo: --recompute-granularity", type=str, choices=["selective", "full"]
+    )
+    activations_checkpoint_method: str | None = flag(
+        None, "--recompute-granularity full --recompute-method", type=str, choices=["uniform", "block"]
+    )
+    activations_checkpoint_num_layers: int | None = flag(
+        None, "--recompute-num-layers of --activations-checkpoint-method; default 1", type=int
+    )
+    recompute_modules: list[str] | None = flag(
+        None, "what --recompute-granularity selective recomputes: core_attn", type=str, nargs="+"
+    )
+    use_megatron_fsdp: bool = flag(
+        False, "--zero-stage, by --data-parallel-sharding-strategy", aliases=["--use-custom-fsdp"]
+    )
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard",
+        "of --use-megatron-fsdp: --zero-stage 0, 1, 2 or 3",
+        choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
+    )
+    use_torch_fsdp2: bool = flag(False, "--zero-stage 3")
+    torch_fsdp2_reshard_after_forward: bool = flag(
+        True, "with --use-torch-fsdp2: --zero-stage 2", flags=["--torch-fsdp2-no-reshard-after-forward"]
+    )
+    deepspeed: bool = flag(False, "read --deepspeed_config, as far as it can be expressed here")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed's JSON file: ZeRO, precision, clipping, batch sizes",
+        type=str,
+        flags=["--deepspeed_config", "--deepspeed-config"],
+    )
+    deepspeed_mpi: bool = flag(False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"])
+    no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
+    num_key_value_heads: int | None = flag(
+        None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int
+    )
+    attention_head_type: str | None = flag(
+        None, "BigCode: multiquery is --group-query-attention", type=str, choices=["multihead", "multiquery"]
+    )
+    glu_activation: str | None = flag(
+        None, "BigScience: --swiglu, with an MLP of 4h unless --ffn-hidden-size is given", type=str, choices=["swiglu"]
+    )
+    spec: list[str] | None = flag(
+        None, "a module with the layers; those that are the ones built here", nargs="*", type=str
+    )
+    context_parallel_algo: str | None = flag(
+        None,
+        "MindSpeed: --cp-comm-type a2a, p2p, a2a+p2p with --ulysses-degree-in-cp, or all_gather",
+        type=str,
+        choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"],
+    )
+    rope_scaling_type: str | None = flag(None, "MindSpeed: llama3 is --use-rope-scaling", type=str, choices=["llama3"])
+    low_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 1", type=float)
+    high_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 4", type=float)
+    original_max_position_embeddings: int | None = flag(None, "of --rope-scaling-type llama3: 8192", type=int)
 
 
 @dataclass
@@ -431,5 +544,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     notes: list[str] = field(default_factory=list)  # not a flag: what rank 0 says once before training

@@ -33,7 +33,7 @@ def settle(config: Config) -> Config:
     data, run = config.data, config.run
     if not any((data.data_path, data.train_data_path, data.mock_data)):
         data.mock_data = True
-    if run.train_iters is None and run.train_samples is None:
+    if run.train_iters is None and run.train_samples is None and run.train_tokens is None:
         run.train_iters = 1
     if config.optimizer.lr is None:
         config.optimizer.lr = max(1e-4, config.optimizer.min_lr)

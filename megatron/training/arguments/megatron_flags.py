@@ -10,9 +10,12 @@ ours are in `config.py` and not here. Table rows read ``--flag [values] [default
 from __future__ import annotations
 
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, NamedTuple
 
-from megatron.training.refusal import Refusal
+from megatron.training.arguments import fork_flags, other_names
+from megatron.training.arguments.words import options
+from megatron.training.refusal import Refusal, Refusals
 
 
 class Row(NamedTuple):
@@ -25,10 +28,12 @@ class Row(NamedTuple):
     reason: str
 
 
+@cache
 def rows() -> dict[str, Row]:
     """The tables, by flag."""
     table = {}
-    for verdict, groups in (("hint", HINTS), ("refused", REFUSED)):
+    hints, refused = HINTS + fork_flags.HINTS, REFUSED + fork_flags.REFUSED + other_names.REFUSED
+    for verdict, groups in (("hint", hints), ("refused", refused)):
         for reason, text in groups:
             for entry in text.replace("\n", " ").split(" --"):
                 if not (words := entry.split()):
@@ -54,26 +59,53 @@ def judge(given: list[tuple[str, list[str]]]) -> list[str]:
         if flag not in flags:
             flags.append(flag)
     if refused:
-        raise Refusal("; ".join(f"{', '.join(flags)}: {reason}" for reason, flags in refused.items()))
+        raise Refusals([f"{', '.join(flags)}: {reason}" for reason, flags in refused.items()])
     return [f"no effect here: {', '.join(flags)} ({reason})" for reason, flags in hints.items()]
 
 
-def unknown(words: list[str], supported: list[str]) -> None:
+def unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:
     """Refuse what no table knows, with the nearest flag that one does.
+
+    Args:
+        words: those that nothing reads.
+        supported: the flags that set a setting.
+        given: the whole command line.
 
     Raises:
         Refusal: there is anything in ``words``.
     """
     flags = [word.split("=")[0] for word in words if word.startswith("-") and word.strip("-")]
     if words and not flags:
-        raise Refusal(f"{words[0]!r} belongs to no flag: quote values that hold spaces")
+        before = next((flag for flag, *values in options(given or []) if words[0] in values), None)
+        after = f" after {before}" if before else ""
+        raise Refusal(f"{words[0]!r}{after} belongs to no flag: quote values that hold spaces")
     if flags:
-        raise Refusal("; ".join(f"{flag} is not a known flag{_nearest(flag, supported)}" for flag in flags))
+        raise Refusals([f"{flag} is not a known flag{_nearest(flag, supported)}" for flag in dict.fromkeys(flags)])
 
 
 def _nearest(flag: str, supported: list[str]) -> str:
-    word, own, other = flag.strip("-").replace("_", "-"), [s[2:] for s in supported], [s[2:] for s in rows()]
-    near = get_close_matches(word, own, 1, 0.75) or get_close_matches(word, own + other, 1, 0.65)
+    return _suggestion(flag, tuple(supported))
+
+
+@cache
+def _suggestion(flag: str, supported: tuple[str, ...]) -> str:
+    """The flag that is meant, as far as it can be told: never one that is refused."""
+    word, table = flag.strip("-").replace("_", "-").lower(), rows()
+    for row in (table.get("--" + word), table.get("--" + word.replace("-", "_"))):
+        if row is not None and row.verdict == "refused":
+            return f": {row.reason}"
+    known = [name[2:] for name in supported] + [name[2:] for name, row in table.items() if row.verdict == "hint"]
+    own = [name[2:] for name in supported]
+    longer = [name for name in known if name.startswith(f"{word}-") and len(word) > 7]
+    if word in known:
+        near = [word]
+    else:
+        near = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
+        near = near or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
+    if not near:  # the same words, in another order or with one more or less
+        parts = set(word.split("-"))
+        likeness = {name: len(parts & set(name.split("-"))) / len(parts | set(name.split("-"))) for name in known}
+        near = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
     return f": did you mean --{near[0]}?" if near else ": --help lists them"
 
 
@@ -123,7 +155,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --pipeline-model-parallel-comm-backend 1 --ddp-num-buckets 1 --ddp-pad-buckets-for-high-nccl-busbw
         --ddp-average-in-collective --use-nccl-ub --disable-symmetric-registration --use-sharp --sharp-enabled-group 1
         --create-all-gather-group --nccl-communicator-config-path 1 --high-priority-stream-groups *
-        --distributed-timeout-seconds-after-init 1 --disable-gloo-process-groups --no-pipeline-parallel
+        --distributed-timeout-seconds-after-init 1 --disable-gloo-process-groups --disable-gloo-group
         """,
     ),
     ("ranks are always ordered TP < Ulysses < Ring < DP < PP", "--use-tp-pp-dp-mapping"),
@@ -196,67 +228,10 @@ HINTS: tuple[tuple[str, str], ...] = (
         "--record-memory-history --memory-snapshot-path 1 snapshot.pickle",
     ),
     ("a checkpoint is written whole before training goes on", "--async-save"),
-    ("no step is run twice to look for faulty hardware", "--rerun-mode 1 validate_results"),
-    ("RoPE, or no positions, is --position-embedding-type", "--no-position-embedding"),
-)
-
-REFUSED: tuple[tuple[str, str], ...] = (
-    ("all layers have the same mask: leave it out", "--window-attn-skip-freq 1"),
     (
-        "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
+        "a dense model has none of it: --num-experts is what asks for experts",
         """
-        --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
-        --min-offloaded-tensor-size 1 1048576
-        """,
-    ),
-    ("megatron-core 0.16 has no such layer: leave it out", "--apply-residual-connection-post-layernorm"),
-    ("use --dry-run --world-size N", "--fake-process-group"),
-    ("use --tensor-model-parallel-size", "--model-parallel-size 1"),
-    ("use --micro-batch-size", "--batch-size 1"),
-    (
-        "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--checkpoint-activations --deepspeed-activation-checkpointing",
-    ),
-    ("use --recompute-method", "--activations-checkpoint-method 1"),
-    ("use --recompute-num-layers", "--checkpoint-num-layers 1"),
-    ("use --lr-warmup-fraction", "--warmup 1"),
-    ("use --num-layers", "--encoder-num-layers 1 --decoder-num-layers 1"),
-    ("use --seq-length", "--encoder-seq-length 1 --decoder-seq-length 1"),
-    ("use --save-interval", "--persistent-save-interval 1"),
-    ("use --data-path", "--data-args-path 1"),
-    ("use --train-data-path, --valid-data-path and --test-data-path", "--per-split-data-args-path 1"),
-    ("use --vocab-size and --make-vocab-size-divisible-by", "--padded-vocab-size 1"),
-    ("use --ckpt-format torch_dist", "--dist-ckpt-format 1 torch_dist"),
-    ("use --recompute-granularity selective (the attention core), or full", "--recompute-modules + core_attn"),
-    (
-        "use tools/convert_hf.py",
-        "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",
-    ),
-    ("use --lr-decay-samples", "--lr-decay-tokens 1"),
-    ("use --lr-warmup-samples", "--lr-warmup-tokens 1"),
-    ("use --train-samples", "--train-tokens 1"),
-    ("use --ulysses-parallel-size", "--force-ds-sequence-parallel"),
-    ("use --zero-stage 3", "--use-torch-fsdp2"),
-    ("use --zero-stage 2", "--torch-fsdp2-no-reshard-after-forward"),
-    (
-        "parameters and gradients are shared out with --zero-stage",
-        """
-        --use-megatron-fsdp
-        --data-parallel-sharding-strategy 1 no_shard --outer-dp-sharding-strategy 1 no_shard --fsdp-manual-registration
-        --fsdp-double-buffer --suggested-communication-unit-size 1 --keep-fp8-transpose-cache
-        --enable-full-sharding-in-hsdp --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
-        --num-distributed-optimizer-instances 1 1
-        """,
-    ),
-    (
-        "DeepSpeed is not used here: remove it, and choose ZeRO with --zero-stage",
-        "--deepspeed --deepspeed_config 1 --deepspeed_mpi --deepspeed-config 1",
-    ),
-    ("megatron-core's DDP is the only one: leave it out", "--DDP-impl 1 local"),
-    (
-        "mixtures of experts are not built here: leave it out",
-        """
-        --num-experts 1 --expert-model-parallel-size 1 1 --expert-tensor-parallel-size 1 --moe-extended-tp
+        --expert-model-parallel-size 1 1 --expert-tensor-parallel-size 1 --moe-extended-tp
         --moe-shared-expert-intermediate-size 1 --moe-shared-expert-gate --moe-shared-expert-overlap
         --moe-ffn-hidden-size 1 --moe-router-topk 1 2 --moe-enable-routing-replay --moe-router-padding-for-quantization
         --moe-router-padding-for-fp8 --moe-router-num-groups 1 --moe-router-group-topk 1 --moe-router-pre-softmax
@@ -273,12 +248,69 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "multi-latent attention is not built here: leave it out",
+        "without --multi-latent-attention nothing reads it",
         """
-        --multi-latent-attention --q-lora-rank 1 --kv-lora-rank 1 32 --qk-head-dim 1 128 --qk-pos-emb-head-dim 1 64
-        --v-head-dim 1 128 --cache-mla-latents
+        --q-lora-rank 1 --kv-lora-rank 1 32 --qk-head-dim 1 128 --qk-pos-emb-head-dim 1 64 --v-head-dim 1 128
+        --cache-mla-latents
         """,
     ),
+    ("without --mtp-num-layers nothing reads it", "--mtp-standalone --mtp-loss-scaling-factor 1 0.1"),
+    (
+        "without --optimizer muon nothing reads it",
+        """
+        --muon-momentum 1 0.9 --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode 1 spectral
+        --muon-fp32-matmul-prec 1 medium --muon-num-ns-steps 1 5 --muon-tp-mode 1 blockwise
+        --muon-extra-scale-factor 1 1.0
+        """,
+    ),
+    (
+        "without --optimizer-cpu-offload nothing reads it",
+        """
+        --optimizer-offload-fraction 1 1.0 --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
+        --no-pin-cpu-grads --no-pin-cpu-params
+        """,
+    ),
+    (
+        "without --fim-data nothing reads it",
+        """
+        --fim-rate 1 0.5 --fim-spm-rate 1 0.5 --fim-split-sample 1 --fim-fragment-rate 1 --fim-no-prefix 1
+        --fim-prefix-token 1 <fim_prefix> --fim-middle-token 1 <fim_middle> --fim-suffix-token 1 <fim_suffix>
+        --fim-pad-token 1 <fim_pad> --fim-eod-token 1 <|endoftext|>
+        """,
+    ),
+    (
+        "of such checks this program has one: it stops where the loss or the gradient norm is not finite",
+        """
+        --check-for-large-grads --check-for-spiky-loss --check-weight-hash-across-dp-replicas-interval 1 --test-mode
+        """,
+    ),
+    (
+        "how memory and messages of FSDP are tuned does not change the result",
+        """
+        --outer-dp-sharding-strategy 1 no_shard --fsdp-manual-registration --fsdp-double-buffer
+        --suggested-communication-unit-size 1 --keep-fp8-transpose-cache --enable-full-sharding-in-hsdp
+        --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load
+        """,
+    ),
+    (
+        "states are split over all of DP x CP here, to the same result",
+        "--num-distributed-optimizer-instances 1 1",
+    ),
+    ("Megatron-LM no longer reads it", "--dist-ckpt-format 1 torch_dist"),
+    ("every sample of the data is read, none is spared", "--mid-level-dataset-surplus 1 0.005"),
+    (
+        "no step is run twice to look for faulty hardware, and no fault is feigned",
+        """
+        --rerun-mode 1 validate_results --result-rejected-tracker-filename 1 --error-injection-rate 1 0
+        --error-injection-type 1 transient_error
+        """,
+    ),
+    ("RoPE, or no positions, is --position-embedding-type", "--no-position-embedding"),
+)
+
+REFUSED: tuple[tuple[str, str], ...] = (
+    ("mixtures of experts are not built here: leave it out", "--num-experts 1 1"),
+    ("multi-latent attention is not built here: leave it out", "--multi-latent-attention"),
     (
         "it is of multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor",
         "--rotary-scaling-factor 1 1.0",
@@ -287,10 +319,46 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "it is of multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim",
         "--mscale 1 1.0 --mscale-all-dim 1 0.0",
     ),
+    ("multi-token prediction is not built here: leave it out", "--mtp-num-layers 1"),
     (
-        "multi-token prediction is not built here: leave it out",
-        "--mtp-standalone --mtp-num-layers 1 --mtp-loss-scaling-factor 1 0.1",
+        "the optimizers built here are adam and sgd, on the training device: leave it out",
+        """
+        --apply-wd-to-qk-layernorm --no-weight-decay-cond-type 1 --optimizer-cpu-offload
+        """,
     ),
+    (
+        "what this writes is not written here: leave it out",
+        "--save-wgrads-interval 1 --save-dgrads-interval 1 --dump-param-to-param-group-map 1",
+    ),
+    ("the weights are made at once here: leave it out", "--lazy-mpu-init 1"),
+    (
+        "samples are whole stretches of text here, without fill-in-the-middle: leave it out",
+        "--fim-data",
+    ),
+    ("data files are on a file system here: leave it out", "--object-storage-cache-path 1"),
+    (
+        "this way of reading data is not built here: leave it out",
+        "--allow-ambiguous-pad-tokens",
+    ),
+    ("all layers have the same mask: leave it out", "--window-attn-skip-freq 1"),
+    (
+        "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
+        """
+        --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
+        --min-offloaded-tensor-size 1 1048576
+        """,
+    ),
+    ("megatron-core 0.16 has no such layer: leave it out", "--apply-residual-connection-post-layernorm"),
+    ("use --dry-run --world-size N", "--fake-process-group"),
+    ("use --num-layers", "--decoder-num-layers 1"),
+    ("use --seq-length", "--decoder-seq-length 1"),
+    ("use --data-path", "--data-args-path 1"),
+    ("use --train-data-path, --valid-data-path and --test-data-path", "--per-split-data-args-path 1"),
+    (
+        "use tools/convert_hf.py",
+        "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",
+    ),
+    ("megatron-core's DDP is the only one: leave it out", "--DDP-impl 1 local"),
     (
         "Mamba and hybrid models are not built here: leave it out",
         """
@@ -316,7 +384,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "not part of the GPT and Llama models built here: leave it out",
         """
         --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
-        --embedding-init-method-std 1 --spec * --heterogeneous-layers-config-path 1
+        --embedding-init-method-std 1 --heterogeneous-layers-config-path 1
         --heterogeneous-layers-config-encoded-json 1 --use-legacy-models
         """,
     ),
@@ -354,25 +422,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --cuda-graph-warmup-steps 1 3
         """,
     ),
-    (
-        "this check or diagnostic is not built here: leave it out",
-        """
-        --check-for-large-grads --check-for-spiky-loss --check-weight-hash-across-dp-replicas-interval 1
-        --result-rejected-tracker-filename 1 --error-injection-rate 1 0 --error-injection-type 1 transient_error
-        --save-wgrads-interval 1 --save-dgrads-interval 1 --dump-param-to-param-group-map 1 --test-mode
-        --lazy-mpu-init 1
-        """,
-    ),
-    (
-        "the optimizers built here are adam and sgd, on the training device: leave it out",
-        """
-        --muon-momentum 1 0.9 --muon-no-split-qkv --muon-use-nesterov --muon-scale-mode 1 spectral
-        --muon-fp32-matmul-prec 1 medium --muon-num-ns-steps 1 5 --muon-tp-mode 1 blockwise
-        --muon-extra-scale-factor 1 1.0 --apply-wd-to-qk-layernorm --no-weight-decay-cond-type 1 --optimizer-cpu-offload
-        --optimizer-offload-fraction 1 1.0 --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
-        --no-pin-cpu-grads --no-pin-cpu-params
-        """,
-    ),
     ("weights follow --seed alone, so that they do not depend on the grid", "--data-parallel-random-init"),
     (
         "every batch of the data is used, in full: leave it out",
@@ -395,15 +444,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     ("evaluation uses one validation set and --eval-iters", "--full-validation --multiple-validation-sets"),
-    (
-        "this way of reading data is not built here: leave it out",
-        """
-        --fim-data --fim-rate 1 0.5 --fim-spm-rate 1 0.5 --fim-split-sample 1 --fim-fragment-rate 1 --fim-no-prefix 1
-        --fim-prefix-token 1 <fim_prefix> --fim-middle-token 1 <fim_middle> --fim-suffix-token 1 <fim_suffix>
-        --fim-pad-token 1 <fim_pad> --fim-eod-token 1 <|endoftext|> --object-storage-cache-path 1
-        --mid-level-dataset-surplus 1 0.005 --allow-ambiguous-pad-tokens
-        """,
-    ),
     (
         "the tokenizer is taken as it is: leave it out",
         """
@@ -495,6 +535,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
 # Older spellings that store a value in a setting of ours: flag -> (section.field, value).
 SPELLINGS: dict[str, tuple[str, Any]] = {
     "--use-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
+    "--fp8-e4m3": ("model.fp8_format", "e4m3"),
+    "--fp8-hybrid": ("model.fp8_format", "hybrid"),
     "--fpdt-offload": ("chunks.fpdt_offload", True),
     "--ds-sequence-parallel-fpdt-offloading": ("chunks.fpdt_offload", True),
 }

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
+from functools import cache, partial
 from typing import Any
 
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import settle
+from megatron.training.arguments.elsewhere import translate
 from megatron.training.arguments.from_checkpoint import ShapeOf, take_checkpoint_args
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.validate import complete
-from megatron.training.refusal import Refusal
+from megatron.training.arguments.way_out import explained
+from megatron.training.arguments.words import flat, options, plain
+from megatron.training.refusal import Gather, Refusal, Refusals
 
 USAGE = "%(prog)s --model NAME | --num-layers N --hidden-size N ... [flags]"
 EPILOG = (
@@ -43,22 +48,40 @@ def parse(
     Raises:
         Refusal: anything that cannot be read or is not supported.
     """
-    parser = build_parser()
-    namespace, words = parser.parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _read(given, defaults, world_size, shape_of)
+    except Refusal as refusal:
+        told = explained(refusal, given, lambda words: _read(words, defaults, world_size, shape_of), _kinds()[0])
+    raise told
+
+
+def _read(
+    argv: list[str], defaults: dict[str, Any] | None, world_size: int | None, shape_of: ShapeOf | None
+) -> Config:
+    """One reading: what is wrong with the words comes first; only sound words are completed and checked."""
+    gather = Gather()
+    words = plain(argv, *_kinds())
+    namespace, unread = _namespace(words, gather)
     given = dict(vars(namespace))
     others = given.pop("others", [])
-    megatron_flags.unknown(words, supported_flags())
-    notes = megatron_flags.judge(others)
-    _check_choices(given)
-
+    given.pop("spelled", None)
+    gather.check("known", lambda: megatron_flags.unknown(unread, supported_flags(), words))
+    notes = gather.check("judged", lambda: megatron_flags.judge(others))
+    gather.check("choices", lambda: _check_choices(given))
     named = given.get("model.model") or (defaults or {}).get("model.model")
-    preset = {f"model.{name}": value for name, value in shape(named).items()} if named else {}
+    preset = (
+        gather.check("model", lambda: {f"model.{name}": value for name, value in shape(named).items()}) if named else {}
+    )
+    gather.finish()
+
     config = Config(notes=notes)
     for name, value in {**(defaults or {}), **preset, **given}.items():
         section, field = name.split(".")
         if not hasattr(getattr(config, section), field):
             raise KeyError(f"no setting {name}")
         setattr(getattr(config, section), field, list(value) if isinstance(value, list) else value)
+    translate(config, given)
     if "--no-position-embedding" in dict(others) and config.model.position_embedding_type == "learned_absolute":
         raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
     if config.checkpoint.use_checkpoint_args and shape_of is not None:
@@ -66,6 +89,51 @@ def parse(
     if world_size is None:
         return config
     return complete(settle(config), world_size)
+
+
+def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, list[str]]:
+    """What argparse reads. A value it cannot read is refused, and the rest is read without it."""
+    while True:
+        try:
+            return build_parser().parse_known_args(words)
+        except Refusal as refusal:  # two spellings of one setting
+            gather.check("spellings", partial(refuse, str(refusal)))
+            gather.finish()
+        except argparse.ArgumentError as error:
+            flags = (error.argument_name or "").split("/")
+            reason = " ".join(str(error.message).split())
+            flag = next((option[0] for option in options(words) if option[0] in flags), flags[0])
+            gather.check(flag, partial(refuse, f"{flag}: {reason}"))
+            rest = [option for option in options(words) if option[0] not in flags]
+            if len(rest) == len(options(words)):
+                gather.finish()
+            words = flat(rest)
+
+
+def refuse(line: str) -> None:
+    """Raise."""
+    raise Refusal(line)
+
+
+@cache
+def _kinds() -> tuple[set[str], set[str], set[str], set[str], set[str]]:
+    """Flags without a value; those of them that say the default; flags with numbers, with words, with a pair."""
+    table = megatron_flags.rows().items()
+    switches = {flag for flag, row in table if row.values == "0"} | set(megatron_flags.SPELLINGS)
+    defaults = {flag for flag, (name, value) in megatron_flags.SPELLINGS.items() if value is True}
+    lists = {flag for flag, row in table if row.values in "+*"}
+    numbers, pairs = set(), set()
+    for _, _, field in settings():
+        flags = spellings(field)
+        if field.type == "bool":
+            switches.update(flags)
+            if field.default and "flags" not in field.metadata:
+                defaults.update(flags)
+        elif field.type.startswith("tuple"):
+            pairs.update(flags)
+        elif field.metadata.get("nargs"):
+            (numbers if field.metadata.get("type") is int else lists).update(flags)
+    return switches, defaults, numbers, lists, pairs
 
 
 def settings() -> Iterator[tuple[str, str, Field]]:
@@ -84,17 +152,20 @@ def spellings(field: Field) -> list[str]:
     return [*own, *field.metadata.get("aliases", [])]
 
 
+@cache
 def supported_flags() -> list[str]:
     """Every flag that sets a setting."""
     return [*(flag for _, _, field in settings() for flag in spellings(field)), *megatron_flags.SPELLINGS]
 
 
+@cache
 def build_parser() -> argparse.ArgumentParser:
     """The parser; what was not given is left out of the namespace, other programs' flags are listed in ``others``."""
     parser = _Parser(
         usage=USAGE,
         epilog=EPILOG,
         allow_abbrev=False,
+        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=120),
     )
@@ -127,6 +198,18 @@ class _Note(argparse.Action):
         setattr(namespace, self.dest, listed)
 
 
+class _Store(argparse.Action):
+    """The last value of a flag counts; two spellings of one setting must agree."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        spelled = dict(getattr(namespace, "spelled", {}))
+        other, value = spelled.get(self.dest, (option_string, values))
+        if other != option_string and value != values:
+            raise Refusal(f"{other} and {option_string} are two spellings of one setting, and differ: leave one out")
+        namespace.spelled = {**spelled, self.dest: (option_string, values)}
+        setattr(namespace, self.dest, values)
+
+
 def _add(group: Any, section: str, field: Field) -> None:
     meta, text = field.metadata, field.metadata["help"]
     dest = f"{section}.{field.name}"
@@ -145,6 +228,7 @@ def _add(group: Any, section: str, field: Field) -> None:
     group.add_argument(
         *spellings(field),
         dest=dest,
+        action=_Store,
         type=number if kind is float else kind,
         nargs=meta.get("nargs"),
         metavar=metavar,
@@ -161,9 +245,10 @@ def number(text: str) -> float:
 
 
 def _check_choices(given: dict[str, Any]) -> None:
+    lines = []
     for section, _, field in settings():
         value, choices = given.get(f"{section}.{field.name}"), field.metadata.get("choices")
-        if choices is None or value is None or value in choices:
-            continue
-        flag = spellings(field)[0]
-        raise Refusal(f"{flag} {value}: not supported; choose from {', '.join(map(str, choices))}")
+        if choices is not None and value is not None and value not in choices:
+            lines.append(f"{spellings(field)[0]} {value}: not supported; choose from {', '.join(map(str, choices))}")
+    if lines:
+        raise Refusals(lines)

@@ -14,12 +14,24 @@ from math import gcd
 
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.dry_run import priced, processes
+from megatron.training.arguments.idle import note_idle
 from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.arguments.stages import settle_virtual_stages
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.arguments.validate_chunks import check_chunks
-from megatron.training.arguments.validate_job import check_batch, check_job, check_memory, check_ranges, near
-from megatron.training.refusal import Refusal
+from megatron.training.arguments.validate_job import (
+    check_batch,
+    check_checkpoint,
+    check_data,
+    check_duration,
+    check_profile,
+    check_ranges,
+    check_recompute,
+    check_schedule,
+    check_zero,
+    near,
+)
+from megatron.training.refusal import Gather, Refusal
 
 __all__ = ["Refusal", "complete", "data_parallel_size", "transformer_engine_installed"]
 
@@ -36,21 +48,30 @@ def complete(config: Config, world_size: int) -> Config:
         Refusal: the settings contradict each other or do not fit the processes.
     """
     config, world_size = deepcopy(config), processes(config, world_size)
-    _required(config)
-    check_ranges(config)
-    config.model = _model(config)
-    _context(config)
-    check_attention(config)
-    _grid(config, world_size)
-    _heads(config)
-    _sequence(config)
-    settle_virtual_stages(config)
-    _precision(config)
-    check_partitioned_positions(config)
-    check_memory(config)
-    check_chunks(config)
-    check_batch(config, data_parallel_size(config, world_size))
-    check_job(config)
+    gather = Gather()
+    gather.check("required", lambda: _required(config))
+    gather.check("ranges", lambda: check_ranges(config), "required")
+    shape = ("required", "ranges")
+    gather.check("model", lambda: _model(config), *shape)
+    gather.check("context", lambda: _context(config), "model")
+    gather.check("attention", lambda: check_attention(config), "model")
+    gather.check("grid", lambda: _grid(config, world_size), "context")
+    gather.check("heads", lambda: _heads(config), "context")
+    gather.check("sequence", lambda: _sequence(config), "context", "attention")
+    gather.check("pipeline", lambda: settle_virtual_stages(config), "model")
+    gather.check("precision", lambda: _precision(config), *shape)
+    gather.check("partition", lambda: check_partitioned_positions(config), "context", "attention")
+    gather.check("recompute", lambda: check_recompute(config), "pipeline")
+    gather.check("zero", lambda: check_zero(config), *shape)
+    gather.check("chunks", lambda: check_chunks(config), "sequence", "recompute")
+    gather.check("batch", lambda: check_batch(config, data_parallel_size(config, world_size)), "grid", "pipeline")
+    gather.check("duration", lambda: check_duration(config), "batch")
+    gather.check("profile", lambda: check_profile(config))
+    gather.check("schedule", lambda: check_schedule(config), "ranges", "duration")
+    gather.check("data", lambda: check_data(config))
+    gather.check("checkpoint", lambda: check_checkpoint(config), "ranges")
+    gather.finish()
+    note_idle(config)
     config.notes = list(dict.fromkeys(config.notes))
     return config
 
@@ -69,7 +90,8 @@ def transformer_engine_installed() -> bool:
 
 def _required(config: Config) -> None:
     model, data = config.model, config.data
-    if model.model and model.max_position_embeddings is None:
+    relative = model.position_embedding_type != "learned_absolute"  # nothing is as long as that, and it says no more
+    if (model.model or relative) and model.max_position_embeddings is None:
         model.max_position_embeddings = data.seq_length
     names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     missing = [name for name in names if getattr(model, name) is None]
@@ -80,7 +102,7 @@ def _required(config: Config) -> None:
         raise Refusal(f"missing: {flags}{shape}")
 
 
-def _model(config: Config) -> ModelConfig:
+def _model(config: Config) -> None:
     model, heads = config.model, config.model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
@@ -105,7 +127,7 @@ def _model(config: Config) -> ModelConfig:
             f"--swiglu with --hidden-size {model.hidden_size} gives an MLP of width 0: give --ffn-hidden-size"
         )
     _positions(model)
-    return model
+    config.model = model
 
 
 def _positions(model: ModelConfig) -> None:

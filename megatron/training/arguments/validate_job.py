@@ -3,32 +3,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import lcm
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import vocabulary
-from megatron.training.refusal import Refusal
+from megatron.training.arguments.schedule import samples_after, spans
+from megatron.training.refusal import Gather, Refusal
 
 # Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
 POSITIVE = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size fp8_amax_history_len "
-    "yarn_original_max_position_embeddings",
+    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
+    "fp8_amax_history_len yarn_original_max_position_embeddings",
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "num_virtual_stages_per_pipeline_rank ddp_bucket_size distributed_timeout_minutes",
     "attention": "recompute_num_layers",
     "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
-    "optimizer": "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
-    "data": "micro_batch_size global_batch_size seq_length num_dataset_builder_threads",
+    "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
+    "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length num_dataset_builder_threads",
     "checkpoint": "save_interval save_retain_interval",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
-    "run": "train_iters train_samples eval_interval exit_interval exit_duration_in_mins",
+    "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
 }
 NOT_NEGATIVE = {
     "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
-    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum "
-    "decoupled_min_lr",
+    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_init weight_decay clip_grad "
+    "adam_eps sgd_momentum decoupled_min_lr",
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
     "checkpoint": "ckpt_step",
     "run": "seed eval_iters manual_gc_interval",
@@ -50,15 +53,22 @@ def check_ranges(config: Config) -> None:
         (ABOVE_ZERO, lambda value: value > 0, "must be above 0"),
         (BELOW_ONE, lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1"),
     )
+    gather = Gather()
+
+    def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
+        if number is not None and not holds(number):
+            raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
+
     for names, holds, text in rules:
         for section, fields in names.items():
             for field in fields.split():
                 value = getattr(getattr(config, section), field)
                 for number in value if isinstance(value, list) else [value]:
-                    if number is not None and not holds(number):
-                        raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
-    if config.model.rotary_percent > 1:
-        raise Refusal(f"--rotary-percent {config.model.rotary_percent:g} must be at most 1")
+                    gather.check(field, partial(check, field, number, holds, text))
+    gather.check(
+        "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")
+    )
+    gather.finish()
 
 
 def near(value: int, unit: int) -> str:
@@ -67,13 +77,8 @@ def near(value: int, unit: int) -> str:
     return f"{below} or {above}" if below else f"{above}"
 
 
-def check_memory(config: Config) -> None:
-    """Settle recompute and ZeRO."""
-    _recompute(config)
-    _zero(config)
-
-
-def _recompute(config: Config) -> None:
+def check_recompute(config: Config) -> None:
+    """Settle recompute."""
     attention = config.attention
     if attention.recompute_activations:
         if attention.recompute_granularity == "full":
@@ -96,7 +101,8 @@ def _recompute(config: Config) -> None:
         raise Refusal("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")
 
 
-def _zero(config: Config) -> None:
+def check_zero(config: Config) -> None:
+    """Settle ZeRO."""
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.zero_stage is None:
         parallel.zero_stage = int(parallel.use_distributed_optimizer)
@@ -124,8 +130,6 @@ def _fsdp(config: Config) -> None:
             f"{zero} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported: "
             "use --zero-stage 1, or --pipeline-model-parallel-size 1"
         )
-    if config.optimizer.fp16:
-        raise Refusal(f"{zero} with --fp16 is not supported: use --bf16, or --zero-stage 1")
     if config.model.fp8_format:
         raise Refusal(f"{zero} with --fp8-format is not supported: use --bf16 alone, or --zero-stage 1")
     hints = {
@@ -143,20 +147,29 @@ def check_batch(config: Config, data_parallel: int) -> None:
     """Settle the global batch: a whole number of micro-batches on every data-parallel rank."""
     data, parallel = config.data, config.parallel
     unit = data.micro_batch_size * data_parallel
+    if data.gradient_accumulation_steps is not None:
+        wanted = unit * data.gradient_accumulation_steps
+        if data.global_batch_size not in (None, wanted):
+            raise Refusal(
+                f"--global-batch-size {data.global_batch_size} is not --micro-batch-size {data.micro_batch_size} x "
+                f"--gradient-accumulation-steps {data.gradient_accumulation_steps} x {data_parallel} data-parallel "
+                f"ranks: use {wanted}, or leave one out"
+            )
+        data.global_batch_size = wanted
     virtual = parallel.num_virtual_stages_per_pipeline_rank is not None
     if data.global_batch_size is None:
         data.global_batch_size = unit * (parallel.pipeline_model_parallel_size if virtual else 1)
         config.notes.append(f"--global-batch-size was not given: {data.global_batch_size}")
     sizes = {"--global-batch-size": data.global_batch_size}
     if data.rampup_batch_size:
-        start, step, _ = data.rampup_batch_size
+        start, step, over = data.rampup_batch_size
+        if over < 1:
+            raise Refusal(f"--rampup-batch-size {start} {step} {over} grows over no samples: leave it out")
         if start < 1 or step < 1 or start >= data.global_batch_size or (data.global_batch_size - start) % step:
             raise Refusal(
                 f"--rampup-batch-size {start} {step} does not lead to --global-batch-size {data.global_batch_size} in "
                 "whole steps: use a start below it and an increment that divides the difference"
             )
-        if config.run.train_iters is not None:
-            raise Refusal("--rampup-batch-size needs --train-samples: give it in place of --train-iters")
         sizes |= {"--rampup-batch-size (start)": start, "--rampup-batch-size (increment)": step}
     for flag, size in sizes.items():
         if size % unit:
@@ -172,53 +185,59 @@ def check_batch(config: Config, data_parallel: int) -> None:
             )
 
 
-def check_job(config: Config) -> None:
-    """Duration, schedule, data and checkpoints."""
-    _duration(config)
-    _profile(config)
-    if not config.run.skip_train:
-        _schedule(config)
-    _data(config)
-    _checkpoint(config)
-
-
-def _duration(config: Config) -> None:
+def check_duration(config: Config) -> None:
+    """Refuse two lengths of the run, or none, and a schedule in the other unit."""
     run, optimizer = config.run, config.optimizer
     if run.train_iters is not None and run.train_samples is not None:
         raise Refusal("--train-iters and --train-samples are two lengths of the run: leave one out")
-    if run.train_iters is None and run.train_samples is None and not run.skip_train:
-        raise Refusal("missing: --train-iters, or --train-samples, or --skip-train to evaluate only")
+    if (run.train_iters, run.train_samples, run.train_tokens) == (None, None, None) and not run.skip_train:
+        raise Refusal("missing: --train-iters, --train-samples or --train-tokens, or --skip-train to evaluate only")
     if run.train_samples is not None and run.train_samples < config.data.global_batch_size:
         raise Refusal(f"--train-samples {run.train_samples} is less than one --global-batch-size: use a multiple of it")
-    own, other = ("iters", "samples") if run.train_samples is None else ("samples", "iters")
+    own, other = ("samples", "iters") if run.train_iters is None else ("iters", "samples")
     for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
         if getattr(optimizer, name):
             flag = "--" + name.replace("_", "-")
-            raise Refusal(f"{flag} does not go with --train-{own}: use {flag.removesuffix(other)}{own}")
+            length = own if getattr(run, f"train_{own}") is not None else "tokens"
+            raise Refusal(f"{flag} does not go with --train-{length}: use {flag.removesuffix(other)}{length}")
+    if config.data.rampup_batch_size and run.train_iters is not None:
+        config.notes.append(
+            f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
+            "samples, and each count of iterations in the schedule the samples that so many steps take"
+        )
 
 
-def _schedule(config: Config) -> None:
+def check_schedule(config: Config) -> None:
+    """Settle the learning rate's schedule; nothing where nothing is trained."""
+    if config.run.skip_train:
+        return
     optimizer, run = config.optimizer, config.run
     if optimizer.lr is None:
         raise Refusal("missing: --lr")
-    own = "iters" if run.train_samples is None else "samples"
+    own = "samples" if run.train_iters is None else "iters"
     for flag, low in (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)):
         if low > optimizer.lr:
             raise Refusal(f"{flag} {low:g} is above --lr {optimizer.lr:g}: lower it")
     low, high = optimizer.decoupled_min_lr, optimizer.decoupled_lr
     if low is not None and (high is None or low > high):
         raise Refusal("--decoupled-min-lr needs a --decoupled-lr that is not below it: add it, or leave both out")
-    if getattr(optimizer, f"lr_decay_{own}") is None:
+    _tokens(config, own)
+    if getattr(optimizer, f"lr_decay_{own}") is None and optimizer.lr_decay_tokens is None:
         setattr(optimizer, f"lr_decay_{own}", getattr(run, f"train_{own}"))
     decay, warmup = getattr(optimizer, f"lr_decay_{own}"), getattr(optimizer, f"lr_warmup_{own}")
     if warmup and optimizer.lr_warmup_fraction is not None:
         raise Refusal(f"--lr-warmup-fraction and --lr-warmup-{own} are two lengths of warm-up: leave one out")
-    if warmup >= decay:
-        raise Refusal(f"--lr-warmup-{own} {warmup} must be below --lr-decay-{own} {decay} (default --train-{own})")
-    if optimizer.lr_decay_style == "WSD":
-        last = getattr(optimizer, f"lr_wsd_decay_{own}")
-        if last is None or last > decay:
-            raise Refusal(f"--lr-decay-style WSD needs --lr-wsd-decay-{own}, at most --lr-decay-{own} {decay}: add it")
+    phases = spans(config)
+    if phases.warmup >= phases.decay:
+        raise Refusal(
+            f"--lr-warmup-{own} {warmup} must be below --lr-decay-{own} {decay} (default --train-{own})"
+            if phases.unit == 1
+            else f"the warm-up takes {phases.warmup:.0f} tokens, and the decay ends at {phases.decay:.0f}: lower "
+            "--lr-warmup-tokens, or raise --lr-decay-tokens (default --train-tokens)"
+        )
+    if optimizer.lr_decay_style == "WSD" and (phases.last is None or phases.last > phases.decay):
+        end = f"--lr-decay-{own} {decay}" if phases.unit == 1 else f"the {phases.decay:.0f} tokens of the decay"
+        raise Refusal(f"--lr-decay-style WSD needs --lr-wsd-decay-{own}, at most {end}: add it")
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         if (start, end) != (None, None):
@@ -232,7 +251,27 @@ def _schedule(config: Config) -> None:
         raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
 
 
-def _profile(config: Config) -> None:
+def _tokens(config: Config, own: str) -> None:
+    """A count of tokens is the one that is read, as in Megatron-DeepSpeed."""
+    optimizer = config.optimizer
+    for name in ("decay", "warmup"):
+        other = getattr(optimizer, f"lr_{name}_{own}")
+        if getattr(optimizer, f"lr_{name}_tokens") is not None and other:
+            config.notes.append(f"--lr-{name}-{own} {other} is not read beside --lr-{name}-tokens")
+    share = optimizer.lr_warmup_fraction
+    if share is None:
+        return
+    if optimizer.lr_warmup_tokens is not None:
+        raise Refusal("--lr-warmup-fraction and --lr-warmup-tokens are two lengths of warm-up: leave one out")
+    if optimizer.lr_decay_tokens is not None:
+        raise Refusal(
+            f"--lr-warmup-fraction {share:g} with --lr-decay-tokens is a share of what Megatron-DeepSpeed counts in "
+            f"samples: use --lr-warmup-tokens {int(share * optimizer.lr_decay_tokens)} for a share of the tokens"
+        )
+
+
+def check_profile(config: Config) -> None:
+    """Settle which step --profile-memory records."""
     logging = config.logging
     if logging.profile_memory is None:
         if logging.profile_memory_step is not None:
@@ -244,7 +283,8 @@ def _profile(config: Config) -> None:
         logging.profile_memory_step = 2
 
 
-def _data(config: Config) -> None:
+def check_data(config: Config) -> None:
+    """Settle where the data and the tokenizer come from."""
     data, model = config.data, config.model
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     if sum((bool(data.data_path), splits, data.mock_data)) != 1:
@@ -264,11 +304,11 @@ def _data(config: Config) -> None:
         model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
 
 
-def _checkpoint(config: Config) -> None:
+def check_checkpoint(config: Config) -> None:
+    """Refuse what saves or loads nothing."""
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
     needs = (
-        ("--save-interval", checkpoint.save_interval, save, "--save"),
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
         ("--log-progress", config.logging.log_progress, save, "--save"),
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
@@ -276,6 +316,12 @@ def _checkpoint(config: Config) -> None:
         ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
         ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
     )
+    if checkpoint.save_interval and not save:
+        config.notes.append("--save-interval without --save: nothing is saved")
+        checkpoint.save_interval = None
+    if checkpoint.ckpt_format != "torch_dist":
+        config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
+        checkpoint.ckpt_format = "torch_dist"
     for flag, value, other, need in needs:
         if value and not other:
             raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")

@@ -94,6 +94,13 @@ class Progress:
 
     iteration: int = 0
     consumed_train_samples: int = 0
+    consumed_train_tokens: int = 0
+
+    def advance(self, samples: int, seq_length: int) -> None:
+        """Count one step."""
+        self.iteration += 1
+        self.consumed_train_samples += samples
+        self.consumed_train_tokens += samples * seq_length
 
 
 def save(
@@ -245,9 +252,26 @@ def load(
         optimizer.reload_model_params()
     if with_rng:
         _set_random_state(loaded["rng"])
-    if weights_only:
+    return Progress() if weights_only else _progress(theirs, common)
+
+
+def progress_in(path: Path, settings: CheckpointConfig) -> Progress:
+    """How far a run that loads this checkpoint has come."""
+    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
+    if settings.finetune or pretrained:
         return Progress()
-    return Progress(**(theirs.progress() if theirs else loaded["progress"]))
+    theirs = incoming.open_theirs(path)
+    return _progress(theirs, {} if theirs else dist_checkpointing.load_common_state_dict(str(path)))
+
+
+def _progress(theirs: incoming.Theirs | None, common: dict[str, Any]) -> Progress:
+    """Of a checkpoint's common state; where tokens are not counted, all samples were of one length."""
+    found = theirs.progress() if theirs else common["progress"]
+    progress = Progress(**found)
+    if "consumed_train_tokens" not in found:
+        length = theirs.args.get("seq_length") if theirs else common.get("config", {}).get("data", {}).get("seq_length")
+        progress.consumed_train_tokens = progress.consumed_train_samples * (length or 0)
+    return progress
 
 
 def gather_parameters(chunks: Sequence[nn.Module], config: Config) -> None:

@@ -100,8 +100,20 @@ def check_vocab(vocab_size: int | None, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: int) -> int:
-    """Megatron's rule: the next multiple of ``make_divisible_by`` times the tensor-parallel size."""
+def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: int, rows: int | None = None) -> int:
+    """Megatron's rule: the next multiple of ``make_divisible_by`` times the tensor-parallel size, or ``rows``.
+
+    Raises:
+        Refusal: so many rows do not hold the vocabulary, or cannot be split over TP.
+    """
+    if rows is not None and (rows < vocab_size or rows % tensor_parallel):
+        least = -(-vocab_size // tensor_parallel) * tensor_parallel
+        raise Refusal(
+            f"--padded-vocab-size {rows} does not hold a vocabulary of {vocab_size} tokens, or is no multiple of "
+            f"--tensor-model-parallel-size {tensor_parallel}: use at least {least}, a multiple, or leave it out"
+        )
+    if rows is not None:
+        return rows
     multiple = make_divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
 

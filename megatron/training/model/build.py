@@ -283,7 +283,9 @@ def _build_chunk(
     chunk = LongContextGPT(
         config=core,
         transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, grid.tensor.size),
+        vocab_size=padded_vocab_size(
+            vocab_size, model.make_vocab_size_divisible_by, grid.tensor.size, model.padded_vocab_size
+        ),
         real_vocab_size=vocab_size,
         tensor=grid.tensor,
         loss_chunks=loss_chunks(config, vocab_size),

@@ -19,7 +19,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.schedule import spans
 from megatron.training.model.fsdp import FullySharded
+from megatron.training.model.loss_scaling import scale_losses
 from megatron.training.model.precision import compute_dtype
 
 
@@ -64,7 +66,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
         decoupled_lr=settings.decoupled_lr,
         decoupled_min_lr=settings.decoupled_min_lr,
         weight_decay=settings.weight_decay,
-        fp16=settings.fp16,
+        fp16=settings.fp16 and not fsdp,
         bf16=settings.bf16 and not fsdp,
         params_dtype=torch.float32 if fsdp else compute_dtype(config),
         loss_scale=settings.loss_scale,
@@ -89,6 +91,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         fill_states(part)
+        if fsdp and settings.fp16:
+            scale_losses(part, settings)
     core = chunks[0].module.config
     if settings.fp16:
         core.grad_scale_func = optimizer.scale_loss
@@ -144,17 +148,8 @@ def _for_each_chunk(functions: list) -> object:
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    """Learning rate and weight decay as functions of the samples consumed."""
-    settings, batch = config.optimizer, config.data.global_batch_size
-    if config.run.train_samples is not None:
-        decay = settings.lr_decay_samples or config.run.train_samples
-        warmup, wsd, total = settings.lr_warmup_samples, settings.lr_wsd_decay_samples, config.run.train_samples
-    else:
-        decay = (settings.lr_decay_iters or config.run.train_iters) * batch
-        warmup, total = settings.lr_warmup_iters * batch, config.run.train_iters * batch
-        wsd = settings.lr_wsd_decay_iters and settings.lr_wsd_decay_iters * batch
-    if settings.lr_warmup_fraction is not None:
-        warmup = settings.lr_warmup_fraction * decay
+    """Learning rate and weight decay as functions of the samples consumed, or of the tokens."""
+    settings, phases = config.optimizer, spans(config)
     start = settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay
     end = settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay
     return OptimizerParamScheduler(
@@ -162,15 +157,15 @@ def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerPar
         init_lr=settings.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
+        lr_warmup_steps=phases.warmup,
+        lr_decay_steps=phases.decay,
         lr_decay_style=settings.lr_decay_style,
         start_wd=start,
         end_wd=end,
-        wd_incr_steps=total,
+        wd_incr_steps=phases.total,
         wd_incr_style=settings.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=settings.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=settings.override_opt_param_scheduler,
-        wsd_decay_steps=wsd,
+        wsd_decay_steps=phases.last,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )

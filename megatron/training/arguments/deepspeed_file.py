@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's JSON file (``--deepspeed_config``), read into settings of ours.
+
+Keys and defaults are DeepSpeed's; what Megatron-DeepSpeed takes from its flags and not from the file is said. A key
+that we can express must agree with the flags that are given; one that asks for what we lack is refused, by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+from megatron.training.arguments.config import Config
+from megatron.training.refusal import Refusal
+
+# Keys that tune speed, memory or logs: the result does not depend on them.
+HINTS = (
+    "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb "
+    "csv_monitor comet aio autotuning checkpoint nebula zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+    "prescale_gradients gradient_predivide_factor sparse_gradients disable_allgather "
+    "use_data_before_expert_parallelism activation_checkpointing seq_parallel_communication_data_type timers pipeline "
+    "use_node_local_storage"
+).split()
+ZERO_HINTS = (
+    "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions "
+    "allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint sub_group_size prefetch_bucket_size "
+    "param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "
+    "gather_16bit_weights_on_model_save stage3_prefetch_bucket_size stage3_param_persistence_threshold "
+    "stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
+    "stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_module_granularity_threshold "
+    "module_granularity_threshold ignore_unused_parameters legacy_stage1 round_robin_gradients "
+    "zero_hpz_partition_size memory_efficient_linear override_module_apply log_trace_cache_warnings mics_shard_size "
+    "mics_hierarchical_params_gather"
+).split()
+# Sections that change the training; refused where they are switched on.
+REFUSED = {
+    "scheduler": "it would replace the schedule of the flags: use --lr-decay-style and its kin",
+    "amp": "it is not built here: use --bf16 or --fp16",
+    "curriculum_learning": "every batch has one sequence length here: leave it out",
+    "data_efficiency": "every batch is used in full here: leave it out",
+    "progressive_layer_drop": "layers are never dropped here: leave it out",
+    "quantize_training": "it is not built here: leave it out",
+    "compression_training": "it is not built here: leave it out",
+    "sparse_attention": "use --attention-mask block-sparse",
+    "eigenvalue": "it is not built here: leave it out",
+    "elasticity": "a run has the processes it is started with: leave it out",
+    "hybrid_engine": "this program trains: leave it out",
+    "tensor_parallel": "use --tensor-model-parallel-size",
+    "weight_quantization": "it is not built here: leave it out",
+}
+ZERO_REFUSED = {
+    "cpu_offload": "the optimizer stays on the device here: leave it out",
+    "cpu_offload_params": "weights stay on the device here: leave it out",
+    "zero_quantized_weights": "weights are sent as they are here: leave it out",
+    "zero_quantized_nontrainable_weights": "weights are sent as they are here: leave it out",
+    "zero_quantized_gradients": "gradients are sent as they are here: leave it out",
+}
+OFFLOAD = {
+    "offload_optimizer": "the optimizer stays on the device here: use --zero-stage to split it, or leave it out",
+    "offload_param": "weights stay on the device here: use --zero-stage 3 to split them, or leave it out",
+}
+Express = Callable[[str, Any, str], None]
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        Refusal: no such file, or not a JSON object.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise Refusal(f"--deepspeed_config {path}: {(error.strerror or 'cannot be read').lower()}") from None
+    except ValueError as error:
+        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "not text"
+        raise Refusal(f"--deepspeed_config {path} is no JSON ({where}): are its placeholders filled in?") from None
+    if not isinstance(content, dict):
+        raise Refusal(f"--deepspeed_config {path} holds no JSON object")
+    return content
+
+
+class DeepSpeedFile:
+    """One file on its way into a :class:`Config`; faults are collected, so that all are told at once."""
+
+    def __init__(self, path: str, config: Config, express: Any) -> None:
+        self.path, self.config, self.express = path, config, express
+        self.content = read_file(path)
+        self.faults: list[str] = []
+        self.unread: list[str] = []
+
+    def translate(self) -> None:
+        """Express every key.
+
+        Raises:
+            Refusal: one line with every key that cannot be, or that contradicts a flag.
+        """
+        rules: dict[str, Callable[[Any], None]] = {
+            "train_batch_size": lambda v: self._number("data.global_batch_size", v, "train_batch_size"),
+            "train_micro_batch_size_per_gpu": lambda v: self._number(
+                "data.micro_batch_size", v, "train_micro_batch_size_per_gpu"
+            ),
+            "gradient_accumulation_steps": lambda v: self._number(
+                "data.gradient_accumulation_steps", v, "gradient_accumulation_steps"
+            ),
+            "gradient_clipping": lambda v: self._number("optimizer.clip_grad", v, "gradient_clipping", float),
+            "zero_optimization": self._zero,
+            "fp16": self._fp16,
+            "bf16": self._bf16,
+            "bfloat16": self._bf16,
+            "communication_data_type": self._communication,
+            "data_types": lambda v: self._communication(
+                (v or {}).get("grad_accum_dtype"), "data_types.grad_accum_dtype"
+            ),
+            "optimizer": lambda v: self.config.notes.append(
+                f"optimizer in {self.path} is not read, as in Megatron-DeepSpeed: the flags say which one, and how"
+            ),
+        }
+        for key, value in self.content.items():
+            if key in rules:
+                if value is not None and value != "auto":
+                    self._try(rules[key], value)
+            elif key in REFUSED:
+                if _switched_on(value):
+                    self.faults.append(f"{key} in {self.path}: {REFUSED[key]}")
+            elif key in HINTS:
+                self.unread.append(key)
+            else:
+                self._unknown(key, [*rules, *REFUSED, *HINTS])
+        self._clipping()
+        if self.faults:
+            raise Refusal("; ".join(self.faults))
+        if self.unread:
+            self.config.notes.append(
+                f"no effect here: {', '.join(self.unread)} in {self.path} (the result is the same)"
+            )
+
+    def _try(self, rule: Callable[[Any], None], value: Any) -> None:
+        try:
+            rule(value)
+        except Refusal as refusal:
+            self.faults.append(str(refusal))
+
+    def _unknown(self, key: str, known: list[str]) -> None:
+        near = get_close_matches(key, known, 1, 0.7)
+        hint = f"did you mean {near[0]}?" if near else "leave it out"
+        self.faults.append(f"{key} in {self.path} is not a known key: {hint}")
+
+    def _number(self, name: str, value: Any, key: str, kind: type = int) -> None:
+        if value == "auto":
+            return
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or kind(value) != value:
+            raise Refusal(f"{key} {json.dumps(value)} in {self.path} is no {'whole ' if kind is int else ''}number")
+        self.express(name, kind(value), f"{key} {value:g} in {self.path}")
+
+    def _section(self, value: Any, key: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise Refusal(f"{key} in {self.path} is no JSON object")
+        return value
+
+    def _zero(self, value: Any) -> None:
+        section = {"stage": int(value)} if isinstance(value, bool) else self._section(value, "zero_optimization")
+        stage = section.get("stage", 0)
+        if stage not in (0, 1, 2, 3):
+            raise Refusal(f"zero_optimization.stage {json.dumps(stage)} in {self.path}: use 0, 1, 2 or 3")
+        self.express("parallel.zero_stage", int(stage), f"zero_optimization.stage {int(stage)} in {self.path}")
+        for key, there in section.items():
+            name = f"zero_optimization.{key}"
+            if key in OFFLOAD:
+                device = there.get("device", "none") if isinstance(there, dict) else there
+                if device not in (None, False, "none"):
+                    self.faults.append(f"{name} in {self.path}: {OFFLOAD[key]}")
+            elif key in ZERO_REFUSED:
+                if there:
+                    self.faults.append(f"{name} in {self.path}: {ZERO_REFUSED[key]}")
+            elif key in ZERO_HINTS:
+                self.unread.append(name)
+            elif key != "stage":
+                self._unknown(name, [f"zero_optimization.{k}" for k in (*OFFLOAD, *ZERO_REFUSED, *ZERO_HINTS)])
+
+    def _bf16(self, value: Any) -> None:
+        section = self._section(value, "bf16")
+        self._precision("bf16", bool(section.get("enabled", False)))
+        self.unread += [f"bf16.{key}" for key in section if key != "enabled"]
+
+    def _fp16(self, value: Any) -> None:
+        section, settings = self._section(value, "fp16"), self.config.optimizer
+        on = bool(section.get("enabled", False))
+        self._precision("fp16", on)
+        if not on:
+            return
+        fixed = section.get("loss_scale", 0)
+        if fixed:
+            self._number("optimizer.loss_scale", fixed, "fp16.loss_scale", float)
+        elif settings.loss_scale is not None:  # Megatron-DeepSpeed leaves the scaling of fp16 to the file
+            self.config.notes.append(
+                f"--loss-scale {settings.loss_scale:g} is not read beside fp16 in {self.path}, as in "
+                "Megatron-DeepSpeed: the loss scale is dynamic"
+            )
+            settings.loss_scale = None
+        power = section.get("initial_scale_power", 16)
+        if isinstance(power, bool) or not isinstance(power, int) or not 0 <= power <= 64:
+            raise Refusal(f"fp16.initial_scale_power {json.dumps(power)} in {self.path} is no whole number up to 64")
+        if "initial_scale_power" in section or not self.express.is_given("optimizer.initial_loss_scale"):
+            source = f"fp16.initial_scale_power {power} in {self.path}"
+            self.express("optimizer.initial_loss_scale", 2.0**power, source)
+        for key, kind in (("loss_scale_window", float), ("min_loss_scale", float), ("hysteresis", int)):
+            if key in section:
+                self._number(f"optimizer.{key}", section[key], f"fp16.{key}", kind)
+        known = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis")
+        for key in section:
+            if key == "fp16_master_weights_and_grads" and section[key]:
+                self.faults.append(f"fp16.{key} in {self.path}: main weights are fp32 here: leave it out")
+            elif key in ("auto_cast", "consecutive_hysteresis") and section[key]:
+                self.faults.append(f"fp16.{key} in {self.path} is not built here: leave it out")
+            elif key not in (*known, "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"):
+                self._unknown(f"fp16.{key}", [f"fp16.{k}" for k in known])
+
+    def _precision(self, name: str, on: bool) -> None:
+        other = "bf16" if name == "fp16" else "fp16"
+        source = f"{name}.enabled {json.dumps(on)} in {self.path}"
+        if on and self.express.is_given(f"optimizer.{other}") and getattr(self.config.optimizer, other):
+            raise Refusal(f"{source} and --{other} are two precisions: leave one out")
+        if on or self.express.is_given(f"optimizer.{name}"):
+            self.express(f"optimizer.{name}", on, source)
+
+    def _communication(self, value: Any, key: str = "communication_data_type") -> None:
+        """The type that gradients are summed in: fp32 here, or bf16 with --grad-reduce-in-bf16."""
+        names = {
+            None: None,
+            "auto": None,
+            "fp32": False,
+            "float32": False,
+            "bf16": True,
+            "bfp16": True,
+            "bfloat16": True,
+        }
+        if value not in names:
+            raise Refusal(f"{key} {json.dumps(value)} in {self.path}: gradients are summed in fp32 or bf16 here")
+        if (in_bf16 := names[value]) is not None:
+            self.express("parallel.grad_reduce_in_bf16", in_bf16, f"{key} {value} in {self.path}")
+
+    def _clipping(self) -> None:
+        if self.content.get("gradient_clipping") not in (None, "auto"):
+            return
+        settings = self.config.optimizer
+        if self.express.is_given("optimizer.clip_grad"):
+            self.config.notes.append(
+                f"gradients are clipped by --clip-grad {settings.clip_grad:g}; DeepSpeed would not clip them, since "
+                f"{self.path} has no gradient_clipping"
+            )
+        else:
+            self.config.notes.append(f"gradients are not clipped: {self.path} has no gradient_clipping")
+            settings.clip_grad = 0.0
+
+
+def _switched_on(value: Any) -> bool:
+    """A section is on unless it says otherwise; a scheduler has no switch."""
+    return bool(value.get("enabled", "type" in value)) if isinstance(value, dict) else bool(value)

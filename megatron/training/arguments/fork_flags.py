@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of Megatron-LM's forks and of its older versions, in tables read by `megatron_flags.py`.
+
+Megatron-DeepSpeed, BigScience's and BigCode's forks of it, MindSpeed-LLM (Ascend) and Habana's Megatron-LM.
+"""
+
+from __future__ import annotations
+
+HINTS: tuple[tuple[str, str], ...] = (
+    (
+        "fused or not, the result is the same",
+        """
+        --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-rmsnorm * --use-fused-sdpa *
+        --use-fused-sdpa-with-recompute * --use-fast-softmax * --use-te-custom-op * --use-flash-attn-builder
+        --abort-on-unmet-fused-kernel-constraints --no-scaled-masked-softmax-fusion
+        --scaled-upper-triang-masked-softmax-fusion * --disable-mem-efficient-ln --ds_fused_adam
+        """,
+    ),
+    (
+        "communication and computation overlap by other means here",
+        """
+        --use-ascend-coc --coc-fused-kernel --use-ascend-mc2 --use-cp-send-recv-overlap --cp-window-size 1
+        --use-fused-ring-attention-update --overlap-p2p-communication --no-delay-grad-reduce --delay-param-gather
+        --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp --zero-reduce-scatter
+        --zero-contigious-gradients --zero-reduce-bucket-size 1 --zero-allgather-bucket-size 1
+        """,
+    ),
+    (
+        "memory is managed without it",
+        """
+        --distribute-checkpointed-activations --partition-activations --contigious-checkpointing
+        --synchronize-each-layer --profile-backward --reuse-fp32-param --swap-attention --recompute-in-advance
+        --recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-norm
+        --recompute-norm-num-layers 1 --enable-recompute-layers-per-pp-rank --use-pin-memory
+        --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings
+        """,
+    ),
+    ("stages hold equally many layers here, whatever the cut", "--pp-partition-method 1 --num-layer-list 1"),
+    ("TP cuts every matrix along one of its sides here", "--tp-2d --tp-x 1 --tp-y 1"),
+    (
+        "Ulysses over one rank is no Ulysses",
+        "--force-ds-sequence-parallel",
+    ),
+    ("this program is PyTorch's", "--ai-framework 1"),
+    (
+        "nothing is compiled here",
+        """
+        --use-torch-compile * --use-torch-compiled-autograd * --use-regional-compilation *
+        --allow-unspec-int-on-nn-module * --cache-size-limit 1
+        """,
+    ),
+    (
+        "always so here: softmax and loss are in fp32, gradients too unless --grad-reduce-in-bf16",
+        "--no-query-key-layer-scaling --fp32-allreduce",
+    ),
+    ("weights that TP ranks hold in common are equal by construction", "--sync-tp-duplicated-parameters"),
+    (
+        "data loading is tuned with --num-workers and --data-cache-path",
+        """
+        --no-shared-storage --valid-num-workers 1 --repeated-dataloader --mmap-warmup --return-data-index
+        --s3-cache-path 1
+        """,
+    ),
+    ("the mask is --attention-mask, causal without it", "--attention-mask-type 1"),
+    ("nothing is generated in training", "--max-new-tokens 1"),
+    ("data files are read as they are; how to make them is no part of a run", "--handler-name 1"),
+    ("SIGTERM saves and stops a run", "--kill-switch-path 1 --kill-switch-file 1 --trigger-path 1"),
+    (
+        "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
+        """
+        --codecarbon-dir 1 --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1
+        --no-log-learnig-rate-to-tensorboard --profile_steps 1
+        """,
+    ),
+    (
+        "checkpoints are always torch_dist, fully reshardable, written and read in parallel, and loaded strictly",
+        """
+        --save-distrib-optimizer-method 1 --load-distrib-optimizer-method 1 --verify-checkpoint
+        --verify-checkpoint-model-type 1
+        """,
+    ),
+    (
+        "a dense model has none of it: --num-experts is what asks for experts",
+        """
+        --mlp-type 1 --topk 1 --expert-interval 1 --moe-expert-parallel-size 1 --create-moe-param-group
+        --disable-moe-token-dropping --moe-train-capacity-factor 1 --moe-eval-capacity-factor 1 --moe-min-capacity 1
+        --moe-loss-coeff 1 --disable-moe-top2-2nd-expert-sampling --enable-expert-tensor-parallelism --use-tutel
+        --norm-topk-prob
+        """,
+    ),
+    (
+        "a decoder alone has no encoder or retriever",
+        "--pipeline-model-parallel-split-rank 1 --retriever-seq-length 1 --standalone-embedding-stage",
+    ),
+)
+
+REFUSED: tuple[tuple[str, str], ...] = (
+    ("the norm of BLOOM's embeddings is not built here: leave it out", "--embed-layernorm"),
+    (
+        "tools/convert_hf.py converts weights, once, for --load: leave it out",
+        "--enable-hf2mg-convert --model-type-hf 1",
+    ),
+    (
+        "use --train-data-path, --valid-data-path and --test-data-path, with weights and prefixes",
+        """
+        --train-weighted-split-paths-path 1 --valid-weighted-split-paths-path 1 --test-weighted-split-paths-path 1
+        --train-weighted-split-paths + --valid-weighted-split-paths + --test-weighted-split-paths + --data-file-list 1
+        """,
+    ),
+    ("use --finetune, which begins at iteration 0", "--reset-progress --reset-iteration"),
+    ("use --override-opt-param-scheduler", "--no-load-lr-state"),
+    ("use --skip-train", "--eval-only 1 --no-train *"),
+    ("every batch of the data is used, in full: leave it out", "--skip-train-iteration-range +"),
+    (
+        "the loss here is the mean over all tokens that count: leave it out",
+        "--norm-target-loss --loss-on-targets-only",
+    ),
+    ("only weights of a checkpoint of megatron-core are read: leave it out", "--universal-checkpoint"),
+    ("distillation is not built here: leave it out", "--kd --mos --load-teacher 1"),
+    (
+        "without --kd it is not read, and --kd is not built here: leave it out",
+        """
+        --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1 --num-layers-teacher 1 --hidden-size-teacher 1
+        --num-attention-heads-teacher 1 --num-experts-teacher +
+        """,
+    ),
+    ("1F1B and interleaved 1F1B are the schedules built here: leave it out", "--enable-zbh1-pipeline"),
+    ("it is of --enable-zbh1-pipeline: leave it out", "--enable-zbh1-exact-semantics"),
+    (
+        "this precision setting is not built here: leave it out",
+        "--o2-optimizer --o2-gradient --embedding-weights-in-fp32",
+    ),
+    (
+        "the optimizers built here are adam and sgd, on the training device: leave it out",
+        "--cpu-optimizer --cpu_torch_adam --use-bnb-optimizer --remote-device 1 none",
+    ),
+    ("all weights are trained here: leave it out", "--bitfit"),
+    ("layers that do nothing are not built here: leave it out", "--noop-layers 1"),
+    ("layers and tokens are never dropped here: leave it out", "--random-ltd"),
+    (
+        "every batch has one sequence length here: leave it out",
+        "--data-efficiency-curriculum-learning --train-data-exact-num-epochs 1",
+    ),
+)

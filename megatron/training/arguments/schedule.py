@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the phases of a run's schedule are, whichever of iterations, samples and tokens the flags count in.
+
+Megatron-LM's schedule counts samples; Megatron-DeepSpeed's may count tokens (--lr-decay-tokens), which are samples
+times the length of one. A schedule with any such flag counts tokens throughout, so that a run may go on at another
+--seq-length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.arguments.config import Config
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Lengths in units of the schedule, counted from the start of the run.
+
+    Attributes:
+        unit: what the schedule counts for a sample: 1, or its tokens.
+        warmup: warm-up.
+        decay: end of the decay.
+        last: length of the last phase of WSD.
+        total: the run, over which weight decay changes.
+    """
+
+    unit: int
+    warmup: float
+    decay: float
+    last: float | None
+    total: float
+
+
+def schedule_unit(config: Config) -> int:
+    """What the schedule counts for a sample: 1, or its tokens where a flag is in tokens."""
+    tokens = (config.optimizer.lr_decay_tokens, config.optimizer.lr_warmup_tokens, config.run.train_tokens)
+    return 1 if tokens == (None, None, None) else config.data.seq_length
+
+
+def spans(config: Config) -> Spans:
+    """The schedule of a run whose flags are checked."""
+    settings, run, unit = config.optimizer, config.run, schedule_unit(config)
+    if run.train_iters is not None:
+        in_samples = [
+            None if count is None else samples_after(config, count)
+            for count in (settings.lr_warmup_iters, settings.lr_decay_iters, run.train_iters)
+        ]
+        last = None
+        if settings.lr_wsd_decay_iters is not None:
+            end = settings.lr_decay_iters or run.train_iters
+            last = samples_after(config, end) - samples_after(config, end - settings.lr_wsd_decay_iters)
+    else:
+        in_samples = [settings.lr_warmup_samples, settings.lr_decay_samples, run.train_samples]
+        last = settings.lr_wsd_decay_samples
+    warmup, decay, total = (None if samples is None else samples * unit for samples in in_samples)
+    if total is None or (run.train_tokens and settings.weight_decay_incr_style == "constant"):
+        total = run.train_tokens  # which does not change with the length of samples, as the other does
+    decay = settings.lr_decay_tokens or decay or total
+    if settings.lr_warmup_tokens is not None:
+        warmup = settings.lr_warmup_tokens
+    elif settings.lr_warmup_fraction is not None:
+        warmup = settings.lr_warmup_fraction * decay
+    return Spans(unit, warmup, decay, None if last is None else last * unit, total)
+
+
+def samples_after(config: Config, iterations: int) -> int:
+    """Samples that the first ``iterations`` steps consume, counting --rampup-batch-size as megatron-core does."""
+    data = config.data
+    if data.rampup_batch_size is None:
+        return iterations * data.global_batch_size
+    start, increment, over = data.rampup_batch_size
+    for_each = over / ((data.global_batch_size - start) // increment)
+    samples = 0
+    for step in range(iterations):
+        if samples > over:
+            return samples + (iterations - step) * data.global_batch_size
+        grown = start + increment * int(samples / for_each) if for_each else data.global_batch_size
+        samples += min(grown, data.global_batch_size)
+    return samples

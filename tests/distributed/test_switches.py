@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that switch something off, or that only the loop reads: each is seen in one short run on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.training_runs import make_job, train_job
+
+SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
+
+
+def loop(job):
+    """The real loop, silent; (whether it saved at the end, how often garbage was collected, whether at will)."""
+    import gc
+
+    from megatron.training.loop import training_loop
+    from megatron.training.report.reporter import Reporter
+    from megatron.training.stopping import Stopper
+
+    collected, collect = [], gc.collect
+    gc.collect = lambda *args: collected.append(gc.isenabled()) or collect(*args)
+    reporter = Reporter(job.config, active=False, first_iteration=0, last_iteration=job.iterations)
+    stopper = Stopper(job.runtime.device, None)
+    try:
+        return training_loop(job, reporter, stopper), collected
+    finally:
+        gc.collect = collect
+        stopper.restore()
+
+
+def save_some(folder):
+    """Two steps, a checkpoint after each; without optimizer and random state."""
+    flags = "--train-iters 2 --save-interval 1 --save-retain-interval 2 --no-save-optim --no-save-rng --manual-gc "
+    saved, collected = loop(make_job(f"{SMALL} {flags} --manual-gc-interval 1 --peak-tflops 1 --save {folder}"))
+    assert saved and collected.count(False) >= 2  # by hand, after each step
+
+
+def contents(folder):
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    return sorted(load_common_state_dict(folder))
+
+
+def begin(flags):
+    """(iteration, a number for the weights, the next random number) of a run that is about to start, or its refusal."""
+    import torch
+
+    from megatron.training.refusal import Refusal
+
+    try:
+        job = make_job(f"{SMALL} {flags}")
+    except Refusal as refusal:
+        return str(refusal)
+    weights = sum(parameter.detach().double().abs().sum().item() for parameter in job.chunks[0].parameters())
+    return job.progress.iteration, weights, torch.rand(1).item()
+
+
+def save_and_draw(folder):
+    """The random number that follows upon a save."""
+    import torch
+
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(SMALL)
+    torch.rand(7)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    return torch.rand(1).item()
+
+
+def not_a_number(flags):
+    """A step whose weights hold a NaN."""
+    import torch
+
+    from megatron.training.step import Diverged
+
+    job = make_job(f"{SMALL} {flags}")
+    with torch.no_grad():
+        next(job.chunks[0].parameters()).fill_(float("nan"))
+    try:
+        train_job(job, 1)
+    except Diverged as error:
+        return str(error.args[0])
+    return "went on"
+
+
+def test_saving_and_loading_in_part(pool, tmp_path: Path):
+    pool.run(save_some, 1, str(tmp_path), timeout=120)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002"]
+    there = pool.run(contents, 1, str(tmp_path / "iter_0000002"))[0]
+    assert "optimizer" not in there and "schedule" not in there and "rng" not in there and "progress" in there
+    fresh = pool.run(begin, 1, "")[0]
+    started = pool.run(begin, 1, f"--load {tmp_path}/none --pretrained-checkpoint {tmp_path}")[0]
+    resumed = pool.run(begin, 1, f"--load {tmp_path} --no-load-optim")[0]
+    assert fresh[0] == started[0] == 0 and resumed[0] == 2
+    assert fresh[1] != started[1] == resumed[1]
+    assert "no optimizer state" in pool.run(begin, 1, f"--load {tmp_path}")[0]
+
+
+def test_the_random_state_is_left_where_it_is(pool, tmp_path: Path):
+    saved = pool.run(save_and_draw, 1, str(tmp_path), timeout=120)[0]
+    assert pool.run(begin, 1, f"--load {tmp_path}")[0][2] == saved
+    assert pool.run(begin, 1, f"--load {tmp_path} --no-load-rng")[0][2] != saved
+
+
+def test_going_on_with_a_loss_that_is_no_number(pool):
+    assert pool.run(not_a_number, 1, "")[0] == "loss"
+    assert pool.run(not_a_number, 1, "--no-check-for-nan-in-loss-and-grad")[0] == "went on"

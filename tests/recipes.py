@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published launch commands, as data: `tests/unit/data/recipes/`, a file for each repository they come from.
+
+All start pretrain_gpt.py, or what a fork calls it, on a dense model. A recipe holds its flags as its script would pass
+them with the script's own defaults (paths became plain names), the number of processes, and, where we refuse it, what
+we say. ``stated_processes`` is there where the script leaves the number open (null), or states one that its own grid
+does not fit; ``processes`` was raised to the grid then.
+
+    python -m tests.recipes          # which are taken, and why the others are not
+    python -m tests.recipes --write  # after a change that takes more of them: brings the data up to date
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from megatron.training.arguments.parser import parse
+from megatron.training.refusal import Refusal, Refusals
+
+FOLDER = Path(__file__).parent / "unit" / "data" / "recipes"
+LLAMA = {"model.normalization": "RMSNorm", "model.swiglu": True, "model.position_embedding_type": "rope",
+         "model.add_bias_linear": False, "model.untie_embeddings_and_output_weights": True,
+         "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}  # fmt: skip
+
+
+def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every recipe, with its repository."""
+    for path in sorted(FOLDER.glob("*.json")):
+        document = json.loads(path.read_text())
+        for recipe in document["recipes"]:
+            yield document["repository"], recipe
+
+
+def refused(recipe: dict[str, Any]) -> list[str]:
+    """What we say against a recipe; nothing where it is taken. As on a machine with Transformer Engine."""
+    installed = "megatron.training.arguments.validate.transformer_engine_installed"
+    with _files(recipe.get("files", {})), patch(installed, lambda: True):
+        try:
+            parse(shlex.split(recipe["flags"]), LLAMA if recipe["program"] == "llama" else None, recipe["processes"])
+        except Refusal as refusal:
+            return refusal.lines if isinstance(refusal, Refusals) else [str(refusal)]
+    return []
+
+
+@contextmanager
+def _files(files: dict[str, Any]) -> Iterator[None]:
+    """The JSON files that a recipe names lie in the working directory."""
+    if not files:
+        yield
+        return
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_text(json.dumps(content))
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def main() -> None:
+    """Print the share that is taken; with --write, store what is said against the others."""
+    reasons: Counter[str] = Counter()
+    taken = total = 0
+    for path in sorted(FOLDER.glob("*.json")):
+        document = json.loads(path.read_text())
+        for recipe in document["recipes"]:
+            lines = refused(recipe)
+            total, taken = total + 1, taken + (not lines)
+            reasons.update(lines)
+            recipe.pop("refused", None)
+            if lines:
+                recipe["refused"] = lines
+        if "--write" in sys.argv:
+            path.write_text(json.dumps(document, indent=1) + "\n")
+    for reason, count in reasons.most_common():
+        print(f"{count:4d} {reason}")
+    print(f"{taken} of {total} taken")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that a run builds from its settings, without building it: numbers and configurations by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
+
+from megatron.context_parallel.layout.grid import Axis, abstract_grid
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.training import job
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.validate import data_parallel_size
+from megatron.training.arguments.validate_chunks import attention_chunks, loss_chunks
+from megatron.training.data.tokenizer import padded_vocab_size
+from megatron.training.model import build, optimizer
+from megatron.training.model.attention_rule import attention_rule
+from megatron.training.model.precision import compute_dtype
+from megatron.training.model.weights import draw
+
+VOCABULARY = 301
+
+
+class _Enough(Exception):
+    """Stops a function where it has said what is asked."""
+
+
+def built(config: Config, world_size: int) -> dict[str, Any]:
+    """What follows from a completed configuration, as {"part.name": value}; parts of one value have no name."""
+    parallel, model = config.parallel, config.model
+    grid = replace(
+        abstract_grid(
+            ulysses=parallel.ulysses_parallel_size,
+            ring=parallel.ring_parallel_size,
+            tensor=parallel.tensor_model_parallel_size,
+        ),
+        data=Axis(data_parallel_size(config, world_size)),
+        pipeline=Axis(parallel.pipeline_model_parallel_size),
+    )
+    layout = SequenceLayout(
+        config.data.seq_length,
+        grid,
+        "zigzag" if parallel.context_parallel_balance == "documents" else parallel.context_parallel_balance,
+        chunks=attention_chunks(config),
+    )
+    rule = attention_rule(config, grid)
+    found = {
+        "grid": str(grid),
+        "balance": parallel.context_parallel_balance,
+        "layout": layout.positions.tolist(),
+        "mask": repr(rule.mask),
+        "attention-kernel": rule.kernel,
+        "alibi": None if rule.alibi_slopes is None else rule.alibi_slopes.tolist(),
+        "gathered-keys": rule.gather_keys,
+        "mask-threshold": rule.mask_cpu_threshold,
+        "rope": repr(build.rope(model)),
+        "dtype": str(compute_dtype(config)),
+        "in-chunks": build.in_chunks(config),
+        "attention-chunks": attention_chunks(config),
+        "ffn-chunks": config.chunks.ffn_chunks,
+        "loss-chunks": loss_chunks(config, VOCABULARY),
+        "rows": padded_vocab_size(
+            VOCABULARY, model.make_vocab_size_divisible_by, grid.tensor.size, model.padded_vocab_size
+        ),
+        "positions": model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0,
+        "zero": parallel.zero_stage,
+    }
+    core = build.transformer_config(config, grid, on_gpu=False)
+    found |= {f"core.{field.name}": _plain(getattr(core, field.name)) for field in fields(core)}
+    found |= {"weights": float(draw("linear.weight", (4, 4), core, config, torch.device("cpu")).sum())}
+    found |= _model(config, grid, layout)
+    found |= {f"ddp.{name}": value for name, value in _data_parallel(config).items()}
+    found |= {f"optimizer.{name}": value for name, value in _optimizer(config, core).items()}
+    if not config.run.skip_train:
+        groups = SimpleNamespace(param_groups=[{"default_config": True}])
+        schedule = vars(optimizer.build_schedule(groups, config))
+        found |= {f"schedule.{name}": value for name, value in schedule.items() if name != "optimizer"}
+    data = config.data
+    sizes = _build_num_microbatches_calculator(
+        0, data.rampup_batch_size, data.global_batch_size, data.micro_batch_size, grid.data.size, False
+    )
+    iterations, samples = job.length_of_run(config, sizes)
+    found |= {"iterations": iterations, "samples": samples, "micro-batches": sizes.get()}
+    found |= {"evaluations": job.evaluations(config, iterations)}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "__qualname__", value) if callable(value) else value
+
+
+def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
+    """What megatron-core's GPTModel and our layers are asked for."""
+    seen: dict[str, Any] = {"partitioned": False, "layer inputs in host memory": False}
+
+    def spec(_: Any, settings: Any, **asked: Any) -> None:
+        chunks = asked.pop("chunks")
+        seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
+        seen["host memory"] = chunks is not None and chunks.offload is not None
+        seen["streamed"] = chunks is not None and chunks.streamed
+        seen.update({f"layers.{name}": value for name, value in asked.items()})
+
+    def model(**asked: Any) -> SimpleNamespace:
+        names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type")
+        seen.update({f"model.{name}": asked[name] for name in names})
+        return SimpleNamespace(embedding=None, decoder=None)
+
+    def note(name: str) -> Any:
+        return lambda *_: seen.update({name: True})
+
+    with (
+        mock.patch.object(build, "initialize_weights", lambda *_: None),
+        mock.patch.object(build, "block_spec", spec),
+        mock.patch.object(build, "LongContextGPT", model),
+        mock.patch.object(build, "PartitionedEmbedding", note("partitioned")),
+        mock.patch.object(build, "save_layer_inputs_in_host", note("layer inputs in host memory")),
+    ):
+        build.build_model(config, grid, layout, VOCABULARY, torch.device("cpu"), SimpleNamespace())
+    return {name.replace(" ", "-"): value for name, value in seen.items()}
+
+
+def _data_parallel(config: Config) -> dict[str, Any]:
+    chunk = SimpleNamespace(config=None)
+    with (
+        mock.patch.object(optimizer, "_in_compute_dtype", lambda chunk, _: chunk),
+        mock.patch.object(optimizer, "DistributedDataParallel", lambda _, settings, *args, **kwargs: settings),
+        mock.patch.object(optimizer, "FullySharded", lambda chunk, config: SimpleNamespace(fsdp=True)),
+    ):
+        return vars(optimizer.wrap_for_data_parallelism([chunk], config)[0])
+
+
+def _optimizer(config: Config, core: Any) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def look(settings: Any, *args: Any, **kwargs: Any) -> None:
+        seen.update({field.name: getattr(settings, field.name) for field in fields(settings)})
+        raise _Enough
+
+    with (
+        mock.patch.object(optimizer, "get_megatron_optimizer", look),
+        mock.patch.object(optimizer.dist, "get_backend", lambda: "gloo"),
+    ):
+        try:
+            optimizer.build_optimizer([SimpleNamespace(module=SimpleNamespace(config=core))], config)
+        except _Enough:
+            return seen
+    raise AssertionError("no optimizer was asked for")

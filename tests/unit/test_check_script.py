@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/check_script.py: which command a launch script would start, and that it starts nothing and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tools import check_script
+from tools.launch_command import grid, launch, processes, slurm
+from tools.launch_redirect import elsewhere
+from tools.launch_script import record
+
+SCRIPTS = Path(__file__).parent / "data" / "scripts"
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with the scripts."""
+    shutil.copytree(SCRIPTS, tmp_path / "desk")
+    monkeypatch.chdir(tmp_path / "desk")
+    return tmp_path / "desk"
+
+
+def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    before = {path: path.read_bytes() for path in Path.cwd().rglob("*") if path.is_file()}
+    code = check_script.main(list(arguments))
+    assert {path: path.read_bytes() for path in Path.cwd().rglob("*") if path.is_file()} == before
+    return code, "".join(capsys.readouterr())
+
+
+# ---- three scripts
+
+
+def test_a_script_that_is_taken(desk: Path, capsys: pytest.CaptureFixture[str]):
+    code, text = check(capsys, "llama_torchrun.sh", "16384")
+    assert code == 0 and "(8 processes)" in text and "\ntaken, with these notes:\n" in text
+    assert "--use-flash-attn (the attention kernel is chosen with --attention-kernel)" in text
+    start = text[text.index("start it with") :]
+    assert "torch.distributed.run --nproc-per-node 8 --nnodes 1 pretrain_gpt.py --num-layers 32" in start
+    assert "--seq-length 16384 --max-position-embeddings 16384" in start and "--global-batch-size 128" in start
+    assert "not run: nvidia-smi, rm\n" in text
+
+
+def test_a_script_that_writes_its_configuration(desk: Path, capsys: pytest.CaptureFixture[str]):
+    (desk / "run.log").write_text("of yesterday's run")
+    code, text = check(capsys, "gpt_deepspeed.sh")
+    assert code == 2 and "deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ... (16 processes)" in text
+    assert "refused, for 3 reasons" in text and "did you mean --lr-warmup-iters?" in text
+    assert "without --embed-layernorm, --cpu-optimizer, --lr-warmup-iter, with --lr-warmup-iters 100\n" in text
+    taken = text[text.index("taken would be") :].splitlines()[1]
+    assert taken.startswith("  deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ") and "--bf16" in taken
+    assert "not run: wget (2 times)" in text
+
+
+def test_a_slurm_script(desk: Path, capsys: pytest.CaptureFixture[str]):
+    code, text = check(capsys, "gpt_slurm.sbatch")
+    assert code == 2 and "torchrun --nproc_per_node 8 --nnodes 4 --node_rank 0" in text and "(32 processes)" in text
+    assert "--pipeline-model-parallel-size 3 = 24 ranks does not divide the 32 processes" in text
+    assert "not run: module, conda, pip, scontrol" in text
+    code, text = check(capsys, "--processes", "48", "gpt_slurm.sbatch")
+    assert code == 0, text
+
+
+def test_scripts_that_start_nothing(desk: Path, capsys: pytest.CaptureFixture[str]):
+    assert check(capsys, "nowhere.sh") == (2, "error: nowhere.sh is not a file\n")
+    (desk / "empty.sh").write_text("echo usage: empty.sh SIZE; exit 3")
+    code, text = check(capsys, "empty.sh")
+    assert code == 1 and "its exit code is 3" in text and "usage: empty.sh SIZE" in text
+
+
+def test_another_program_is_named(desk: Path, capsys: pytest.CaptureFixture[str]):
+    (desk / "tune.sh").write_text("python finetune_llama.py --num-layers 2")
+    code, text = check(capsys, "tune.sh")
+    assert code == 2 and "finetune_llama.py is another program: its flags are read as pretrain_gpt.py's" in text
+
+
+# ---- nothing is started, nothing is written
+
+
+def calls(script: str, folder: Path, **environment: str) -> list[str]:
+    path = Path.cwd() / "script.sh"
+    path.write_text(script)
+    scratch = folder / f"scratch{len(list(folder.iterdir()))}"
+    scratch.mkdir()
+    return [
+        " ".join(call.words) for call in record(path, ["a b"], Path.cwd(), {**os.environ, **environment}, scratch).calls
+    ]
+
+
+LINES = [
+    "touch {made}", "/usr/bin/touch {made}", "T=/usr/bin/touch; $T {made}", 'T=/usr/bin/touch; X=1 "$T" {made}',
+    "exec touch {made}", "exec /usr/bin/touch {made}", "command touch {made}", "env touch {made}",
+    "nohup touch {made} &", "xargs touch {made}", "bash -c 'touch {made}'", "/bin/bash -c '/usr/bin/touch {made}'",
+    "sh -c 'echo > {made}'", 'run() {{ "$@"; }}; run /usr/bin/touch {made}', "eval 'echo 1 &> {made}'",
+    "echo > {made}", "echo >> {made}", "echo >| {made}", "( echo 1 ) &> {made}", "cat <<X > {made}\n1\nX",
+    "for i in 1 2; do echo; done > {made}", "echo | tee {made}", "sed -i s/a/b/ {made}; cp script.sh {made}",
+    'srun -n 2 bash -c "echo > {made}"', "exec 3> {made}; echo >&3", "source env.sh", ". ./env.sh", "./env.sh",
+]  # fmt: skip
+
+
+def test_no_program_runs_and_no_file_is_made(desk: Path, tmp_path: Path):
+    (desk / "env.sh").write_text("#!/bin/bash\n/usr/bin/touch $MADE\necho > $MADE\n")
+    (desk / "env.sh").chmod(0o755)
+    made = [tmp_path / f"made{number}" for number in range(len(LINES))]
+    parts = [f"(\nexport MADE={file}\n{line.format(made=file)}\n)" for line, file in zip(LINES, made)]
+    assert "torchrun x.py" in calls("\n".join([*parts, "torchrun x.py"]), tmp_path)
+    assert not [line for line, file in zip(LINES, made) if file.exists()]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("torchrun x.py '1 2' \"$1\"", "torchrun x.py 1 2 a b"),
+        ("echo 'a > b' > log; torchrun $(cat log | wc -w)", "torchrun 3"),
+        ("N=$(nvidia-smi -L | wc -l); torchrun -n $N", "torchrun -n 8"),
+        ("torchrun ${0##*/} $(basename ${BASH_SOURCE[0]})", "torchrun script.sh script.sh"),
+        ("cd nowhere && torchrun x.py", "torchrun x.py"),
+        ("set -eux; mkdir -p a; cd a; torchrun x.py 2>&1 | tee a/log", "torchrun x.py"),
+        ("cat <<E\n > not a file\nE\n[[ a > b ]] || torchrun x.py # > c", "torchrun x.py"),
+        ("srun -n 4 bash -c 'torchrun --node_rank $SLURM_PROCID x.py'", "srun -n 4 torchrun --node_rank 1 x.py"),
+        ("exec torchrun x.py > log", "torchrun x.py"),
+        ("/opt/none/bin/torchrun x.py", "/opt/none/bin/torchrun x.py"),
+    ],
+)
+def test_what_is_called(script: str, expected: str, desk: Path, tmp_path: Path):
+    assert expected in calls(script, tmp_path, SLURM_PROCID="1")
+
+
+def test_only_output_files_are_renamed():
+    plain = "a 2>&1 | b; [[ x > y ]]; (( x > y )); c > /dev/null 2> /dev/stderr; d >&3; e < f; g <(h) > >(i) # > j\n"
+    assert elsewhere(plain) == plain
+    assert elsewhere("a &> b") == 'a >| "$(_elsewhere b)" 2>&1'
+    assert elsewhere('a >> "$B/c d"; e') == 'a >> "$(_elsewhere "$B/c d")"; e'
+
+
+# ---- reading the command
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("torchrun --nproc_per_node 8 --nnodes 4", 32),
+        ("torchrun --nproc-per-node=4 --nnodes=1:2", 8),
+        ("torchrun --nproc_per_node gpu", 8),
+        ("python -u -m torch.distributed.launch --nproc_per_node 4 --nnodes 2", 8),
+        ("deepspeed --num_gpus 4 --num_nodes 2", 8),
+        ("deepspeed --hostfile hosts", None),
+        ("srun -n 16 python -u", 16),
+        ("srun -N 2 --ntasks-per-node=8 python", 16),
+        ("srun python", 24),
+        ("mpirun -np 12 -x PATH python", 12),
+        ("mpirun --hostfile h -n 6 python3", 6),
+        ("python3", 1),
+        ("", 1),
+    ],
+)
+def test_processes(launcher: str, expected: int | None):
+    assert processes(launcher.split(), 24) == expected
+
+
+def test_the_training_program_is_the_one_with_flags_of_a_model():
+    assert launch("python tools/preprocess_data.py --input a --workers 4".split()) is None
+    found = launch("torchrun --nproc_per_node 2 /m/pretrain_gpt.py --num-layers=2 --bf16".split())
+    assert found.program == "/m/pretrain_gpt.py" and found.flags == ["--num-layers=2", "--bf16"]
+    assert (
+        grid("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=3 --ulysses-parallel-size 4".split()) == 24
+    )
+
+
+def test_what_slurm_says():
+    told = slurm("#SBATCH -N 3\n#SBATCH --ntasks-per-node=2 # two\n#SBATCH --gres=gpu:4\n")
+    assert (told["SLURM_NNODES"], told["SLURM_NTASKS"], told["SLURM_GPUS_ON_NODE"]) == ("3", "6", "4")
+    assert slurm("#!/bin/bash\n") == {} and json.dumps(told)

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting does something: each flag changes what is named here and nothing else, or a note says it cannot.
+
+Three kinds of proof. ``EFFECTS``: with the flags on the left of ``|``, those in the middle change what stands on the
+right, of all that `built_from_flags.py` knows of a run. ``SHOWN``: the effect is a file, a message, a number of a run:
+a test elsewhere shows it. ``IDLE``: the flag's reader is switched off, and the run says so.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.training.arguments import validate
+from megatron.training.arguments.idle import READERS
+from megatron.training.arguments.parser import parse, settings, spellings
+from megatron.training.refusal import Refusal
+from tests.unit.built_from_flags import built
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --lr 1e-3 "
+    "--micro-batch-size 1 --global-batch-size 4 --mock-data --vocab-size 301 --attention-dropout 0 --hidden-dropout 0"
+)
+RANKS = 4
+FULL = "--recompute-granularity full --recompute-method"
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
+WSD = "--lr-decay-style WSD --lr-wsd-decay-iters"
+SPARSE = "--attention-mask block-sparse"
+SAMPLES = "--train-samples 80"
+PP = "--pipeline-model-parallel-size 2"
+SPLIT = "core.account_for_embedding_in_pipeline_split core.account_for_loss_in_pipeline_split"
+VIRTUAL = "core.virtual_pipeline_model_parallel_size layers.num_layers"
+ZERO_1 = "ddp.use_distributed_optimizer optimizer.use_distributed_optimizer zero"
+HALF = "core.autocast_dtype core.params_dtype core.pipeline_dtype dtype optimizer.params_dtype"
+LENGTH = "schedule.lr_decay_steps schedule.wd_incr_steps"
+DECAY = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
+
+EFFECTS = f"""
+| --model llama3-8b --hidden-size 64 --num-attention-heads 8 --num-layers 4 | ...
+| --num-layers 8 | core.num_layers layers.num_layers
+| --hidden-size 128 | core.ffn_hidden_size core.hidden_size core.kv_channels
+| --ffn-hidden-size 128 | core.ffn_hidden_size
+| --num-attention-heads 4 | core.kv_channels core.num_attention_heads core.num_query_groups
+| --group-query-attention | core.num_query_groups
+--group-query-attention | --num-query-groups 4 | core.num_query_groups
+| --kv-channels 16 | core.kv_channels
+| --max-position-embeddings 128 | model.max_sequence_length positions
+| --position-embedding-type rope | model.position_embedding_type positions rope
+| --position-embedding-type alibi | model.position_embedding_type positions alibi
+--position-embedding-type rope | --rotary-base 5000 | rope
+--position-embedding-type rope | --rotary-percent 0.5 | rope
+--position-embedding-type rope | --rotary-interleaved | rope
+--position-embedding-type rope | --rotary-seq-len-interpolation-factor 2 | rope
+--position-embedding-type rope | --use-rope-scaling | rope
+--position-embedding-type rope --use-rope-scaling | --rope-scaling-factor 4 | rope
+{YARN} 4 | --yarn-rotary-scaling-factor 8 | rope
+{YARN} 4 | --yarn-original-max-position-embeddings 16 | rope
+{YARN} 4 | --yarn-beta-fast 16 | rope
+{YARN} 4 | --yarn-beta-slow 2 | rope
+{YARN} 4 | --yarn-mscale 0.7 | rope
+{YARN} 4 | --yarn-mscale-all-dim 0.7 | rope
+{YARN} 4 | --no-yarn-correction-range-round-to-int | rope
+| --normalization RMSNorm | core.normalization
+| --norm-epsilon 1e-3 | core.layernorm_epsilon
+| --apply-layernorm-1p | core.layernorm_zero_centered_gamma
+| --swiglu | core.activation_func core.ffn_hidden_size core.gated_linear_unit
+| --squared-relu | core.activation_func
+| --no-bias-gelu-fusion | core.activation_func
+--no-bias-gelu-fusion | --openai-gelu | core.activation_func
+| --disable-bias-linear | core.activation_func core.add_bias_linear
+| --untie-embeddings-and-output-weights | model.share_embeddings_and_output_weights
+| --init-method-std 0.1 | weights
+| --init-method-xavier-uniform | weights
+| --seed 2 | dropout.seed weights
+| --deterministic-mode | core.deterministic_mode
+| --transformer-impl transformer_engine | layers.transformer_engine
+| --add-qkv-bias | core.add_qkv_bias
+| --qk-layernorm | core.qk_layernorm
+| --hidden-dropout 0.2 | dropout.hidden
+| --attention-dropout 0.2 | dropout.attention
+| --make-vocab-size-divisible-by 64 | rows
+| --padded-vocab-size 400 | rows
+| --fp8-format hybrid | core.fp8 layers.transformer_engine
+--fp8-format hybrid | --fp8-recipe tensorwise | core.fp8_recipe
+--fp8-format hybrid | --fp8-amax-history-len 4 | core.fp8_amax_history_len
+--fp8-format hybrid | --fp8-amax-compute-algo max | core.fp8_amax_compute_algo
+| --tensor-model-parallel-size 2 | core.tensor_model_parallel_size grid micro-batches rows ...
+--tensor-model-parallel-size 2 | --sequence-parallel | core.sequence_parallel
+| --context-parallel-size 4 | core.context_parallel_size grid layout micro-batches
+| --ulysses-parallel-size 4 | core.context_parallel_size grid layout micro-batches
+| --ring-parallel-size 4 | core.context_parallel_size grid layout micro-batches
+| --hierarchical-context-parallel-sizes 2 2 | core.context_parallel_size grid layout micro-batches
+--context-parallel-size 4 | --cp-comm-type p2p | grid layout
+--ring-parallel-size 4 --context-parallel-size 4 | --cp-comm-type all_gather | gathered-keys
+--ring-parallel-size 4 | --context-parallel-balance contiguous | balance layout
+| --pipeline-model-parallel-size 2 | core.pipeline_model_parallel_size layers.num_layers grid micro-batches ...
+{PP} | --decoder-first-pipeline-num-layers 1 | core.num_layers_in_first_pipeline_stage layers.num_layers
+{PP} | --decoder-last-pipeline-num-layers 1 | core.num_layers_in_last_pipeline_stage layers.num_layers
+{PP} --num-layers 2 | --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split | {SPLIT}
+{PP} | --num-layers-per-virtual-pipeline-stage 1 | {VIRTUAL}
+{PP} | --num-virtual-stages-per-pipeline-rank 2 | {VIRTUAL}
+| --zero-stage 1 | {ZERO_1}
+| --zero-stage 3 | ddp.fsdp zero ...
+| --use-distributed-optimizer | {ZERO_1}
+| --overlap-grad-reduce | ddp.overlap_grad_reduce
+--zero-stage 1 --overlap-grad-reduce | --overlap-param-gather | ddp.overlap_param_gather optimizer.overlap_param_gather
+| --ddp-bucket-size 1000 | ddp.bucket_size
+--bf16 | --grad-reduce-in-bf16 | ddp.grad_reduce_in_fp32
+| --attention-kernel math | attention-kernel
+| --attention-mask full | mask
+| --window-size 7,0 | balance mask
+--window-size 7,0 | --window-global-tokens 2 | mask
+{SPARSE} | --sparse-block-size 16 | mask
+{SPARSE} | --sparse-pattern strided | balance mask
+{SPARSE} | --sparse-window-blocks 1 | mask
+{SPARSE} | --sparse-global-blocks 2 | mask
+{SPARSE} --sparse-pattern bigbird | --sparse-random-blocks 1 | mask
+{SPARSE} --sparse-pattern strided | --sparse-stride 2 | mask
+| --mask-cpu-threshold 8 | mask-threshold
+| --recompute-granularity selective | core.recompute_granularity
+| --recompute-activations | core.recompute_granularity
+{FULL} uniform --recompute-num-layers 1 | --recompute-method block | core.recompute_method
+{FULL} uniform --recompute-num-layers 1 | --recompute-num-layers 2 | core.recompute_num_layers
+| --fpdt --fpdt-chunk-size 16 | attention-chunks ffn-chunks in-chunks loss-chunks host-memory
+--fpdt --fpdt-chunk-size 16 | --fpdt-chunk-size 32 | attention-chunks ffn-chunks
+--fpdt --fpdt-chunk-size 16 | --no-fpdt-offload | host-memory
+--fpdt --fpdt-chunk-size 16 | --fpdt-stream-hidden | streamed
+--fpdt --fpdt-chunk-size 16 | --offload-checkpoints | layer-inputs-in-host-memory
+--ulysses-parallel-size 2 | --partition-position-embedding | model.position_embedding_type partitioned
+| --ffn-chunks 2 | ffn-chunks in-chunks host-memory
+| --loss-chunks 2 | loss-chunks
+| --optimizer sgd | optimizer.optimizer
+| --lr 1e-2 | optimizer.lr schedule.max_lr
+| --min-lr 1e-4 | optimizer.min_lr schedule.min_lr
+| --lr-decay-style cosine | schedule.lr_decay_style
+| --lr-decay-iters 10 | schedule.lr_decay_steps
+{SAMPLES} | --lr-decay-samples 40 | schedule.lr_decay_steps
+| --lr-decay-tokens 2560 | {LENGTH}
+| --lr-warmup-fraction 0.1 | schedule.lr_warmup_steps
+| --lr-warmup-iters 2 | schedule.lr_warmup_steps
+{SAMPLES} | --lr-warmup-samples 8 | schedule.lr_warmup_steps
+| --lr-warmup-tokens 128 | {LENGTH} schedule.lr_warmup_steps
+--lr-warmup-iters 2 | --lr-warmup-init 1e-5 | schedule.init_lr
+{WSD} 4 | --lr-wsd-decay-style linear | schedule.lr_wsd_decay_style
+{WSD} 4 | --lr-wsd-decay-iters 8 | schedule.wsd_decay_steps
+{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 8 | --lr-wsd-decay-samples 16 | schedule.wsd_decay_steps
+| --decoupled-lr 1e-2 | optimizer.decoupled_lr
+--decoupled-lr 1e-2 | --decoupled-min-lr 1e-3 | optimizer.decoupled_min_lr
+| --weight-decay 0.1 | optimizer.weight_decay schedule.end_wd schedule.start_wd
+{DECAY} | --start-weight-decay 0.05 | schedule.start_wd
+{DECAY} | --end-weight-decay 0.3 | schedule.end_wd
+{DECAY} | --weight-decay-incr-style cosine | schedule.wd_incr_style
+--load a | --override-opt-param-scheduler | schedule.override_opt_param_scheduler
+--load a | --use-checkpoint-opt-param-scheduler | schedule.use_checkpoint_opt_param_scheduler
+| --clip-grad 0.5 | optimizer.clip_grad
+| --adam-beta1 0.8 | optimizer.adam_beta1
+| --adam-beta2 0.8 | optimizer.adam_beta2
+| --adam-eps 1e-6 | optimizer.adam_eps
+--optimizer sgd | --sgd-momentum 0.5 | optimizer.sgd_momentum
+| --bf16 | core.bf16 optimizer.bf16 {HALF}
+| --fp16 | core.fp16 optimizer.fp16 {HALF}
+| --loss-scale 8 | optimizer.loss_scale
+--fp16 | --initial-loss-scale 8 | optimizer.initial_loss_scale
+--fp16 | --min-loss-scale 2 | optimizer.min_loss_scale
+--fp16 | --loss-scale-window 10 | optimizer.loss_scale_window
+--fp16 | --hysteresis 3 | optimizer.hysteresis
+--global-batch-size 8 | --micro-batch-size 2 | micro-batches
+| --global-batch-size 8 | micro-batches samples {LENGTH}
+WITHOUT --global-batch-size | --gradient-accumulation-steps 3 | micro-batches samples {LENGTH}
+--global-batch-size 8 | --rampup-batch-size 4 4 10 | micro-batches samples {LENGTH}
+| --seq-length 32 | layout
+| --log-num-zeros-in-grad | optimizer.log_num_zeros_in_grad
+--train-iters 20 | --train-iters 10 | iterations samples {LENGTH}
+{SAMPLES} | --train-samples 40 | iterations samples {LENGTH}
+| --train-tokens 2560 | iterations samples {LENGTH}
+| --eval-interval 5 | evaluations
+"""
+
+# Settings whose effect is no configuration but a file, a message, a number of a run: the tests that show it.
+SHOWN = {
+    "tests/unit/test_data.py": "data_path train_data_path valid_data_path test_data_path split data_cache_path "
+    "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
+    "num_workers",
+    "tests/unit/test_batches.py": "dataloader_type",
+    "tests/unit/test_tokenizer.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
+    "tiktoken_num_special_tokens",
+    "tests/distributed/test_masks_training.py": "mask_function",
+    "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
+    "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
+    "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir",
+    "tests/distributed/test_switches.py": "load_optim save_optim save_rng load_rng pretrained_checkpoint "
+    "save_retain_interval manual_gc manual_gc_interval check_for_nan_in_loss_and_grad",
+    "tests/unit/test_elsewhere.py": "ckpt_format",
+    "tests/unit/test_memory.py": "profile_memory profile_memory_step",
+    "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
+    "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
+    "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "
+    "exit_duration_in_mins dry_run_every_layer",
+}
+ALWAYS = {"exit_signal_handler"}  # its help says that it is always on
+FOREIGN = Path(__file__).with_name("test_elsewhere.py")  # every setting of another program
+
+
+def rows() -> list[tuple[str, str, str]]:
+    return [tuple(part.strip() for part in line.split("|")) for line in EFFECTS.strip().splitlines()]
+
+
+@cache
+def facts(flags: str) -> dict[str, Any]:
+    words = BASE.split()
+    if flags.startswith("WITHOUT "):
+        at = words.index(flags.split()[1])
+        del words[at : at + 2]
+        flags = " ".join(flags.split()[2:])
+    duration = "" if "--train-" in flags else "--train-iters 20"
+    return built(parse([*words, *flags.split(), *duration.split()], world_size=RANKS), RANKS)
+
+
+@pytest.fixture(autouse=True)
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations alone are made here, not layers."""
+    monkeypatch.setattr(validate, "transformer_engine_installed", lambda: True)
+
+
+@pytest.mark.parametrize(("context", "flags", "changed"), rows(), ids=[f"{c} | {f}".strip(" |") for c, f, _ in rows()])
+def test_a_flag_changes_what_it_should(context: str, flags: str, changed: str):
+    if "--train-" in flags and "--train-" not in context:
+        context = f"{context} --train-iters 20"
+    before, after = facts(context.strip()), facts(f"{context} {flags}".strip())
+    found = {name for name in {*before, *after} if before.get(name) != after.get(name)}
+    expected = set(changed.split()) - {"..."}
+    assert expected <= found and (found == expected or "..." in changed.split()), sorted(found)
+
+
+def names(flag: str, field: str, text: str) -> bool:
+    return re.search(rf"{flag}(?![\w-])|\b{field}\b", text) is not None
+
+
+def test_every_setting_has_its_effect_shown():
+    probed = [word for _, flags, _ in rows() for word in flags.split() if word.startswith("--")]
+    cited = {field: path for path, fields in SHOWN.items() for field in fields.split()}
+    root = Path(__file__).parents[2]
+    for section, _, field in settings():
+        flag = spellings(field)[0]
+        if flag in probed or field.name in ALWAYS:
+            continue
+        path = FOREIGN if section == "elsewhere" else root / cited[field.name]  # KeyError: show what the flag does
+        field_name = "-" if path.name == Path(__file__).name else field.name  # this file lists the names itself
+        assert names(flag, field_name, path.read_text()), f"{path} does not show {flag}"
+
+
+# ---- what no reader reads
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rotary-base 5000 --rotary-percent 0.5 --rotary-interleaved --use-rope-scaling",
+        "--rope-scaling-factor 4 --position-embedding-type rope",
+        "--no-bias-gelu-fusion --swiglu",
+        "--init-method-std 0.1 --init-method-xavier-uniform",
+        "--make-vocab-size-divisible-by 64 --padded-vocab-size 400",
+        "--fp8-recipe tensorwise",
+        "--fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-format hybrid --fp8-recipe tensorwise",
+        "--ddp-bucket-size 1000 --overlap-grad-reduce --zero-stage 3",
+        "--adam-beta1 0.8 --adam-beta2 0.8 --adam-eps 1e-6 --optimizer sgd",
+        "--sgd-momentum 0.5",
+        "--initial-loss-scale 8 --min-loss-scale 2 --loss-scale-window 10 --hysteresis 3",
+        "--initial-loss-scale 8 --fp16 --loss-scale 4",
+        "--no-check-for-nan-in-loss-and-grad --fp16",
+        "--lr-wsd-decay-style linear --lr-wsd-decay-iters 4",
+        "--min-lr 1e-5 --lr-decay-style constant",
+        "--no-load-optim --no-load-rng --override-opt-param-scheduler",
+        "--no-save-optim --no-save-rng",
+        "--split 9,1,0 --data-cache-path a --no-mmap-bin-files --num-dataset-builder-threads 2",
+        "--vocab-file a --merge-file b --tokenizer-type NullTokenizer",
+        "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
+        "--tokenizer-model a --tokenizer-type NullTokenizer",
+        "--tensorboard-log-interval 5 --tensorboard-queue-size 5",
+        "--wandb-exp-name a --wandb-save-dir b --wandb-entity c",
+    ],
+)
+def test_what_nobody_reads_is_noted(flags: str):
+    """The first flag is named, and those beside it that have the same reader; what is read has no note."""
+    config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
+    (note,) = [note for note in config.notes if "no effect here" in note]
+    reader = next(entry for entry in READERS if entry[0] in note)
+    told = [spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)]
+    wanted = [flag for flag in re.findall(r"--[\w-]+", flags) if flag in note.split("(")[0]]
+    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(told) and not reader[1](config)
+
+
+def test_what_is_read_has_no_note():
+    flags = "--rotary-base 5000 --position-embedding-type rope --adam-beta1 0.8 --fp16 --initial-loss-scale 8"
+    config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
+    assert not [note for note in config.notes if "no effect" in note]
+
+
+# ---- what is asked of others
+
+
+def test_process_groups(monkeypatch: pytest.MonkeyPatch):
+    """--distributed-timeout-minutes and --distributed-backend come where the groups are made."""
+    from megatron.training import setup
+
+    class Asked(Exception):
+        pass
+
+    def look(**asked: Any) -> None:
+        raise Asked(asked)
+
+    def ask(flags: str) -> dict[str, Any]:
+        with pytest.raises(Asked) as caught:
+            setup.start(parse(f"{BASE} --train-iters 20 --device cpu {flags}".split(), world_size=1))
+        return caught.value.args[0]
+
+    monkeypatch.setattr(setup, "initialize_grid", look)
+    assert ask("")["timeout_minutes"] == 10 and ask("--distributed-timeout-minutes 3")["timeout_minutes"] == 3
+    assert ask("--distributed-backend gloo")["backend"] == "gloo"
+    with pytest.raises(Refusal, match="--distributed-backend nccl"):
+        ask("--distributed-backend nccl")
+
+
+def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """--wandb-*, --tensorboard-*, --no-progress and --peak-tflops come where things are written."""
+    import torch
+    from torch.utils import tensorboard
+
+    from megatron.training.report import flops, reporter
+
+    seen: dict[str, Any] = {}
+    wandb = SimpleNamespace(init=lambda **asked: seen.update(asked) or SimpleNamespace(log=lambda *_, **__: None))
+    points: list[int] = []
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: points.append(step))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda path, max_queue: seen.update(queue=max_queue) or writer)
+    monkeypatch.setattr(reporter, "tqdm", lambda **_: SimpleNamespace(update=print, set_postfix=lambda **_: None))
+    monkeypatch.setattr(reporter.sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    flags = (
+        f"--wandb-project a --wandb-exp-name b --wandb-save-dir c --wandb-entity d --tensorboard-dir {tmp_path} "
+        "--tensorboard-queue-size 7 --tensorboard-log-interval 2 --peak-tflops 3 --log-interval 100"
+    )
+    for more, bar in (("", True), ("--no-progress", False)):
+        config = parse(f"{BASE} --train-iters 20 {flags} {more}".split(), world_size=1)
+        told = reporter.Reporter(config, active=True, first_iteration=0, last_iteration=20)
+        assert (told.bar is not None) == bar
+    for iteration in (1, 2, 3, 4):
+        row = {"iteration": iteration, "lm_loss": 1.0}
+        told.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
+    assert (seen["project"], seen["name"], seen["dir"], seen["entity"], seen["queue"]) == ("a", "b", "c", "d", 7)
+    assert set(points) == {2, 4}
+    assert flops.peak_flops(config, torch.device("cpu")) == 3e12
+
+
+def test_exit_duration_in_mins(monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    from megatron.training import stopping
+
+    monkeypatch.setattr(stopping.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    for minutes, later, stopped in ((2, 119, False), (2, 121, True), (None, 10**6, False)):
+        now = 0
+        stopper = stopping.Stopper(torch.device("cpu"), minutes)
+        now = later
+        stopper.agree()
+        stopper.restore()
+        assert stopper.stopped == stopped
+
+
+def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
+    from megatron.simulator.dry_run import command, dry_run
+
+    class Asked(Exception):
+        pass
+
+    def look(*args: Any, every_layer: bool, **kwargs: Any) -> None:
+        raise Asked(every_layer)
+
+    monkeypatch.setattr(dry_run, "dry_run", look)
+    for flags, every in (("", False), ("--dry-run-every-layer", True)):
+        with pytest.raises(Asked) as caught:
+            command.simulate(parse(f"{BASE} --dry-run {flags}".split(), world_size=1))
+        assert caught.value.args == (every,)

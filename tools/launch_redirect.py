@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""A filter for `launch_script.py`: a shell text in, the same text out, with its output files named by ``_elsewhere``.
+
+It reads bash as far as needed to tell a redirection from a comparison, a quotation, a comment or a here-document.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+
+REDIRECT = re.compile(r"(?:&>>|&>|>>|>\||>&(?![\d-])|>(?![(&]))[ \t]*(?![ \t(>])")
+DOCUMENT = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
+EXEC = re.compile(r"exec(?=[ \t]+[^\s<>&\d])")
+COMMAND = re.compile(r"(?:\A|[\n;&|({]|\bthen|\bdo|\belse)[ \t]*\Z")  # what stands before a command
+
+
+def elsewhere(text: str, source: str | None = None) -> str:
+    """Shell text whose output files are named by ``_elsewhere``; ``source`` is its own path where it is sourced.
+
+    Text in quotes, comments, tests and here-documents stays. ``BASH_SOURCE`` is replaced, since the text is no longer
+    read from its file, and ``exec`` of a program, which would skip the shell's functions.
+    """
+    own = "0"
+    if source is not None:
+        own = f"CHECK_SOURCE_{sum(map(ord, source))}"
+        text = f"{own}={shlex.quote(source)}\n{text}"
+    text = re.sub(r"\bBASH_SOURCE(\[0\]|\[-1\]|\[\$?0\])?", own, text)
+    out: list[str] = []
+    waiting: list[tuple[str, bool]] = []  # here-documents that begin after this line: last line, whether tabs go
+    at = 0
+    while at < len(text):
+        end, new = _stays(text, at), None
+        if end > at:
+            pass
+        elif found := DOCUMENT.match(text, at):
+            end = found.end()
+            if not text.startswith("<<<", at):
+                waiting.append((found[3], bool(found[1])))
+        elif text[at] == "\n" and waiting:
+            end, waiting = _documents(text, at, waiting), []
+        elif text.startswith("<>", at):
+            end, new = at + 2, "<"
+        elif EXEC.match(text, at) and COMMAND.search(text, 0, at):
+            end, new = at + 4, "_exec"
+        elif found := REDIRECT.match(text, at):
+            end = max(_word(text, found.end()), found.end())
+            new = _redirected(found[0], text[found.end() : end])
+        else:
+            end = at + 1
+        out.append(text[at:end] if new is None else new)
+        at = end
+    return "".join(out)
+
+
+def _stays(text: str, at: int) -> int:
+    """Where what begins at ``at`` ends, if it is an escape, a quotation, a comment or a test; else ``at``."""
+    begins = at == 0 or text[at - 1] in " \t\n;!("
+    if text[at] == "\\":
+        return min(at + 2, len(text))
+    if text[at] in "'\"" or text.startswith(("${", "$(("), at):
+        return _end(text, at)
+    for opening, closing, length in (("#", "\n", 0), ("[[", "]]", 2), ("((", "))", 2)):
+        if begins and text.startswith(opening, at):
+            end = text.find(closing, at)
+            return len(text) if end < 0 else end + length
+    return at
+
+
+def _documents(text: str, at: int, waiting: list[tuple[str, bool]]) -> int:
+    """Where the here-documents end that begin after the line break at ``at``."""
+    end = at + 1
+    for word, tabs in waiting:
+        while end < len(text):
+            stop = text.find("\n", end)
+            stop = len(text) if stop < 0 else stop
+            line, end = text[end:stop], stop + 1
+            if (line.lstrip("\t") if tabs else line) == word:
+                break
+    return min(end - 1, len(text))
+
+
+def _redirected(operator: str, word: str) -> str:
+    if not word or re.match(r"/dev/(null|std|fd/|tty)", word):
+        return operator + word
+    both = " 2>&1" if "&" in operator else ""  # &>| is not bash
+    return f'{">>" if ">>" in operator else ">|"} "$(_elsewhere {word})"{both}'
+
+
+def _word(text: str, at: int) -> int:
+    """Where the word that begins at ``at`` ends."""
+    while at < len(text) and text[at] not in " \t\n;|&()<>":
+        at = at + 2 if text[at] == "\\" else _end(text, at)
+    return min(at, len(text))
+
+
+def _end(text: str, at: int) -> int:
+    """Where the quoted text, the ``${}`` or ``$()``, or the single character at ``at`` ends."""
+    if text[at] == "'":
+        end = text.find("'", at + 1)
+        return len(text) if end < 0 else end + 1
+    if text[at] == '"':
+        close, start = '"', at + 1
+    elif text.startswith("${", at):
+        close, start = "}", at + 2
+    elif text.startswith("$((", at):
+        close, start = "))", at + 3
+    elif text.startswith("$(", at):
+        close, start = ")", at + 2
+    else:
+        return at + 1
+    at = start
+    while at < len(text) and not text.startswith(close, at):
+        if text[at] == "\\":
+            at += 2
+        elif text[at] == "'" and close == '"':
+            at += 1
+        elif text[at] == "(" and close == ")":
+            at = _end_of_group(text, at)
+        else:
+            at = _end(text, at)
+    return min(at + len(close), len(text))
+
+
+def _end_of_group(text: str, at: int) -> int:
+    at += 1
+    while at < len(text) and text[at] != ")":
+        at = at + 2 if text[at] == "\\" else _end(text, at)
+    return min(at + 1, len(text))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(elsewhere(sys.stdin.read(), sys.argv[1] if len(sys.argv) > 1 else None))
