@@ -177,7 +177,10 @@ def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
         ("--world-size 4", "--world-size does nothing without --dry-run"),
         ("--gpu A100-80G", "--gpu does nothing without --dry-run"),
         ("--dry-run --gpu A1000", "A100-80G"),
-        ("--dry-run --world-size 3 --ulysses-parallel-size 2", "2 ranks does not divide the 3 processes"),
+        (
+            "--dry-run --world-size 3 --ulysses-parallel-size 2 --global-batch-size 6",
+            "2 ranks does not divide the 3 processes",
+        ),
         ("--dry-run --world-size 0", "--world-size 0"),
         ("--dry-run --gpu A100-80G --bf16 --attention-kernel cpu", "--attention-kernel cpu: cannot run this on a GPU"),
         ("--dry-run --dry-run-json /proc/nothing/x.json", "--dry-run-json /proc/nothing/x.json cannot be written"),

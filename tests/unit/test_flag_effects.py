@@ -188,6 +188,7 @@ SHOWN = {
     "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
     "tests/unit/test_batches.py": "dataloader_type",
+    "tests/unit/test_checkpoint_args.py": "use_checkpoint_args",
     "tests/unit/test_tokenizer.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",
     "tests/distributed/test_masks_training.py": "mask_function",

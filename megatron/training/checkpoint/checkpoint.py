@@ -14,7 +14,7 @@ import os
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +301,7 @@ def _state(
     """Everything a checkpoint holds, as megatron-core's sharded state."""
     vocab_size = getattr(unwrap(chunks[0]), "real_vocab_size", None)  # the weights' vocabulary is padded
     state: dict[str, Any] = {
-        **({} if loading else for_megatron(config, vocab_size, *astuple(progress))),
+        **({} if loading else for_megatron(config, vocab_size, progress.iteration, progress.consumed_train_samples)),
         "config": asdict(config),
         "progress": asdict(progress),
         "vocab_size": vocab_size,

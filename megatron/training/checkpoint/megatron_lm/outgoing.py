@@ -24,6 +24,7 @@ from megatron.training.arguments.models import ROTARY
 from megatron.training.data.tokenizer import padded_vocab_size
 
 LAYER = "decoder.layers"
+OWN_WORDS = ("model", "transformer_impl", "padded_vocab_size")  # of ModelConfig, said otherwise
 
 
 def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_samples: int) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size or 1
     rotary = model.position_embedding_type in ROTARY
-    said = {name: value for name, value in asdict(model).items() if name not in ("model", "transformer_impl")}
+    said = {name: value for name, value in asdict(model).items() if name not in OWN_WORDS}
     said["num_query_groups"] = model.num_query_groups if model.group_query_attention else 1
     return Namespace(
         **said,
@@ -71,7 +72,9 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
         use_rotary_position_embeddings=rotary,
         num_experts=None,
         seq_length=data.seq_length,
-        padded_vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor),
+        padded_vocab_size=padded_vocab_size(
+            vocab_size, model.make_vocab_size_divisible_by, tensor, model.padded_vocab_size
+        ),
         tokenizer_type=data.tokenizer_type,
         tokenizer_model=data.tokenizer_model,
         micro_batch_size=data.micro_batch_size,
