@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations by covering pairs: the few of many cases in which every two settings that meet anywhere still meet.
+"""Combinations by covering pairs: the few of many cases in which every two axes that meet anywhere still meet.
 
 A matrix of cases stays as it is written. ``by_pairs`` marks those that bring no new pair as ``full``: they run with
 ``--full`` alone.
@@ -35,22 +35,8 @@ PLAIN = (
     "--global-batch-size",
     "--recompute-num-layers",
 )
-# It is enough to meet these once: they act in a place of their own.
-ALONE = (
-    "--context-parallel-balance contiguous",
-    "--ffn-chunks",
-    "--loss-chunks",
-    "--num-query-groups",
-    "--qk-layernorm",
-    "--eod-mask-loss",
-    "--overlap-grad-reduce",
-    "--attention-kernel",
-    "--max-position-embeddings",
-    "--untie-embeddings-and-output-weights",
-    "--optimizer",
-    "--lr",
-    "--weight-decay",
-)
+# These act on each other; it is enough to meet any other setting once.
+AXES = ("--tensor", "--ulysses", "--ring", "--pipeline", "--zero", "--fpdt", "saved --", "loaded --")
 
 
 def settings(flags: str) -> frozenset[str]:
@@ -73,7 +59,7 @@ def settings(flags: str) -> frozenset[str]:
 
 def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
     """Every level, and every two of them that may act on each other."""
-    acting = [level for level in levels if not str(level).startswith(ALONE)]
+    acting = [level for level in levels if str(level).startswith(AXES)]
     return {frozenset(two) for two in combinations(acting, 2)} | {frozenset([one]) for one in levels} | {frozenset()}
 
 
@@ -117,8 +103,18 @@ def also_in_full(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.full) for case in every]
 
 
-def grid_pairs(cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = ()) -> list[Any]:
-    """The same for cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too."""
+def grid_pairs(
+    cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = (), *, once: bool = False
+) -> list[Any]:
+    """The same for cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too.
+
+    ``once``: each setting is met, and no more; how they act on each other is shown by other tests.
+    """
     assert set(quick) <= set(cases), "no such case"
-    found = by_pairs(cases, lambda _, model, grid: pairs(settings(f"{model} {grid}")), lambda world, *_: 2.0 + world)
+
+    def held(_: int, model: str, grid: str) -> Set[Hashable]:
+        found = settings(f"{model} {grid}")
+        return found if once else pairs(found)
+
+    found = by_pairs(cases, held, lambda world, *_: 2.0 + world)
     return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in found]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed.pool import fork_server
 from tests.distributed.training_runs import make_job, train_job
-from tests.pairs import by_pairs, pairs, settings
+from tests.pairs import by_pairs, settings
 
 GQA = "--group-query-attention --num-query-groups 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -114,10 +114,10 @@ TRANSITIONS = [
 
 
 def kinds(saved_on, loaded_on):
-    """Pairs of how each side holds weights and states: what is split over tokens alone changes neither."""
+    """How each side holds weights and states: what is split over tokens alone changes neither."""
     sides = {"saved": settings(GRIDS[saved_on][1]), "loaded": settings(GRIDS[loaded_on][1])}
     split = ("--tensor", "--pipeline", "--zero", "--fpdt")
-    return pairs({f"{side} {level}" for side, found in sides.items() for level in found if level.startswith(split)})
+    return {f"{side} {level}" for side, found in sides.items() for level in found if level.startswith(split)}
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, kinds))

@@ -10,6 +10,7 @@ from megatron.training.determinism import VARIABLES, make_deterministic
 from megatron.training.refusal import Refusal
 from tests.distributed.test_training import GQA, SP, T2, ZERO1, ZERO3, cp
 from tests.distributed.training_runs import run_training
+from tests.pairs import also_in_full
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
@@ -22,10 +23,13 @@ def run_and_look(flags: str, llama: bool) -> tuple:
 @pytest.mark.parametrize(
     "world, llama, flags",
     [
-        (4, True, f"{GQA} {DROPOUT} {cp(2, 2)}"),
+        (2, True, f"{GQA} {DROPOUT} {cp(2, 1)}"),
         (2, True, f"{GQA} --bf16 {T2} {SP} --loss-chunks 3"),
-        (2, False, f"{DROPOUT} {cp(1, 2)} {ZERO1} --fpdt --fpdt-chunk-size 13"),
-        (2, False, f"{DROPOUT} {ZERO3} --micro-batch-size 1"),
+        *also_in_full(
+            (4, True, f"{GQA} {DROPOUT} {cp(2, 2)}"),
+            (2, False, f"{DROPOUT} {cp(1, 2)} {ZERO1} --fpdt --fpdt-chunk-size 13"),
+            (2, False, f"{DROPOUT} {ZERO3} --micro-batch-size 1"),
+        ),
     ],
 )
 def test_a_run_repeats(pool, world, llama, flags):

@@ -64,12 +64,12 @@ GPT_CASES = [
 ]
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(LLAMA_CASES, quick=[(2, f"{GQA} {BOTH}", cp(2, 1))]))
+@pytest.mark.parametrize("world, model, grid", grid_pairs(LLAMA_CASES, [(2, f"{GQA} {BOTH}", cp(2, 1))], once=True))
 def test_llama_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=3)
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
+@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES, once=True))
 def test_gpt_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=3)
 

@@ -74,10 +74,9 @@ def watch(flags, llama):
 
 
 def what(name):
-    """Each setting, and FPDT with each axis of parallelism."""
+    """Each setting."""
     _, llama, flags = CASES[name]
-    found = settings(flags) | {"llama" if llama else "gpt"}
-    return found | ({("--fpdt", level) for level in found} if "--fpdt" in flags else set())
+    return settings(flags) | {"llama" if llama else "gpt"}
 
 
 @pytest.mark.parametrize("name", by_pairs([(name,) for name in CASES], what, lambda name: 2.0 + CASES[name][0]))

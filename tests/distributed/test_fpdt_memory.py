@@ -34,7 +34,7 @@ def test_chunks_need_a_fraction_of_what_recompute_and_plain_layers_hold(bytes_of
     assert recompute > 10 * fpdt and plain > 20 * fpdt, (fpdt, recompute, plain)
 
 
-@pytest.mark.parametrize("mode", ["fpdt-inputs", "fpdt-recompute"])
+@pytest.mark.parametrize("mode", [pytest.param("fpdt-inputs", marks=pytest.mark.full), "fpdt-recompute"])
 def test_at_a_fixed_chunk_at_most_four_hidden_states_grow_with_the_sequence(bytes_of, mode):
     growth = bytes_of(mode, 2048)["device"] - bytes_of(mode, 1024)["device"]
     hidden = 1024 * WIDTH * 4

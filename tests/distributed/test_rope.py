@@ -16,6 +16,7 @@ from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
 from tests.distributed.test_fpdt import fpdt
 from tests.distributed.test_training import GPT, GQA, MHA, P2, SP, T2, check, cp
 from tests.distributed.training_runs import make_job, train_job
+from tests.pairs import also_in_full
 
 ROPE, FAR = "--position-embedding-type rope", 2**22
 YARN = (
@@ -31,13 +32,15 @@ LINEAR = f"{ROPE} --rotary-seq-len-interpolation-factor 2.5"
     "world, model, grid",
     [
         (2, f"{GQA} {YARN}", cp(2, 1)),
-        (2, f"{GQA} {YARN}", fpdt(13, "--offload-checkpoints")),
-        (4, f"{GQA} {YARN}", f"{P2} {cp(1, 2)} {fpdt(22)}"),
-        (4, f"{GQA} {LLAMA3}", f"{T2} {SP} {cp(1, 2)}"),
         (2, f"{GQA} {LLAMA3}", f"{cp(2, 1)} {fpdt(22, '--fpdt-stream-hidden')}"),
         (2, f"{MHA} {PART}", cp(1, 2)),
-        (4, f"{MHA} {PART}", f"{T2} {SP} {cp(2, 1)} {fpdt(22)}"),
         (2, f"{GQA} {LINEAR}", f"{P2} --recompute-granularity selective"),
+        *also_in_full(
+            (2, f"{GQA} {YARN}", fpdt(13, "--offload-checkpoints")),
+            (4, f"{GQA} {YARN}", f"{P2} {cp(1, 2)} {fpdt(22)}"),
+            (4, f"{GQA} {LLAMA3}", f"{T2} {SP} {cp(1, 2)}"),
+            (4, f"{MHA} {PART}", f"{T2} {SP} {cp(2, 1)} {fpdt(22)}"),
+        ),
     ],
 )
 def test_rope_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):

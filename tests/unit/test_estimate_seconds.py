@@ -27,19 +27,19 @@ def case(name: str, tokens: int, batch: int = 1, layers: int = 2, **grid: Any) -
 
 CASES = [
     case("one GPU", 16 * K, zero=0),
-    case("tensor", 16 * K, tensor=4, zero=0),
     case("tensor, more ranks than keys", 16 * K, tensor=16, zero=0),
-    case("ulysses", 64 * K, ulysses=8),
-    case("ring of two", 64 * K, ring=2),
     case("ring of eight, ulysses", 128 * K, ulysses=2, ring=8),
-    case("contiguous ring, recomputed", 64 * K, ring=4, balance="contiguous", recompute="full"),
-    case("tensor, ulysses, ring", 64 * K, tensor=2, ulysses=2, ring=2),
-    case("zero 3", 16 * K, 4, data=4, zero=3),
     case("zero 3, inputs in host memory", 64 * K, ulysses=4, zero=3, recompute="full", offload_checkpoints=True),
     case("fpdt", 64 * K, ulysses=4, recompute="full", fpdt_chunk=16 * K),
     case("pipeline", 16 * K, 4, pipeline=2, zero=0),
 ]
 MORE = [
+    case("tensor", 16 * K, tensor=4, zero=0),
+    case("ulysses", 64 * K, ulysses=8),
+    case("ring of two", 64 * K, ring=2),
+    case("contiguous ring, recomputed", 64 * K, ring=4, balance="contiguous", recompute="full"),
+    case("tensor, ulysses, ring", 64 * K, tensor=2, ulysses=2, ring=2),
+    case("zero 3", 16 * K, 4, data=4, zero=3),
     case("selective", 16 * K, recompute="selective", zero=0),
     case("tensor without TP-sp", 16 * K, tensor=4, zero=0, sequence_parallel=False),
     case("ring of four", 64 * K, ring=4),

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.platform import Platform, cpu
 from megatron.platform.simulation import fake_tensors, outside_fakes, simulated_world
@@ -88,7 +89,7 @@ def run_rank(
     model.transformer_impl, model.fp8_format = "local", None  # core's layers stand for Transformer Engine's
     cpu.run_core_on_cpu()
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
-    recorder = Recorder({}, resized=config.parallel.zero_stage >= 2)
+    recorder = Recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
     with simulated_world(world_size, rank), gpu_kernels(recorder) if on_gpu else nullcontext():
         runtime = start(config, where, simulated_offload(recorder, on_gpu))
         recorder.axes.update(axes_of(runtime.grid))

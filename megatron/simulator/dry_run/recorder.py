@@ -33,10 +33,18 @@ class Recorder(TensorMeter):
 
     Args:
         axes: name of the axis and ranks of each process group, by the group's name; see :func:`axes_of`.
+        resized, before: see :class:`TensorMeter`.
     """
 
-    def __init__(self, axes: dict[str, tuple[str, Group]], *, resized: bool = False, history: bool = True) -> None:
-        super().__init__("cpu", record=history, resized=resized)
+    def __init__(
+        self,
+        axes: dict[str, tuple[str, Group]],
+        *,
+        resized: bool = False,
+        history: bool = True,
+        before: type[Tensor] = Tensor,
+    ) -> None:
+        super().__init__("cpu", record=history, resized=resized, before=before)
         self.axes, self.trace = axes, Trace()
         self.tickets = 0
         self._of_collective: dict[int, int] = {}  # tickets, by the number of the collective

@@ -71,11 +71,19 @@ class TensorMeter(TorchDispatchMode):
         record: keep every change in ``history``.
         resized: FSDP is at work. It frees and fills the storages of gathered weights by resizing them, which is no
             operation: resizing itself is watched then.
+        before: of the tensors that are there before, those of this class count. A simulation's are fake; what else the
+            process holds is none of it.
     """
 
-    def __init__(self, device: str = "cpu", record: bool = False, resized: bool = False) -> None:
+    def __init__(
+        self,
+        device: str = "cpu",
+        record: bool = False,
+        resized: bool = False,
+        before: type[torch.Tensor] = torch.Tensor,
+    ) -> None:
         super().__init__()
-        self.device, self.resized = device, resized
+        self.device, self.resized, self.before = device, resized, before
         self.live: dict[int, Block] = {}
         self.history = History() if record else None
         self._levels: dict[Place, Level] = {"device": Level(), "host": Level(), "elsewhere": Level()}
@@ -102,7 +110,7 @@ class TensorMeter(TorchDispatchMode):
 
     def __enter__(self) -> TensorMeter:
         for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor):  # isinstance would ask lazy modules for their class
+            if issubclass(type(thing), self.before):  # isinstance would ask lazy modules for their class
                 self.see(thing)
         if self.resized:
             self._watch = patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
