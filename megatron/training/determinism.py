@@ -37,3 +37,4 @@ def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> No
                 f"run; unset it, or use {' or '.join(others)}"
             )
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that was not written

@@ -170,6 +170,7 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
             dataloader_type=config.data.dataloader_type,
             seed=config.run.seed,
             eod=job.eod if runtime.by_documents else None,
+            numbers_only=not runtime.reads_tokens,
         )
 
     return [iterator() for _ in job.chunks] if len(job.chunks) > 1 else iterator()

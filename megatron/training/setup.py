@@ -49,8 +49,13 @@ class Runtime:
 
     @property
     def reads_data(self) -> bool:
-        """The first pipeline stage needs tokens, the last one labels, each one numbers and the ends of documents."""
-        return self.by_documents or self.drops or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
+        """Besides, dropout needs the numbers of samples on every stage."""
+        return self.reads_tokens or self.drops
+
+    @property
+    def reads_tokens(self) -> bool:
+        """The first pipeline stage needs tokens, the last one labels, each one the ends of documents."""
+        return self.by_documents or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
 def start(config: Config, where: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
@@ -78,7 +83,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
             dtype=compute_dtype(config),
             head_dim=config.model.kv_channels,
             needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
-            needs_dropout=config.model.attention_dropout > 0,
+            needs_dropout=config.model.attention_dropout > 0 and not config.run.skip_train,
         )
     except kernels.KernelUnavailable as error:
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None

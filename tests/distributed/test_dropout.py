@@ -74,6 +74,13 @@ def test_gpt_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, worl
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=3)
 
 
+@pytest.mark.parametrize("world, grid", [(2, cp(1, 2)), (1, FPDT)])
+def test_packed_documents_of_several_samples(pool, on_one_process, world, grid):
+    """Each sample has tiles of its own there, and keeps its own number."""
+    model = f"{GQA} {BOTH} --attention-mask document --micro-batch-size 2"
+    check(pool, on_one_process, world, model, grid, llama=True, steps=2)
+
+
 def test_each_dropout_changes_the_loss(on_one_process):
     found = {
         flags: on_one_process(f"{GQA} --num-layers 2 {flags}", True, 2)[0][0]

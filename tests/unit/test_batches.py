@@ -119,6 +119,9 @@ def test_workers_and_resume():
         for one, other in zip(resumed, plain[consumed // 4 :]):
             assert all(torch.equal(one[key], other[key]) for key in one) and set(one) == {*KEYS, "numbers"}
     assert torch.equal(torch.get_rng_state(), state)
+    numbers = list(micro_batches(train, consumed_samples=12, numbers_only=True, **options))
+    assert [batch["numbers"].tolist() for batch in numbers] == [batch["numbers"].tolist() for batch in plain[3:]]
+    assert set(numbers[0]) == {"numbers"} and numbers[0]["numbers"].tolist() == [14, 15]
 
 
 def test_a_sigterm_to_the_group_leaves_the_loader_alive():

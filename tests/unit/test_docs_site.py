@@ -20,6 +20,7 @@ def test_the_api_page_has_every_public_name() -> None:
     assert sorted(listed) == sorted(cp.__all__)
 
 
+@pytest.mark.full
 def test_the_site_builds(tmp_path: Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="the packages of the extra `docs` are not installed")

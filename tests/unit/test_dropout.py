@@ -120,10 +120,12 @@ def test_hidden_states_by_position(monkeypatch):
     assert 0 < zero.sum() < 20 and torch.equal(y[~zero], (x * dropout.scale)[~zero])
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(grad, (~zero).double() * dropout.scale)
-    monkeypatch.setattr(by_position, "ELEMENTS_AT_ONCE", 20)  # in several pieces
+    monkeypatch.setitem(by_position.ELEMENTS_AT_ONCE, "cpu", 20)  # in several pieces
     assert torch.equal(drop(x, dropout, at), y)
     assert torch.equal(drop(x[1:3, 1:], dropout.of_samples(1, 2), at[1:3]), y[1:3, 1:])
     assert drop(x, replace(dropout, probability=0.0), at) is x
+    with pytest.raises(ValueError, match="dropout names 2 samples, the batch has 1: name each"):
+        drop(x[:, :1], dropout, at)
 
 
 # ---- kernels
@@ -151,6 +153,7 @@ def test_kernels_against_the_definition(name, causal, masked, limit, monkeypatch
     from megatron.context_parallel.attention.kernels import math_kernel
 
     monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", limit)  # in blocks of a few rows of one head
+    monkeypatch.setattr(math_kernel, "FEWEST_ROWS", 1)
     b, h, s = 2, 4, 40
     tensors = make(b=b, h=h, hk=2, sq=s, sk=s)
     dropout = Dropout(0.3, seed=1, samples=(3, 8))

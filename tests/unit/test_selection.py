@@ -21,7 +21,9 @@ def test_settings_of_a_command_line() -> None:
 
 
 def test_every_pair_stays_and_few_cases_do() -> None:
-    cases = [frozenset(enumerate(levels)) for levels in product(range(3), repeat=4)]
+    axes = ("--tensor", "--ulysses", "--ring", "--zero")
+    cases = [frozenset(f"{axis} {n}" for axis, n in zip(axes, levels)) for levels in product(range(3), repeat=4)]
+    assert len(pairs.pairs({"--tensor 2", "--zero 1", "--bf16"})) == 5  # none, each, and the two axes
     held = [pairs.pairs(levels) for levels in cases]
     kept = pairs.covering(held, [1.0] * len(cases))
     assert set().union(*(held[index] for index in kept)) == set().union(*held)

@@ -533,3 +533,30 @@ def test_layers_of_stages(flags: str, layers: list[int]):
 def test_stages_that_cannot_be_cut_so(flags: str, words: str):
     with pytest.raises(Refusal, match=words):
         build(f"--pipeline-model-parallel-size 4 {flags}", world_size=4)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            "--decoder-first-pipeline-num-layers 3 --recompute-num-layers 4",
+            "units of --recompute-num-layers 4 .* 3 and 5",
+        ),
+        ("--num-layers 6 --recompute-num-layers 2", "does not cut stages of 3 layers: use 1"),
+        ("--recompute-num-layers 6", "more than the 4 layers of a stage: use at most 4"),
+        (
+            "--num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2 "
+            "--num-virtual-stages-per-pipeline-rank 2 --recompute-num-layers 1",
+            "no stage between them",
+        ),
+    ],
+)
+def test_recompute_on_stages(flags: str, words: str):
+    recompute = "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform"
+    with pytest.raises(Refusal, match=words):
+        build(f"{recompute} {flags}", world_size=2)
+
+
+def test_a_dropout_that_would_be_none_is_refused():
+    with pytest.raises(Refusal, match="--attention-dropout 1e-06 is too small to tell from 0"):
+        build("--attention-dropout 1e-6")

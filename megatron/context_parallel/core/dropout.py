@@ -7,7 +7,9 @@ core draws from a generator whose state hangs on the grid; ours draw by position
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from megatron.context_parallel.core.learned_positions import token_spans
@@ -74,5 +76,9 @@ class HiddenDropout:
         dropout = self.model.of_hidden(stream, self.seen)
         if dropout is None:
             return x
-        at = positions(token_spans(self.layout, sequence_parallel=self.sequence_parallel), x.device)
-        return drop(x, dropout, at if rows is None else at[rows[0] : rows[1]])
+        return drop(x, dropout, self._at if rows is None else self._at[rows[0] : rows[1]])
+
+    @cached_property
+    def _at(self) -> Tensor:
+        spans = token_spans(self.layout, sequence_parallel=self.sequence_parallel)
+        return positions(spans, torch.device("cpu"))

@@ -118,7 +118,7 @@ class LongContextLayer(TransformerLayer):
         def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
             x, bias = output_with_bias
             x = x if bias is None else x + bias
-            return residual + dropout(x, stream_of(self.layer_number, which), rows)
+            return residual.to(x.dtype) + dropout(x, stream_of(self.layer_number, which), rows)
 
         return add
 

@@ -138,7 +138,12 @@ def drop(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
         x: [s, b, h].
         dropout: with ``b`` samples.
         at: the global positions of the rows, int64 [s].
+
+    Raises:
+        ValueError: the samples are others.
     """
+    if len(dropout.samples) != x.size(1):
+        raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {x.size(1)}: name each")
     return _Drop.apply(x, dropout, at) if dropout.threshold else x
 
 
@@ -153,7 +158,7 @@ class _Drop(torch.autograd.Function):
         return _dropped(grad, ctx.dropout, ctx.at), None, None
 
 
-ELEMENTS_AT_ONCE = 2**18  # of hidden states: their bits stay in a CPU's cache
+ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}  # of hidden states: on a CPU their bits stay in the cache
 
 
 def _dropped(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
@@ -161,7 +166,7 @@ def _dropped(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
     rows = dropout.row_keys(at).t()  # [s, b]
     columns = dropout.column_keys(torch.arange(-(-size // LANES), device=x.device))  # [b, groups]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    step = len(at) if x.is_cuda else max(1, ELEMENTS_AT_ONCE // (size * x.size(1)))
+    step = max(1, ELEMENTS_AT_ONCE["cpu" if x.device.type == "cpu" else "cuda"] // (size * x.size(1)))
     for start in range(0, len(at), step):
         part = slice(start, start + step)
         kept = dropout.kept(rows[part, :, None], columns)[:, :, 0, :size]

@@ -42,7 +42,7 @@ def gpu_kernels(recorder: Recorder) -> Iterator[None]:
         # Not the pieces that suit a CPU's caches.
         stack.enter_context(patch.dict(rope.PIECE, clear=True))
         stack.enter_context(patch.dict(math_kernel.SCORE_BYTES, cpu=math_kernel.SCORE_BYTES["cuda"]))
-        stack.enter_context(patch.object(dropout, "ELEMENTS_AT_ONCE", 2**62))
+        stack.enter_context(patch.dict(dropout.ELEMENTS_AT_ONCE, cpu=dropout.ELEMENTS_AT_ONCE["cuda"]))
         stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
         yield
 

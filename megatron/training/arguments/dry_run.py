@@ -62,7 +62,7 @@ def priced(config: Config) -> list[str]:
     if model.attention_dropout and config.simulation.gpu:
         notes.append(
             f"--attention-dropout {model.attention_dropout:g}: on a GPU the math kernel computes it, slowly, and "
-            "so is this step; --attention-dropout 0 has flash attention (docs/dropout.md)"
+            "so are this step and its simulation; --attention-dropout 0 has flash attention (docs/dropout.md)"
         )
     return notes
 

@@ -36,8 +36,8 @@ GPT: dict[str, Any] = {
 def shape(name: str) -> dict[str, Any]:
     """The settings of :class:`ModelConfig` that a named model fixes.
 
-    The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere, since attention
-    dropout is not supported.
+    The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere: no
+    long-context model is trained with it.
 
     The GenSLM page gives sizes (25B, 33B) and a learned position embedding, not shapes. Taken here: width 5760 with 64
     and 80 layers, as in Argonne's public launch scripts; that gives 25.8B and 32.1B, and the page's 10 GB for 100K

@@ -17,6 +17,15 @@ def stage_layers(config: Config) -> list[int]:
     return layers
 
 
+def chunk_layers(config: Config) -> list[int]:
+    """Layers of each model chunk: of each virtual stage of each pipeline rank, once the number of those is settled."""
+    parallel, virtual = config.parallel, config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    found = [layers // virtual for layers in slots(config) for _ in range(virtual)]
+    found[0] -= parallel.account_for_embedding_in_pipeline_split
+    found[-1] -= parallel.account_for_loss_in_pipeline_split
+    return found
+
+
 def slots(config: Config) -> list[int]:
     """What each pipeline rank has room for: layers, and an embedding and a loss where those count as layers.
 
@@ -83,6 +92,12 @@ def settle_virtual_stages(config: Config) -> None:
         raise Refusal(
             f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the "
             f"{' or '.join(map(str, sorted(set(each))))} layers of a pipeline stage: use {gcd(layers, virtual)}"
+        )
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if virtual > 1 and len(each) == 2 and None not in (first, last):  # megatron-core divides by the stages between them
+        raise Refusal(
+            "virtual pipeline stages with --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and "
+            "no stage between them: leave out one of the two"
         )
     if virtual > 1 and len(each) == 1:
         raise Refusal(

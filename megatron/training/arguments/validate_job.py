@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import lcm
+from math import gcd, lcm
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.schedule import samples_after, spans
+from megatron.training.arguments.stages import chunk_layers
 from megatron.training.refusal import Gather, Refusal
 
 # Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
@@ -43,6 +44,7 @@ ABOVE_ZERO = {
     "logging": "peak_tflops",
 }
 BELOW_ONE = {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2 lr_warmup_fraction"}
+DROPOUT = {"model": "hidden_dropout attention_dropout"}
 
 
 def check_ranges(config: Config) -> None:
@@ -52,6 +54,11 @@ def check_ranges(config: Config) -> None:
         (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
         (ABOVE_ZERO, lambda value: value > 0, "must be above 0"),
         (BELOW_ONE, lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1"),
+        (
+            DROPOUT,
+            lambda value: value == 0 or value >= 2**-15,
+            "is too small to tell from 0: use 0, or 3.1e-05 and more",
+        ),
     )
     gather = Gather()
 
@@ -91,11 +98,16 @@ def check_recompute(config: Config) -> None:
                 "--recompute-granularity full needs --recompute-method and --recompute-num-layers: "
                 "for the least memory add --recompute-method uniform --recompute-num-layers 1"
             )
-        stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
-        stage //= config.parallel.num_virtual_stages_per_pipeline_rank or 1
-        if layers > stage:
+        stages = [count for count in chunk_layers(config) if count]
+        if layers > max(stages):
             raise Refusal(
-                f"--recompute-num-layers {layers} is more than the {stage} layers of a stage: use at most {stage}"
+                f"--recompute-num-layers {layers} is more than the {max(stages)} layers of a stage: use at most "
+                f"{max(stages)}"
+            )
+        if method == "uniform" and not config.chunks.fpdt and any(count % layers for count in stages):
+            raise Refusal(  # megatron-core's last unit would reach beyond the stage
+                f"--recompute-method uniform in units of --recompute-num-layers {layers} does not cut stages of "
+                f"{' and '.join(map(str, sorted(set(stages))))} layers: use {gcd(gcd(*stages), layers)}"
             )
     elif method is not None or layers is not None:
         raise Refusal("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")

@@ -3,9 +3,9 @@
 
 Three steps, each a function: `build_datasets` (every rank calls it, it holds a barrier), `micro_batches` (only on
 pipeline stages that read tokens or labels, the first and the last, and there on *every* rank of a tensor- and
-context-parallel group: each reads for itself, nothing is broadcast), `shard_batch` (only what this rank holds goes to
-its device). Sample n is a function of the data, the seed, the sequence length and the number of samples asked for;
-never of the grid.
+context-parallel group: each reads for itself, nothing is broadcast; where the numbers of samples will do, no sample is
+read), `shard_batch` (only what this rank holds goes to its device). Sample n is a function of the data, the seed, the
+sequence length and the number of samples asked for; never of the grid.
 """
 
 from __future__ import annotations
@@ -237,11 +237,13 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
 class _Samples(Dataset):
     """A dataset by (index, real, number in the run), where a sample that is not real has no loss."""
 
-    def __init__(self, dataset: Dataset, eod: int | None) -> None:
-        self.dataset, self.eod = dataset, eod
+    def __init__(self, dataset: Dataset, eod: int | None, numbers_only: bool) -> None:
+        self.dataset, self.eod, self.numbers_only = dataset, eod, numbers_only
 
     def __getitem__(self, item: tuple[int, bool, int]) -> Batch:
         index, real, number = item
+        if self.numbers_only:
+            return {"numbers": torch.tensor(number)}
         sample = self.dataset[index]
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
         taken = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
@@ -252,7 +254,7 @@ class _Samples(Dataset):
 
 
 def _stack(samples: list[Batch]) -> Batch:
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in (*KEYS, "numbers")}
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in (*KEYS, "numbers") if key in samples[0]}
     if "document_ends" in samples[0]:  # rows of one length, filled up with the length of the sequence
         ends = [sample["document_ends"] for sample in samples]
         batch["document_ends"] = batch["tokens"].new_full((len(ends), max(map(len, ends))), batch["tokens"].size(1))
@@ -278,10 +280,11 @@ def micro_batches(
     seed: int = 0,
     drop_last: bool = True,
     eod: int | None = None,
+    numbers_only: bool = False,
 ) -> Iterator[Batch]:
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
-    ``numbers`` [b] count the samples of the run, which dropout goes by.
+    ``numbers`` [b] count the samples of the run, which dropout goes by; with ``numbers_only`` nothing else is read.
     With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end.
 
     Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows
@@ -295,13 +298,13 @@ def micro_batches(
         total, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, cyclic, seed, drop_last
     )
     loader = DataLoader(
-        _Samples(dataset, eod),
+        _Samples(dataset, eod, numbers_only),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_stack,
         worker_init_fn=_start_worker,
         multiprocessing_context="fork" if num_workers else None,
-        generator=torch.Generator(),  # its own: the loader would draw from the generator of the weights and dropout
+        generator=torch.Generator(),  # its own: the loader would draw from that of the weights
     )
     return iter(loader)
 

@@ -27,6 +27,7 @@ from megatron.context_parallel.attention.kernels.base import (
 
 SCORE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a block's scores; a few buffers of this size live at once
 FEW_ROWS = 64  # rows that a block has before it has more than one head
+FEWEST_ROWS = 16  # on a CPU, however many keys there are: fewer are no matrix
 
 Block = tuple[slice, slice, slice]
 
@@ -132,7 +133,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple
             for i in range(b)
             for low, high in cuts
         ]
-    rows = max(limit // (row * at_once), 1)
+    rows = max(limit // (row * at_once), FEWEST_ROWS if k.device.type == "cpu" else 1)
     if isinstance(mask, RowMask):
         rows = min(rows, max(ROW_MASK_BYTES // mask.bytes_per_row(keys, k.dtype.itemsize), 1))
     for start, end in row_blocks(sq, 1, rows):
