@@ -351,7 +351,11 @@ REFUSALS = [
         1,
         "--recompute-num-layers 9 most 8",
     ),
-    ("--recompute-method uniform", 1, "--recompute-method --recompute-granularity full"),
+    (
+        "--recompute-granularity selective --recompute-method uniform",
+        1,
+        "--recompute-method --recompute-granularity full",
+    ),
     ("--recompute-activations --recompute-granularity full", 1, "--recompute-activations --recompute-granularity"),
     # chunks and host memory
     ("--fpdt", 1, "--fpdt-chunk-size 65536 --seq-length 192 at most 192"),
@@ -560,3 +564,9 @@ def test_recompute_on_stages(flags: str, words: str):
 def test_a_dropout_that_would_be_none_is_refused():
     with pytest.raises(Refusal, match="--attention-dropout 1e-06 is too small to tell from 0"):
         build("--attention-dropout 1e-6")
+
+
+def test_what_megatron_does_not_read_is_noted():
+    config = build("--recompute-method uniform --recompute-num-layers 1 --exit-interval 0")
+    assert config.attention.recompute_method is None and config.run.exit_interval is None
+    assert any("--recompute-method and --recompute-num-layers say nothing" in note for note in config.notes)

@@ -61,6 +61,7 @@ def check_ranges(config: Config) -> None:
         ),
     )
     gather = Gather()
+    config.run.exit_interval = config.run.exit_interval or None  # 0 is never, as in Megatron-LM
 
     def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
         if number is not None and not holds(number):
@@ -110,7 +111,10 @@ def check_recompute(config: Config) -> None:
                 f"{' and '.join(map(str, sorted(set(stages))))} layers: use {gcd(gcd(*stages), layers)}"
             )
     elif method is not None or layers is not None:
-        raise Refusal("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")
+        if attention.recompute_granularity is not None:
+            raise Refusal("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")
+        config.notes.append("--recompute-method and --recompute-num-layers say nothing without --recompute-granularity")
+        attention.recompute_method = attention.recompute_num_layers = None
 
 
 def check_zero(config: Config) -> None:
