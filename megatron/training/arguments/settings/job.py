@@ -80,7 +80,7 @@ class RunConfig:
     skip_train: bool = flag(False, "evaluate only")
     exit_interval: int | None = flag(None, "stop at a multiple of this iteration", type=int)
     exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", type=int)
-    exit_signal_handler: bool = flag(True, "save and stop on SIGTERM; always on here")
+    exit_signal_handler: bool = flag(True, "save and stop on SIGTERM or SIGUSR1; always on here")
     manual_gc: bool = flag(False, "collect garbage at fixed steps")
     manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
 

@@ -125,7 +125,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --step-batch-size-schedule 1
         """,
     ),
-    ("SIGTERM is the signal that saves and stops: leave it out", "--exit-signal 1 SIGTERM"),
+    ("SIGTERM and SIGUSR1 are the signals that save and stop: leave it out", "--exit-signal 1 SIGTERM"),
     (
         "settings come from the flags: give them again; a model's from a checkpoint with --use-checkpoint-args",
         "--use-mp-args-from-checkpoint-args --yaml-cfg 1",
