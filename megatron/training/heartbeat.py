@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -189,8 +190,9 @@ def heartbeat(grid: Grid, timeout_minutes: float) -> Heartbeat | None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A client of its own: the one of torch.distributed is locked while the main thread waits with it.
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", store)
+    start = [uuid.uuid4().hex]  # a restarted job may meet in the same store, where an earlier table still is
+    dist.broadcast_object_list(start)
+    store = dist.PrefixStore(start[0], store)
     return Heartbeat(grid, 60 * timeout_minutes, store, dist.get_rank(), dist.get_world_size()).start()
 
 

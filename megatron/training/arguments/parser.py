@@ -14,10 +14,11 @@ from typing import Any
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import settle
+from megatron.training.arguments.elastic import choose_grid
 from megatron.training.arguments.elsewhere import translate
 from megatron.training.arguments.from_checkpoint import ShapeOf, take_checkpoint_args
 from megatron.training.arguments.models import shape
-from megatron.training.arguments.validate import complete
+from megatron.training.arguments.validate import complete, processes
 from megatron.training.arguments.way_out import explained
 from megatron.training.arguments.words import flat, options, plain
 from megatron.training.refusal import Gather, Refusal, Refusals
@@ -86,7 +87,8 @@ def _read(argv: list[str], defaults: dict[str, Any] | None, world_size: int | No
         take_checkpoint_args(config, given, shape_of)
     if world_size is None:
         return config
-    return complete(settle(config), world_size)
+    config = settle(config)
+    return complete(choose_grid(config, processes(config, world_size), complete), world_size)
 
 
 def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, list[str]]:

@@ -57,6 +57,14 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", type=int)
     account_for_embedding_in_pipeline_split: bool = flag(False, "the first stage has one layer less")
     account_for_loss_in_pipeline_split: bool = flag(False, "the last stage has one layer less")
+    elastic: bool = flag(
+        False,
+        "at each start, a grid for as many processes as there are: TP and PP as given, of CP as much as fits; for "
+        "torchrun --nnodes MIN:MAX --max-restarts N",
+    )
+    elastic_grids: str | None = flag(
+        None, 'grids of --elastic by the number of processes, "8: tp2 u2 r2; 4: u2 r2"; what is left is DP', type=str
+    )
     zero_stage: int | None = flag(
         None,
         "ZeRO splits over DP x CP: 1 optimizer states, 2 gradients too, 3 weights too",

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic runs: a grid for as many processes as there are at each start, so that a job goes on with what is left of it.
+
+Losses do not depend on the grid, checkpoints are read on any grid, and the schedule counts samples: so a change of
+machines is a restart on another grid, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+
+from megatron.training.arguments.config import Config
+from megatron.training.refusal import Refusal
+
+HOW = '--elastic-grids: write it as "8: tp2 u2 r2; 4: u2 r2"'
+PART = re.compile(r"(tp|u|r|pp)(\d+)")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one entry; what processes are left over is DP."""
+
+    tp: int = 1
+    u: int = 1
+    r: int = 1
+    pp: int = 1
+
+    @property
+    def model(self) -> int:
+        return self.tp * self.u * self.r * self.pp
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} x Ulysses {self.u} x Ring {self.r} x PP {self.pp}"
+
+
+def read_grids(text: str) -> dict[int, Sizes]:
+    """Processes and their grid, from ``8: tp2 u2 r2; 4: u2 r2``.
+
+    Raises:
+        Refusal: an entry cannot be read, or its grid does not divide its processes.
+    """
+    found: dict[int, Sizes] = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        processes, colon, words = entry.partition(":")
+        parts = [PART.fullmatch(word) for word in words.lower().split()]
+        names = [part[1] for part in parts if part]
+        if not (colon and processes.strip().isdigit() and all(parts) and len(set(names)) == len(parts)):
+            raise Refusal(f"{entry!r} cannot be read of {HOW}")
+        number, sizes = int(processes), Sizes(**{part[1]: int(part[2]) for part in parts})
+        if number < 1 or sizes.model < 1 or number % sizes.model:
+            raise Refusal(f"{entry!r} of --elastic-grids: {sizes} does not divide {number} processes; make it smaller")
+        if number in found:
+            raise Refusal(f"{entry!r} of --elastic-grids: {number} processes have a grid already; leave one out")
+        found[number] = sizes
+    if not found:
+        raise Refusal(f"{text!r} holds no grid: {HOW}")
+    return found
+
+
+def choose_grid(config: Config, world_size: int, complete: Callable[[Config, int], Config]) -> Config:
+    """A copy of ``config`` with the grid for so many processes, which is noted; itself in a run that is not elastic.
+
+    With ``--elastic-grids``: the entry of as many processes, or the one of the most that divide them, with more DP.
+    Without: TP and PP as they are, and of the context-parallel size as much as fits.
+
+    Args:
+        complete: raises a :class:`Refusal` of a configuration that cannot run.
+    """
+    parallel = config.parallel
+    if not (parallel.elastic or parallel.elastic_grids):
+        return config
+    folders = config.checkpoint.save, config.checkpoint.load
+    if None in folders or folders[0] != folders[1]:
+        raise Refusal("--elastic goes on from its own checkpoints: give --save DIR and --load with the same folder")
+    if parallel.elastic_grids:
+        grids = read_grids(parallel.elastic_grids)
+        fitting = [number for number in sorted(grids) if world_size % number == 0]
+        if not fitting:
+            raise Refusal(
+                f"--elastic-grids has no grid for {world_size} processes, nor for a divisor of it: add one, or raise "
+                "the minimum of --nnodes"
+            )
+        chosen = _with(config, grids[fitting[-1]])
+    else:
+        chosen = _largest(config, world_size, complete)
+    chosen.parallel.elastic_grids, chosen.parallel.elastic = None, False
+    one = chosen.parallel
+    chosen.notes.append(
+        f"elastic: {world_size} processes as TP {one.tensor_model_parallel_size} x CP {one.context_parallel_size} "
+        f"x PP {one.pipeline_model_parallel_size}, the rest DP"
+    )
+    return chosen
+
+
+def _with(config: Config, sizes: Sizes) -> Config:
+    chosen = deepcopy(config)
+    one = chosen.parallel
+    one.tensor_model_parallel_size, one.pipeline_model_parallel_size = sizes.tp, sizes.pp
+    one.ulysses_parallel_size, one.ring_parallel_size = sizes.u, sizes.r
+    one.context_parallel_size, one.hierarchical_context_parallel_sizes, one.cp_comm_type = sizes.u * sizes.r, None, None
+    one.sequence_parallel = one.sequence_parallel and sizes.tp > 1
+    return chosen
+
+
+def _largest(config: Config, world_size: int, complete: Callable[[Config, int], Config]) -> Config:
+    """The grid of the flags, with as much of its context-parallel size as so many processes can run."""
+    parallel, refused = config.parallel, None
+    ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
+    given = (ulysses or 1) * (ring or 1) if ulysses or ring else parallel.context_parallel_size or 1
+    kept = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    for size in range(given, 0, -1):
+        if world_size % (kept * size):
+            continue
+        chosen = deepcopy(config)
+        if size != given:
+            one = chosen.parallel
+            one.context_parallel_size, one.ulysses_parallel_size, one.ring_parallel_size = size, None, None
+            one.hierarchical_context_parallel_sizes = one.cp_comm_type = None
+        else:
+            chosen.parallel.context_parallel_size = size
+        try:
+            complete(chosen, world_size)
+        except Refusal as refusal:
+            refused = refused or refusal
+            continue
+        return chosen
+    raise refused or Refusal(
+        f"--elastic: TP x PP = {kept} does not divide {world_size} processes: use --elastic-grids, or raise the "
+        "minimum of --nnodes"
+    )
