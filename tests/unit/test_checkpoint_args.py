@@ -15,7 +15,7 @@ from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.places import checkpoint_path
+from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 from megatron.training.refusal import Refusal
 
 RUN = (

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from megatron.context_parallel.core.dropout import EMBEDDING, HiddenDropout, ModelDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
+from megatron.context_parallel.core.normed_words import NormedWords
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
@@ -299,6 +300,8 @@ def _build_chunk(
         position_embedding_type="learned_absolute" if learned and not partitioned else "none",
         vp_stage=stage,
     )
+    if model.embed_layernorm and first:
+        chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core)
     if partitioned and first:
         chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)
     if config.chunks.offload_checkpoints:

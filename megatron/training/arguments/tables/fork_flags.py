@@ -63,7 +63,11 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("the mask is --attention-mask, causal without it", "--attention-mask-type 1"),
     ("nothing is generated in training", "--max-new-tokens 1"),
-    ("data files are read as they are; how to make them is no part of a run", "--handler-name 1"),
+    ("data files are read as they are; how to make them is no part of a run", "--handler-name 1 --workers 1"),
+    (
+        "config.json says what a Hugging Face folder holds, and no copy of it is made",
+        "--model-type-hf 1 --mg-cache-dir 1",
+    ),
     ("SIGTERM saves and stops a run", "--kill-switch-path 1 --kill-switch-file 1 --trigger-path 1"),
     (
         "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
@@ -95,10 +99,9 @@ HINTS: tuple[tuple[str, str], ...] = (
 )
 
 REFUSED: tuple[tuple[str, str], ...] = (
-    ("the norm of BLOOM's embeddings is not built here: leave it out", "--embed-layernorm"),
     (
-        "tools/convert_hf.py converts weights, once, for --load: leave it out",
-        "--enable-hf2mg-convert --model-type-hf 1",
+        "checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them: leave it out",
+        "--enable-mg2hf-convert --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1",
     ),
     (
         "use --train-data-path, --valid-data-path and --test-data-path, with weights and prefixes",

@@ -18,13 +18,15 @@ OTHER_FORMS = (
 def checkpoint_path(folder: Path, step: int | None) -> Path | None:
     """The checkpoint of iteration ``step``, or the latest; None where there is none and none was asked for.
 
+    A Hugging Face folder is a checkpoint itself.
+
     Raises:
         Refusal: it is not there, not whole, or of a format that is not loaded.
     """
     tracker = folder / TRACKER
     if step is None:
         if not tracker.exists():
-            return None
+            return folder if is_hugging_face(folder) else None
         text = tracker.read_text().strip()
         name = f"iter_{int(text):07d}" if text.isdigit() else text
     else:
@@ -44,3 +46,8 @@ def checkpoint_path(folder: Path, step: int | None) -> Path | None:
             "--ckpt-format torch_dist"
         )
     raise Refusal(f"checkpoint {path} is missing or incomplete: choose another one with --ckpt-step")
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a folder is a model of Hugging Face's, whatever its weights are in."""
+    return (path / "config.json").is_file()

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.checkpoint.convert.names import Name, core_name, joined, pipe_names, reordered
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
-from megatron.training.checkpoint.places import TRACKER
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.older.names import Name, core_name, joined, pipe_names, reordered
 from megatron.training.refusal import Refusal
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")
