@@ -106,3 +106,33 @@ def test_the_random_state_is_left_where_it_is(pool, tmp_path: Path):
 def test_going_on_with_a_loss_that_is_no_number(pool):
     assert pool.run(not_a_number, 1, "")[0] == "loss"
     assert pool.run(not_a_number, 1, "--no-check-for-nan-in-loss-and-grad")[0] == "went on"
+
+
+def evaluate_by_name(folder, stages):
+    """Losses of two named sets, each as of a run that has it alone."""
+    from megatron.training.arguments.parser import parse
+    from megatron.training.job import prepare
+    from megatron.training.loop import evaluate_held_out
+    from megatron.training.report.reporter import Reporter
+    from megatron.training.setup import start
+    from tests.distributed.training_runs import RUN, SHAPE
+
+    def losses(groups):
+        words = f"{SHAPE} {RUN} {SMALL} --num-layers 2 --eval-iters 1 --train-iters 1 --data-cache-path {folder}/cache"
+        words = [*words.replace("--mock-data", "").split(), "--pipeline-model-parallel-size", stages]
+        words += ["--train-weighted-split-paths", f"T: 1 0:0.5 {folder}/a", "--valid-weighted-split-paths", *groups]
+        job = prepare(config := parse(words, None, int(stages)), start(config))
+        reporter = Reporter(config, active=False, first_iteration=0, last_iteration=1)
+        return evaluate_held_out(job, reporter, "validation")
+
+    first, second = f"ONE: 1 0.5:0.7 {folder}/a", f"TWO: 1 0.7:1 {folder}/a"
+    return losses([first, second]), losses([first]), losses([second])
+
+
+def test_several_validation_sets_by_name(pool, tmp_path: Path):
+    from tests.unit.test_data import write
+
+    write(tmp_path / "a", documents=100, high=300)
+    both, one, two = pool.run(evaluate_by_name, 2, str(tmp_path), "2", timeout=120)[0]
+    assert both == {"validation_ONE_loss": one["validation_loss"], "validation_TWO_loss": two["validation_loss"]}
+    assert len(set(both.values())) == 2

@@ -178,6 +178,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=grid.pipeline.size,
         virtual_pipeline_model_parallel_size=virtual_stages(config),
+        microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         account_for_embedding_in_pipeline_split=parallel.account_for_embedding_in_pipeline_split,

@@ -105,10 +105,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "use --train-data-path, --valid-data-path and --test-data-path, with weights and prefixes",
-        """
-        --train-weighted-split-paths-path 1 --valid-weighted-split-paths-path 1 --test-weighted-split-paths-path 1
-        --train-weighted-split-paths + --valid-weighted-split-paths + --test-weighted-split-paths + --data-file-list 1
-        """,
+        "--data-file-list 1",
     ),
     ("use --finetune, which begins at iteration 0", "--reset-progress --reset-iteration"),
     ("use --override-opt-param-scheduler", "--no-load-lr-state"),
