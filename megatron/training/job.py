@@ -79,8 +79,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         ranks,
         False,
     )
-    counts_tokens = found and config.run.train_tokens is not None
-    done = checkpoint.progress_in(found, config.checkpoint) if counts_tokens else checkpoint.Progress()
+    done = checkpoint.progress_in(found, config.checkpoint) if found else checkpoint.Progress()
     iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
@@ -133,7 +132,7 @@ def length_of_run(
     is reached; none for --skip-train.
 
     Args:
-        done: what a run that counts tokens has behind it, maybe with samples of another length.
+        done: what the run has behind it, maybe with batches of another size or samples of another length.
     """
     run, batch = config.run, config.data.global_batch_size
     if run.skip_train:
@@ -143,15 +142,13 @@ def length_of_run(
     if run.train_iters is not None:
         iterations = run.train_iters
     elif run.train_samples is not None and not ramp:
-        iterations = run.train_samples // batch
+        iterations = done.iteration + max(run.train_samples - done.consumed_train_samples, 0) // batch
     elif run.train_samples is not None:
         samples = run.train_samples
-    begun = (0, 0)
+    count, consumed = done.iteration, done.consumed_train_samples
     if run.train_tokens is not None:
-        begun = (done.iteration, done.consumed_train_samples)
         left = max(run.train_tokens - done.consumed_train_tokens, 0)
-        samples = min(samples, begun[1] + math.ceil(left / config.data.seq_length))
-    count, consumed = begun
+        samples = min(samples, consumed + math.ceil(left / config.data.seq_length))
     if not ramp:
         more = max(
             min(iterations - count, math.ceil((samples - consumed) / batch) if samples < math.inf else math.inf), 0

@@ -197,6 +197,7 @@ SHOWN = {
     "tests/unit/test_tokenizer.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",
     "tests/distributed/test_masks_training.py": "mask_function",
+    "tests/distributed/test_convert_checkpoint.py": "universal_checkpoint",
     "tests/distributed/test_embed_layernorm.py": "embed_layernorm",
     "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
     "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "

@@ -361,6 +361,7 @@ def check_checkpoint(config: Config) -> None:
     needs = (
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
         ("--log-progress", config.logging.log_progress, save, "--save"),
+        ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
         ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),

@@ -35,7 +35,7 @@ from megatron.training.arguments.validate import Refusal
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
-from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path
+from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path, universal_path
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
     Places,
@@ -180,7 +180,8 @@ def find(settings: CheckpointConfig) -> Path | None:
         Refusal: it was asked for by name and is not there.
     """
     if settings.load:
-        found = checkpoint_path(Path(settings.load), settings.ckpt_step)
+        look = universal_path if settings.universal_checkpoint else checkpoint_path
+        found = look(Path(settings.load), settings.ckpt_step)
         if found:
             return found
         if settings.exit_on_missing_checkpoint:

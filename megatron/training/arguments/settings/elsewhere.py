@@ -53,7 +53,9 @@ class ElsewhereConfig:
         type=str,
         flags=["--deepspeed_config", "--deepspeed-config"],
     )
-    deepspeed_mpi: bool = flag(False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"])
+    deepspeed_mpi: bool = flag(
+        False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"], aliases=["--use-mpi"]
+    )
     no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
     num_key_value_heads: int | None = flag(
         None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int

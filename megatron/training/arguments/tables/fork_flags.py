@@ -31,7 +31,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --distribute-checkpointed-activations --partition-activations --contigious-checkpointing
         --synchronize-each-layer --profile-backward --reuse-fp32-param --swap-attention --recompute-in-advance
         --recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-norm
-        --recompute-norm-num-layers 1 --enable-recompute-layers-per-pp-rank --use-pin-memory
+        --recompute-norm-num-layers 1 --recompute-lgd --enable-recompute-layers-per-pp-rank --use-pin-memory
         --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings
         """,
     ),
@@ -73,7 +73,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
         """
         --codecarbon-dir 1 --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1
-        --no-log-learnig-rate-to-tensorboard --profile_steps 1
+        --no-log-learnig-rate-to-tensorboard --profile_steps 1 --experiment_name 1
         """,
     ),
     (
@@ -115,7 +115,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "the loss here is the mean over all tokens that count: leave it out",
         "--norm-target-loss --loss-on-targets-only",
     ),
-    ("only weights of a checkpoint of megatron-core are read: leave it out", "--universal-checkpoint"),
     ("distillation is not built here: leave it out", "--kd --mos --load-teacher 1"),
     (
         "without --kd it is not read, and --kd is not built here: leave it out",
@@ -126,6 +125,19 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     ("1F1B and interleaved 1F1B are the schedules built here: leave it out", "--enable-zbh1-pipeline"),
     ("it is of --enable-zbh1-pipeline: leave it out", "--enable-zbh1-exact-semantics"),
+    (
+        "1F1B and interleaved 1F1B are the schedules built here: leave it out",
+        "--enable-zero-bubble --enable-zb-runtime --interleave-group-size 1 --enable-1f1b-v",
+    ),
+    ("stages hold as many layers as the flags say, none that do nothing: leave it out", "--allow-padding-num-layers"),
+    (
+        "gradients and activations are sent as they are, never compressed: leave it out",
+        """
+        --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1 --selective_grad_comp --selective_grad_comp_way 1
+        --inter_grad_comp --inter_grad_comp_rank 1 --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
+        """,
+    ),
+    ("use --device cpu", "--no-cuda"),
     (
         "this precision setting is not built here: leave it out",
         "--o2-optimizer --o2-gradient --embedding-weights-in-fp32",
