@@ -25,7 +25,8 @@ STAGES = {
     "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator"),
     "attention": ("attention", "every kernel at hand from 8K to 512K as a share of the GEMM rate; masks beside causal"),
     "step": ("step", "a training step of Llama-3-8B's shape: MFU, where the time goes"),
-    "fpdt": ("fpdt", "FPDT against full recompute by chunk, hidden copies, the longest context"),
+    "fpdt": ("fpdt", "FPDT against full recompute by chunk, copies that are hidden"),
+    "longest": ("longest", "the longest context on this GPU within its host memory"),
     "simulator": ("predict", "the simulator's prediction beside all of these"),
 }
 GRACE = 20.0  # seconds that a stage may run over before it is stopped

@@ -16,7 +16,6 @@ from benchmarks.parallel_attention import largest_error, log_normal
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.dropout import Dropout
 from megatron.simulator.machines.measure import seconds_of
 
@@ -147,4 +146,5 @@ def masked_case(rule: Figures, kernel: str, length: int, sizes: Sizes, device: t
 
 def pairs_of(mask: Mask, length: int) -> int:
     """Pairs of query and key that it allows."""
-    return sum(tile.pairs for tile in tiles(((0, length),), ((0, length),), mask))
+    whole = (0, length)
+    return sum(piece.pairs for band in mask.bands(whole, whole) for piece in band.clip(whole))

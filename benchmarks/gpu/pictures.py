@@ -74,16 +74,16 @@ def step(report: Figures, path: Path) -> bool:
     left = [0.0] * len(cases)
     for number, kind in enumerate(kinds):
         shares = [100 * f["profile"]["groups"].get(kind, 0.0) / f["profile"]["seconds"] for f in cases.values()]
-        colour = IDLE if kind == "idle" else COLOURS[number % len(COLOURS)]
+        colour = IDLE if kind == "idle" else COLOURS[number]
         one.barh(list(cases), shares, left=left, color=colour, label=kind, height=0.6)
         left = [a + b for a, b in zip(left, shares)]
     for row, (end, found) in enumerate(zip(left, cases.values())):
         text = f"{found['layers']} layers, {found['seconds']:.3g} s"
         text += f", MFU {100 * found['mfu']:.1f} %" if found["mfu"] else ""
         one.text(end + 1, row, text, va="center", fontsize=9)
-    one.set(xlabel="% of the step (streams run side by side)", xlim=(0, max(left) * 1.32))
+    one.set(xlabel="% of the step (streams run side by side)", xlim=(0, max(left) * 1.32), xticks=range(0, 101, 20))
     one.invert_yaxis()
-    made.legend(*one.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    made.legend(*one.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     made.savefig(path, dpi=130)
     return True
 
@@ -94,7 +94,7 @@ def fpdt(report: Figures, path: Path) -> bool:
     chunked = [found for found in cases if found["chunk"]]
     if not chunked:
         return False
-    made, axes = figure(report, f"FPDT, {chunked[0]['length']:,} tokens, {chunked[0]['layers']} layers", 2)
+    made, axes = figure(report, f"FPDT, {chunked[0]['length']:,} tokens, layers: {chunked[0]['layers']}", 2)
     plain = next((found for found in cases if not found["chunk"]), None)
     looks: tuple[Callable[[Figures], float], ...] = (
         lambda f: f["tokens_per_second"],

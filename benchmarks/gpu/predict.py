@@ -31,7 +31,7 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
                 Case(f"{name} {way}", partial(of_kernel, found, way, sizes, machines))
                 for way in ("forward", "backward")
             ]
-    for source in ("step", "fpdt"):
+    for source in ("step", "fpdt", "longest"):
         for name, found in finished(stage.folder, source).items():
             cases.append(Case(f"{source}: {name}", partial(of_step, found, sizes, machines)))
     stage.run(cases)

@@ -26,6 +26,7 @@ MODES = {
     "fpdt on the device": ["--fpdt", "--no-fpdt-offload"],
     "fpdt streamed": ["--fpdt", "--fpdt-stream-hidden"],
 }
+MODES["fpdt streamed, recompute"] = [*MODES["fpdt streamed"], *MODES["recompute"]]  # the least memory
 LOSS_ROWS = 2048  # of a chunk of the loss: logits are never whole
 
 
@@ -43,16 +44,20 @@ class Plan:
     chunk: int = 0
 
     @property
+    def streamed(self) -> bool:
+        return self.mode.startswith("fpdt streamed")
+
+    @property
     def loss_chunks(self) -> int:
         return max(1, self.length // LOSS_ROWS)
 
     def strategy(self) -> Strategy:
         """The same in the words of formulas and the simulator."""
         return Strategy(
-            recompute="full" if self.mode == "recompute" else "none",
+            recompute="full" if self.mode.endswith("recompute") else "none",
             fpdt_chunk=self.chunk,
             fpdt_offload=self.mode != "fpdt on the device",
-            offload_checkpoints=self.mode == "fpdt streamed",
+            offload_checkpoints=self.streamed,
             loss_chunks=self.loss_chunks,
         )
 
@@ -114,7 +119,7 @@ class Program:
         """
         try:
             self.pipe.send(what)
-            if not self.pipe.poll(max(seconds, 1.0)):
+            if not self.pipe.poll(max(seconds, 0.0)):
                 raise Failed(f"no answer to {what} after {seconds:.0f} s")
             answer = self.pipe.recv()
         except (EOFError, OSError):
@@ -129,11 +134,13 @@ class Program:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.pipe.close()  # no more requests: it ends
-        self.process.join(0 if kind else 20)
+        if kind is None:
+            self.pipe.send(None)
+            self.process.join(20)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.pipe.close()
 
 
 def serve(pipe: Connection, words: list[str], log: str) -> None:
@@ -146,11 +153,8 @@ def serve(pipe: Connection, words: list[str], log: str) -> None:
     print("flags:", *words)
 
     def requests() -> Iterator[str]:
-        try:
-            while True:
-                yield pipe.recv()
-        except EOFError:
-            return
+        while (request := pipe.recv()) is not None:
+            yield request
 
     try:
         fpdt_worker.serve(words, requests(), pipe.send)

@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.gpu.stage import Figures, clock, read
 
 GIB = 2**30
+STEP_HEAD = ["", "layers", "step, s", "tokens/s", "device, GiB", "host, GiB"]
 
 
 def write_report(folder: Path, names: list[str]) -> Path:
@@ -98,8 +99,7 @@ def attention(report: Figures) -> list[str]:
 def step(report: Figures) -> list[str]:
     rows, groups = [], []
     for name, found in good(report).items():
-        mfu = share(found["mfu"]) if found["mfu"] else ""
-        rows.append([name, *figures_of(found), mfu])
+        rows.append([name, *figures_of(found), share(found["mfu"]), share(found["of_gemm_rate"])])
         profile = found.get("profile", {})
         whole = profile.get("seconds")
         if whole:
@@ -115,7 +115,7 @@ def step(report: Figures) -> list[str]:
                 ["", f"{top['name'][:70]}: {share(top['seconds'] / whole)}, {top['count']} times"]
                 for top in profile["top"][:5]
             ]
-    return [*table([*["", "layers", "step, s", "tokens/s", "device, GiB", "host, GiB"], "MFU"], rows), "",
+    return [*table([*STEP_HEAD, "MFU", "of the GEMM rate"], rows), "",
             *table(["", "where the time goes"], groups)]  # fmt: skip
 
 
@@ -129,17 +129,21 @@ def fpdt(report: Figures) -> list[str]:
     cases = good(report)
     reference = cases.get("recompute", {}).get("seconds")
     rows = [[name, *figures_of(found), ratio(reference, found["seconds"])] for name, found in cases.items()]
-    lines = table(["", "layers", "step, s", "tokens/s", "device, GiB", "host, GiB", "speed of recompute"], rows)
+    lines = table([*STEP_HEAD, "speed of recompute"], rows)
     if report.get("copies"):
         found = report["copies"]
         lines += ["", f"Copies of {found['copy_seconds']:.3f} s a step, {share(found['hidden'])} of it hidden (felt: "
                   f"{found['felt_seconds']:.3f} s); by the profiler {share(found['hidden_by_profiler'])}."]  # fmt: skip
+    return lines
+
+
+def longest(report: Figures) -> list[str]:
+    lines = table(STEP_HEAD, [[name, *figures_of(found)] for name, found in good(report).items()])
     if report.get("longest"):
         found = report["longest"]
-        lines += [
-            "",
-            f"Longest context that ran: {found['tokens']:,} tokens, {found['layers']} layers; {found['ended']}.",
-        ]
+        text = f"Longest context that ran: {found['tokens']:,} tokens, layers: {found['layers']}; {found['ended']}."
+        fits = ", ".join(f"{tokens:,} tokens with {layers}" for layers, tokens in found.get("by_formula", {}).items())
+        lines += ["", text + (f" By the formula memory has room for {fits}." if fits else "")]
     return lines
 
 
@@ -164,4 +168,12 @@ def ratio(a: float | None, b: float | None) -> str:
     return f"{a / b:.3f}" if a and b else ""
 
 
-TELL = {"tests": tests, "rates": rates, "attention": attention, "step": step, "fpdt": fpdt, "simulator": simulator}
+TELL = {
+    "tests": tests,
+    "rates": rates,
+    "attention": attention,
+    "step": step,
+    "fpdt": fpdt,
+    "longest": longest,
+    "simulator": simulator,
+}

@@ -98,7 +98,7 @@ def attempt(run: Callable[[], Figures]) -> Figures:
     """What ``run`` returns, or why it failed; what it held on the device is let go."""
     try:
         return run()
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         return {"failed": reason(error)}
     finally:
         gc.collect()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.program import START, Failed, Plan, Program
+from benchmarks.gpu.rates import best_gemm
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.stage import Case, Figures, Stage, reason
 from megatron.formulas.flops import forward
@@ -85,7 +86,9 @@ def steps_of(plan: Plan, sizes: Sizes, device: str, stage: Stage, repeats: int, 
     seconds = statistics.median(step["seconds"] for step in steps)
     flops = step_flops(plan, sizes)
     peak = steps[0]["peak_flops"]
+    rate = best_gemm(stage.folder)
     found = plan.figures() | {
+        "of_gemm_rate": flops / seconds / rate if rate else None,
         "seconds": seconds,
         "steps": [step["seconds"] for step in steps],
         "tokens_per_second": plan.length / seconds,
