@@ -18,18 +18,17 @@ from megatron.simulator.dry_run.recorder import Recorder
 from megatron.training.arguments.config import Config
 
 LAYERS = (2, 3)
-ROOM = "megatron/"
-# By the file, ours or megatron-core's, that called it last; the first that fits.
+ROOM = "megatron/context_parallel/"
+# By the file, from there, that called it last; the first that fits.
 FILES = {
-    "context_parallel/positions/rope": "RoPE",
-    "context_parallel/attention/ulysses": "all-to-all: packing, unpacking",
-    "context_parallel/attention/merge": "attention: merges, sums, casts",
-    "context_parallel/attention/attend": "attention: merges, sums, casts",
-    "context_parallel/attention/ring": "ring: buffers",
-    "context_parallel/attention/gather": "ring: buffers",
-    "context_parallel/attention/": "attention: copies around its kernels",
-    "context_parallel/fpdt/": "FPDT: copies, sums",
-    "core/distributed/": "weight gradients: fp32 sums",
+    "positions/rope": "RoPE",
+    "attention/ulysses": "all-to-all: packing, unpacking",
+    "attention/merge": "attention: merges, sums, casts",
+    "attention/attend": "attention: merges, sums, casts",
+    "attention/ring": "ring: buffers",
+    "attention/gather": "ring: buffers",
+    "attention/": "attention: copies around its kernels",
+    "fpdt/": "FPDT: copies, sums",
 }
 # Elsewhere by the operation, as the recorder names it.
 NAMES = {
@@ -46,6 +45,7 @@ NAMES = {
     "add": "residual",  # of the gradients of both branches
     "cat": "QKV: split, joined",
     "clone": "QKV: split, joined",
+    "add_": "weight gradients: fp32 sums",
 }
 REST = "other"
 
