@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -80,21 +81,15 @@ def inputs(sizes: Sizes, length: int, device: torch.device) -> list[Tensor]:
 
 def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device, rate: float) -> Figures:
     """A kernel on a causal sequence; on the shortest one also how far it is from the first kernel."""
-    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in inputs(sizes, length, device))
-    how = {"causal": True, "mask": None, "scale": sizes.model.head_dim**-0.5}
-
-    def both(kernel: kernels.Kernel) -> list[Tensor]:
-        out, lse = kernel.forward(q, k, v, **how)
-        return [out, *kernel.backward(dout, q, k, v, out, lse, **how)]
-
-    kernel, found = kernels.KERNELS[name], {}
+    tensors, found = inputs(sizes, length, device), {}
     if length == min(sizes.lengths) and name != first:
-        found["error"] = error = largest_error(both(kernel), both(kernels.KERNELS[first]))
+        mine, theirs = (
+            [forward(), *backward()] for forward, backward in (passes(kernel, *tensors) for kernel in (name, first))
+        )
+        found["error"] = error = largest_error(mine, theirs)
         if not error <= TOLERANCE:
             raise ValueError(f"differs from {first} by {error:.1e}: not measured")
-    out, lse = kernel.forward(q, k, v, **how)
-    forward = seconds_of(lambda: kernel.forward(q, k, v, **how), device, sizes.window)
-    backward = seconds_of(lambda: kernel.backward(dout, q, k, v, out, lse, **how), device, sizes.window)
+    forward, backward = (seconds_of(run, device, sizes.window) for run in passes(name, *tensors))
     work = flops(sizes, length * (length + 1) / 2)
     return found | {
         "kernel": name,
@@ -106,6 +101,28 @@ def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device,
             "of_gemm": 2.5 * work / backward / rate,
         },
     }
+
+
+def passes(
+    name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Callable[[], Tensor], Callable[[], list[Tensor]]]:
+    """A kernel's forward pass, returning out, and its backward pass, returning dq, dk and dv; all [s, b, heads, d].
+
+    One that takes all tiles at once has no passes of its own: there, all of cp.attention stands for it.
+    """
+    kernel = kernels.KERNELS[name]
+    if not hasattr(kernel, "forward"):
+        leaves, layout = [x.detach().requires_grad_() for x in (q, k, v)], cp.SequenceLayout(len(q), abstract_grid())
+        whole = partial(cp.attention, *leaves, layout=layout, kernel=name)
+        kept = whole()
+        return lambda: whole().detach(), lambda: list(torch.autograd.grad(kept, leaves, dout, retain_graph=True))
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in (q, k, v, dout))
+    how = {"causal": True, "mask": None, "scale": q.size(3) ** -0.5}
+    out, lse = kernel.forward(q, k, v, **how)
+    return (
+        lambda: kernel.forward(q, k, v, **how)[0].permute(2, 0, 1, 3),
+        lambda: [x.permute(2, 0, 1, 3) for x in kernel.backward(dout, q, k, v, out, lse, **how)],
+    )
 
 
 def rules(sizes: Sizes, length: int) -> dict[str, Figures]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def beside(measured: float, predicted: dict[str, float]) -> Figures:
 
 
 def of_kernel(found: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
-    """The machine's rates stand for its best kernel."""
+    """By the rate of that kernel, where the machine's file tells it from the others'."""
     length, model = found["length"], sizes.model
+    machines = {what: replace(machine, attention_kernel=found["kernel"]) for what, machine in machines.items()}
     one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=way == "backward")
     return beside(found[way]["seconds"], {what: kernel_seconds(one, machine) for what, machine in machines.items()})
 

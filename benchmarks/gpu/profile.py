@@ -25,7 +25,7 @@ GROUPS = {
     "copies within": r"memcpy|memset|aten::copy_|aten::_to_copy|aten::zero_|aten::fill_|aten::cat|CatArray|direct_copy",
     "communication": r"nccl|c10d::|gloo",
     "RoPE": r"rotate|rotary|rope",
-    "attention": r"^(forward|query|key|delta)_kernel|flash|fmha|sdpa|attention|attend|_tile|cudnn_generated_fort_native",
+    "attention": r"^(forward|query|key|delta)_kernel|flash|fmha|sdpa|attention|cudnn_generated_fort_native",
     "GEMM": r"gemm|nvjet|cutlass|xmma|cublas|_mma_|aten::(mm|bmm|addmm|baddbmm|linear|matmul)\b|splitk",
     "norm": r"rms_?norm|layer_?norm|rsqrt",
     "optimizer": r"adam|multi_tensor",

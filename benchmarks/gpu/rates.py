@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.stage import Case, Figures, Stage, read
+from megatron.context_parallel.attention import kernels
 from megatron.simulator.machines import measure
 from megatron.simulator.machines.machine_file import known
 from megatron.training.report.flops import GPU_PEAKS
@@ -36,6 +37,8 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     for length in sizes.rates:
         work = partial(measure.attention_rates, length, model.heads, model.head_dim, dtype, device, sizes.window)
         cases.append(Case(f"attention over {length}", partial(both_rates, work)))
+    how = {"device": device, "dtype": dtype, "head_dim": model.head_dim}
+    stage.report["attention_kernel"] = kernels.select("auto", **how).name
     stage.run(cases)
     machine = machine_of(stage.report, device)
     (stage.folder / MACHINE).write_text(json.dumps(machine, indent=1) + "\n")
@@ -100,6 +103,7 @@ def machine_of(report: Figures, device: torch.device) -> Figures:
     cases = {name: figures for name, figures in report["cases"].items() if "failed" not in figures}
     gemm = rising(cases, "gemm ", "flops_per_second")
     forward, backward = (rising(cases, "attention over ", way) for way in ("forward", "backward"))
+    kernel = report["attention_kernel"]
     cuda = device.type == "cuda"
     own, other = ("bf16", "fp32") if cuda else ("fp32", "bf16")
     rates = [rate for points in (gemm, forward, backward) for _, rate in points]
@@ -110,6 +114,8 @@ def machine_of(report: Figures, device: torch.device) -> Figures:
         "name": name,
         "gpus": 1,
         "dtype": own,
+        "attention_kernel": kernel,
+        "kernels": {kernel: 1.0},
         "gemm": gemm,
         "attention": forward,
         "attention_backward": backward,
@@ -124,8 +130,13 @@ def machine_of(report: Figures, device: torch.device) -> Figures:
         fields["launch"] = cases["launch"]["seconds"]
     if cuda:
         fields["memory"] = torch.cuda.get_device_properties(device).total_memory
+        fields["capability"] = report["capability"]
     said = f"measured on {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    measured = [key for key, value in fields.items() if value and key not in ("extends", "name", "gpus", "dtype")]
+    measured = [
+        key
+        for key, value in fields.items()
+        if value and key not in ("extends", "name", "gpus", "dtype", "attention_kernel")
+    ]
     return {key: value for key, value in fields.items() if value} | {"sources": dict.fromkeys(measured, said)}
 
 

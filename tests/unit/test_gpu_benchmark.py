@@ -271,7 +271,12 @@ def test_the_machine_of_a_gpu_extends_the_shipped_one(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
     cases = {"gemm 8192": {"size": 8192, "flops_per_second": 7e14}, "memory": {"bytes_per_second": 3e12}}
-    report = {"device": "NVIDIA H200", "cases": cases | {"host": {"failed": "out of memory"}}}
+    report = {
+        "device": "NVIDIA H200",
+        "capability": [9, 0],
+        "attention_kernel": "cudnn",
+        "cases": cases | {"host": {"failed": "out of memory"}},
+    }
     found = rates.machine_of(report, torch.device("cuda"))
     assert found["extends"] == "H200-141G" and found["peak"]["bf16"] == 989.4e12 and found["memory"] == 85e9
     assert "host_link" not in found and "attention" not in found and json.dumps(found)
