@@ -41,7 +41,7 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     masked = []
     for length in sizes.masked:
         for name, rule in rules(sizes, length).items():
-            for kernel in ("auto", *(["triton"] if "triton" in kernels.KERNELS else [])):
+            for kernel in ("auto", *(["triton"] if "triton" in names else [])):
                 run_it = partial(masked_case, rule, kernel, length, sizes, device)
                 expected = 4 * seconds(sizes, length)
                 masked.append(Case(f"{name}, {kernel}, {length}", run_it, expected, f"{name}, {kernel}"))
