@@ -14,6 +14,7 @@ from benchmarks.gpu.stage import Figures, read
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
 IDLE = "#e6e6e6"
+RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100)
 
 
 def draw_all(folder: Path) -> list[Path]:
@@ -68,13 +69,11 @@ def step(report: Figures, path: Path) -> bool:
         return False
     made, (one,) = figure(report, "Where a training step's time goes", 1)
     made.set_size_inches(10, 1.9 + 0.75 * len(cases))
-    kinds = [
-        group for group in (*GROUPS, OTHER, "idle") if any(group in f["profile"]["groups"] for f in cases.values())
-    ]
     left = [0.0] * len(cases)
-    for number, kind in enumerate(kinds):
+    for colour, kind in zip((*COLOURS, IDLE), (*GROUPS, OTHER, "idle"), strict=True):
+        if not any(kind in f["profile"]["groups"] for f in cases.values()):
+            continue
         shares = [100 * f["profile"]["groups"].get(kind, 0.0) / f["profile"]["seconds"] for f in cases.values()]
-        colour = IDLE if kind == "idle" else COLOURS[number]
         one.barh(list(cases), shares, left=left, color=colour, label=kind, height=0.6)
         left = [a + b for a, b in zip(left, shares)]
     for row, (end, found) in enumerate(zip(left, cases.values())):
@@ -126,9 +125,13 @@ def simulator(report: Figures, path: Path) -> bool:
     one.axvline(1, color="black", linewidth=1)
     one.set_yticks(range(len(cases)), list(cases), fontsize=8)
     one.invert_yaxis()
+    found = [f[f"{what}_over_measured"] for f in cases.values() for what in machines]
+    ticks = [x for x in RATIOS if min(*found, 0.8) <= x <= max(*found, 1.25)]
     one.set_xscale("log")
-    one.legend(frameon=False, fontsize=8)
-    one.grid(axis="x", which="both", color="#eeeeee")
+    one.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    one.minorticks_off()
+    one.grid(axis="x", color="#eeeeee")
+    made.legend(loc="outside lower center", frameon=False, fontsize=8)
     made.savefig(path, dpi=130)
     return True
 

@@ -14,9 +14,9 @@ from benchmarks.gpu.program import START, Failed, Plan, Program
 from benchmarks.gpu.rates import best_gemm
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.stage import Case, Figures, Stage, reason
-from megatron.formulas.flops import forward
 from megatron.formulas.memory import device_memory
 from megatron.formulas.strategy import Workload
+from megatron.simulator.cost.estimate import model_flops
 
 FULL = 0.88  # of the device's memory that a plan may fill by the formula: the rest is the context and fragments
 GUESS = 3e14  # FLOP/s
@@ -51,8 +51,7 @@ def fitting(sizes: Sizes, plan: Plan, device: torch.device) -> Plan:
 
 def step_flops(plan: Plan, sizes: Sizes) -> float:
     """Causal, without recompute."""
-    one = forward(workload(plan, sizes))
-    return 3 * (one.gemm + 0.5 * one.attention)
+    return model_flops(workload(plan, sizes), recompute=False)[0]
 
 
 def expected(plan: Plan, sizes: Sizes, steps: int) -> float:
