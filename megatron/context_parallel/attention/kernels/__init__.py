@@ -9,12 +9,12 @@ from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnava
 from megatron.context_parallel.attention.kernels.cpu import CpuKernel
 from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.attention.kernels.flash import FlashKernel
-from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel
+from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel, installed_version
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+from megatron.context_parallel.attention.kernels.preference import preferred
 
 __all__ = ["KERNELS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
 
-# The order in which `auto` prefers them.
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), MathKernel())
 }
@@ -25,12 +25,15 @@ def available(
     dtype: torch.dtype,
     head_dim: int,
     *,
+    many_tiles: bool = False,
     needs_mask: bool = False,
     needs_dropout: bool = False,
 ) -> list[str]:
-    """Names of the kernels that can run such tensors, best first; of those only what can mask, or drop, if need be."""
+    """Names of the kernels that can run such tensors, best first (preference.py); of those only what can mask, or drop,
+    if need be."""
     needs = (needs_mask, needs_dropout)
-    return [name for name in KERNELS if _why_not(name, torch.device(device), dtype, head_dim, *needs) is None]
+    order = _order(torch.device(device), many_tiles)
+    return [name for name in order if _why_not(name, torch.device(device), dtype, head_dim, *needs) is None]
 
 
 def select(
@@ -39,14 +42,19 @@ def select(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
+    many_tiles: bool = False,
     needs_mask: bool = False,
     needs_dropout: bool = False,
 ) -> Kernel:
     """The kernel named ``name``; ``auto`` takes the first of `available`.
 
+    Args:
+        many_tiles: see `preference.preferred`.
+
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
     """
-    usable = available(device, dtype, head_dim, needs_mask=needs_mask, needs_dropout=needs_dropout)
+    needs = {"needs_mask": needs_mask, "needs_dropout": needs_dropout}
+    usable = available(device, dtype, head_dim, many_tiles=many_tiles, **needs)
     if name == "auto" and usable:
         return KERNELS[usable[0]]
     if name in usable:
@@ -67,10 +75,12 @@ def select_simulated(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
+    many_tiles: bool = False,
     needs_mask: bool = False,
     needs_dropout: bool = False,
 ) -> Kernel:
-    """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel.
+    """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel,
+    and the machine's file says how fast the one that would run is.
 
     Raises KernelUnavailable for what no GPU runs.
     """
@@ -80,6 +90,14 @@ def select_simulated(
     if name == "cpu" or (name not in ("auto", "math") and unfused):
         raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
     return KERNELS["math" if name == "math" or unfused else "flash"]
+
+
+def _order(device: torch.device, many_tiles: bool) -> list[str]:
+    capability = None
+    if device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+    order = preferred(capability, flash_attn=installed_version(capability), many_tiles=many_tiles)
+    return [name for name in order if name in KERNELS]
 
 
 def _why_not(
