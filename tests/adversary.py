@@ -110,12 +110,16 @@ class Adversary(Streams):
 
     def __init__(self, seed: int) -> None:
         super().__init__(CPU)
-        self.draw = random.Random(seed)
         self.queues = {STORES: Queue(), LOADS: Queue()}
-        self.eager = {name: {0: 0.0, 1: 1.0}.get(seed, self.draw.choice([0.1, 0.5, 0.9])) for name in self.queues}
         self.now = 0  # compute's moments: what it was given before a copy may happen as late as at the last of them
         self.faults: list[str] = []
         self.called: set[str] = set()
+        self.start_again(seed)
+
+    def start_again(self, seed: int) -> None:
+        """Another schedule from now on."""
+        self.draw = random.Random(seed)
+        self.eager = {name: {0: 0.0, 1: 1.0}.get(seed, self.draw.choice([0.1, 0.5, 0.9])) for name in self.queues}
 
     def offload(self) -> Offload:
         """An offload of its own."""

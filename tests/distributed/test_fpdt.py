@@ -20,7 +20,7 @@ from tests.distributed.test_training import (
     check,
     cp,
 )
-from tests.distributed.training_runs import run_training
+from tests.distributed.training_runs import run_training, schedules_that_differ
 from tests.pairs import also_in_full, grid_pairs
 
 TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
@@ -123,6 +123,28 @@ def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world
 @pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
+
+
+def offloads(case: tuple[int, str, str]) -> bool:
+    """Whether anything goes to the host."""
+    return HOST in case[2] or ("--fpdt " in case[2] and DEVICE not in case[2])
+
+
+@pytest.mark.parametrize(
+    "schedules, world, model, grid, llama",
+    [
+        (4, 1, GQA, f"{fpdt(13, FULL, HOST)}", True),
+        (4, 2, GQA, f"{cp(1, 2)} {fpdt(22, STREAM)}", True),
+        *also_in_full(
+            *((50, *case, True) for case in filter(offloads, LLAMA_CASES)),
+            *((50, *case, False) for case in filter(offloads, GPT_CASES)),
+        ),
+    ],
+)
+def test_when_copies_happen_changes_no_gradient(pool, schedules, world, model, grid, llama):
+    flags = f"{model if llama else f'{GPT} {model}'} --num-layers {4 if V2 in grid else 2} {grid}"
+    for copies, differ in pool.run(schedules_that_differ, world, flags, llama, schedules, timeout=600):
+        assert copies > 10 and not differ, differ
 
 
 @pytest.mark.parametrize(

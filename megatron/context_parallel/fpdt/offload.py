@@ -58,7 +58,7 @@ class Offload:
         return host
 
     def write(self, host: Tensor, x: Tensor) -> None:
-        """Start copying device tensor ``x`` into ``host`` (a buffer, or rows of one). ``x`` must not change any more."""
+        """Start copying device tensor ``x``, which must not change any more, into ``host`` (a buffer, or its rows)."""
         streams = self.streams
         self.copies.to_host += x.numel() * x.element_size()
         if not streams.asynchronous:
