@@ -144,7 +144,7 @@ def offloads(case: tuple[int, str, str]) -> bool:
 def test_when_copies_happen_changes_no_gradient(pool, schedules, world, model, grid, llama):
     flags = f"{model if llama else f'{GPT} {model}'} --num-layers {4 if V2 in grid else 2} {grid}"
     for copies, differ in pool.run(schedules_that_differ, world, flags, llama, schedules, timeout=600):
-        assert copies > 10 and not differ, differ
+        assert copies and not differ, differ
 
 
 @pytest.mark.parametrize(
