@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,6 +69,30 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
 def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[float], list[float], dict]:
     """Losses, gradient norms and first gradients of a fresh run."""
     return train_job(make_job(flags, llama), steps)
+
+
+def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], list[float], dict]:
+    """As :func:`run_training`, with a stand-in for the kernel by which core's layers add to DDP's buffers on a GPU."""
+    from megatron.core.tensor_parallel import layers
+
+    calls = []
+
+    def add(x: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
+        calls.append(total)
+        total.addmm_(dy.t(), x)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    try:
+        job = make_job(flags)
+        for chunk in job.chunks:
+            for module in chunk.modules():
+                if hasattr(module, "gradient_accumulation_fusion"):
+                    module.gradient_accumulation_fusion = True
+        found = train_job(job, steps)
+    finally:
+        del layers.fused_weight_gradient_mlp_cuda
+    assert calls
+    return found
 
 
 def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int, list[str]]:

@@ -152,10 +152,10 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
     return None if getattr(parameter, "zero_out_wgrad", False) else main
 
 
-def in_main_grad(parameter: Tensor) -> Tensor:
-    """The gradient to return for what is in ``main_grad`` already: memory that nobody reads."""
+def in_main_grad(parameter: Tensor, memory: Tensor | None = None) -> Tensor:
+    """The gradient to return for what is in ``main_grad`` already: ``memory`` that nobody reads; default new one."""
     parameter.grad_added_to_main_grad = True
-    return torch.empty_like(parameter)
+    return torch.empty_like(parameter) if memory is None else memory
 
 
 def _taken(parameter: Tensor, total: Tensor) -> Tensor:
