@@ -116,6 +116,16 @@ def test_saved_layer_inputs_wait_in_host_memory():
     assert offload.pool.in_use == 0
 
 
+def test_hooks_that_serve_several_passes_load_each_input_once():
+    offload, x = Offload(CPU), torch.randn(3, 4, requires_grad=True)
+    hooks = SavedInHost(offload, x.shape)
+    for passes in (1, 2, 3):
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            y = x.sin().sin()
+        torch.autograd.grad(y.sum(), x)
+        assert offload.copies.to_device == offload.copies.to_host == passes * 2 * 48
+
+
 def run_layer(heads, kv_heads, chunks, offload, streamed=False, train=True, length=40, batch=2, size=8, width=16):
     """One pass of an attention half in float32, forward and, if it trains, backward."""
     layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)
