@@ -83,7 +83,7 @@ def attend_tiles(
     Args:
         tiles: their rows count within q and k, v.
         q_SBHD: [s, b, heads, d]; k_SBHD: [t, b, kv_heads, d]; v_SBHD: [t, b, kv_heads, dv]. Any strides.
-        scale: factor on q @ k^T.
+        scale: factor on q @ k^T, above 0.
         out_SBHD, lse_SBH: fp32 [s, b, heads, dv] and [s, b, heads], any strides: the softmax over all keys so far and
             their log-sum-exp, natural logarithm; for a query without any yet lse is -inf, and out is not read.
         mask: asked about the pairs of masked tiles.
@@ -188,6 +188,8 @@ class Call:
         if self.k.shape != (t, b, hk, d) or self.v.shape[:3] != (t, b, hk) or h % hk:
             shapes = (list(x.shape) for x in (self.q, self.k, self.v))
             raise ValueError("q {} does not fit k {}, v {} as [s, b, heads, d]".format(*shapes))
+        if not self.scale > 0:
+            raise ValueError(f"a scale is above 0, not {self.scale}")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"a soft-cap is above 0, not {self.softcap}")
         if self.slopes is not None and self.slopes.shape != (h,):
@@ -233,9 +235,9 @@ class Call:
     ) -> Launch:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         device, value = self.q.device, self.v.size(3)
+        capped = self.softcap is not None
         sizes = blocks(which, self.q.dtype, max(d, value), self.capability)
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
-        capped = self.softcap is not None
         arguments = {
             **tensors,
             **{f"{name}_{at}": stride for name, x in tensors.items() for at, stride in _strides(x)},
