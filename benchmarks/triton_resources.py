@@ -5,9 +5,9 @@
     python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128
 
 Registers, spills and shared memory are the assembler's. A step is what a program does with one block of the other side
-where all pairs count; its instructions are counted in the machine code. The tensor cores' cycles of a step against those in which
-a multiprocessor issues its instructions predict the share of the GEMM rate: from nothing overlapped to everything. That
-is arithmetic, and no measurement: it knows nothing of memory.
+where all pairs count; its instructions are counted in the machine code. The tensor cores' cycles of a step against
+those in which a multiprocessor issues its instructions predict the share of the GEMM rate: from nothing overlapped to
+everything. That is arithmetic, and no measurement: it knows nothing of memory.
 """
 
 from __future__ import annotations
