@@ -257,7 +257,7 @@ class Call:
             **by_position,
             "q_rows": s,
             "k_rows": t,
-            "factor": self.scale / self.softcap if capped else self.scale * LOG2E,
+            "factor": self.scale * LOG2E * (2 / self.softcap if capped else 1),
             "cap": self.softcap * LOG2E if capped else 1.0,
             "threshold": self.dropout.threshold if self.dropout else 0,
             "kept_scale": self.dropout.scale if self.dropout else 1.0,
