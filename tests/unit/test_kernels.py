@@ -283,6 +283,8 @@ def test_tiles_that_break_the_contract(name):
         ("empty", (q[:, :, :0], k, v), {}),
         ("empty", (q, k[:, :, :0], v[:, :, :0]), {}),
     ]
+    if not kernel.supports_value_dim:
+        wrong.append(("value heads of the key heads' size", (q, k, v[..., :-1]), {}))
     if kernel.supports_mask:
         wrong.append(("boolean", (q, k, v), dict(mask=mask.double())))
         wrong.append(("broadcast", (q, k, v), dict(mask=mask[:, :-1])))
@@ -527,6 +529,8 @@ def test_auto_on_the_cpu():
         ("cudnn", {}, "needs a GPU"),
         ("flash_attn", {}, "needs a GPU"),
         ("flash", dict(needs_mask=True), "takes no mask"),
+        ("flash", dict(needs_softcap=True), "has no soft-cap"),
+        ("cudnn", dict(needs_value_dim=True), "takes no value heads of another size"),
         ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, math"),
     ],
 )

@@ -26,19 +26,27 @@ from megatron.context_parallel.layout.tiles import Tile
 
 
 def tiled_attention(
-    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, source: RingSource | GatherSource, kernel: TileKernel
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    *,
+    source: RingSource | GatherSource,
+    kernel: TileKernel,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to every key that its source brings.
 
     Args:
-        q_SBHD: [s, b, heads, d]; k_SBHD, v_SBHD: [s, b, kv_heads, d], kv_heads divides heads.
+        q_SBHD: [s, b, heads, d]; k_SBHD: [s, b, kv_heads, d], kv_heads divides heads; v_SBHD: the same, or heads of
+            another size.
         source: where key blocks come from; its plan says which tiles to compute.
         kernel: computes one tile.
+        sinks: fp32 [heads], one more score of each query of a head.
 
     Returns:
-        out [s, b, heads, d], same dtype as q; 0 for queries without any key.
+        out [s, b, heads, d], heads of v's size, same dtype as q; 0 for queries without any key.
     """
-    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, source, kernel)
+    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, source, kernel)
 
 
 def attend(
@@ -74,25 +82,43 @@ def attend_grad(
         dkv.add(tile.k, *dkv_tile)
 
 
+def sinks_grad(sinks: Tensor, dout_SBHD: Tensor, out_SBHD: Tensor, lse_SBH: Tensor) -> Tensor:
+    """The gradient of ``sinks`` [heads] that some queries give, from their *final* ``out`` and ``lse``.
+
+    A sink's share p of a softmax multiplies no value, so ``d sink = -p * delta``, where delta is the row sum of
+    dout * out.
+    """
+    wide = lse_SBH.dtype
+    delta = (dout_SBHD.to(wide) * out_SBHD.to(wide)).sum(-1)
+    return -(torch.exp(sinks.to(wide) - lse_SBH) * delta).sum((0, 1)).to(sinks.dtype)
+
+
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, source: RingSource | GatherSource, kernel: TileKernel
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        source: RingSource | GatherSource,
+        kernel: TileKernel,
     ) -> Tensor:
-        result = Accumulator(q)
+        result = Accumulator(q, v.size(3))
         for block in source.blocks(k, v):
             attend(block.tiles, q, block.k, block.v, kernel=kernel, result=result)
-        out, lse = result.finish()
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = result.finish(sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.source, ctx.kernel = source, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
-        dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, ((0, k.size(0)),))
+        dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, v, ((0, k.size(0)),))
         for block in ctx.source.blocks(k, v, dkv):
             attend_grad(block.tiles, q, block.k, block.v, **final, kernel=ctx.kernel, dq=dq, dkv=block)
-        return *(total.finish().to(q.dtype) for total in (dq, dkv.dk, dkv.dv)), None, None
+        dsinks = sinks_grad(sinks, dout, out, lse) if ctx.needs_input_grad[3] else None
+        return *(total.finish().to(q.dtype) for total in (dq, dkv.dk, dkv.dv)), dsinks, None, None

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.attention.packed import packed, unpacked
 from megatron.context_parallel.layout.spans import Span, Spans, count, place
 
 
 class Accumulator:
     """Merges the outputs of tiles of one query block."""
 
-    def __init__(self, q_SBHD: Tensor, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None) -> None:
+    def __init__(
+        self, q_SBHD: Tensor, value_dim: int, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None
+    ) -> None:
         """``out_SBHD, lse_SBH``: what an earlier accumulator for these queries had so far; they are written to."""
-        self.shape, self.dtype, self.device = q_SBHD.shape, q_SBHD.dtype, q_SBHD.device
+        self.shape, self.dtype, self.device = (*q_SBHD.shape[:3], value_dim), q_SBHD.dtype, q_SBHD.device
         self.sum_dtype = accumulation_dtype(q_SBHD.dtype)
         self.out_SBHD, self.lse_SBH = out_SBHD, lse_SBH
 
@@ -35,11 +38,19 @@ class Accumulator:
         out -= share.unsqueeze(-1) * (out - tile_out)
         lse.copy_(torch.logaddexp(lse, tile_lse))
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """out [s, b, h, d] in the inputs' dtype, lse [s, b, h]; 0 and -inf for queries without any key."""
+    def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out [s, b, h, d] in the inputs' dtype, lse [s, b, h]; 0 and -inf for queries without any key.
+
+        Args:
+            sinks: [h], one more score of every query, of a key whose value is 0; see ``AttentionRule``.
+        """
         if self.out_SBHD is None:
             self._start()
-        return self.out_SBHD.to(self.dtype), self.lse_SBH
+        out, lse = self.out_SBHD, self.lse_SBH
+        if sinks is not None:
+            sinks = sinks.to(lse.dtype)
+            out, lse = out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
+        return out.to(self.dtype), lse
 
     def _start(self) -> None:
         self.out_SBHD = torch.zeros(self.shape, dtype=self.sum_dtype, device=self.device)
@@ -78,15 +89,15 @@ class KeyGradients:
     """dk and dv of a key block.
 
     Args:
-        k_SBHD: its keys; b, heads, d, dtype and device count.
+        k_SBHD, v_SBHD: its keys and values; b, heads, sizes, dtype and device count.
         rows: the rows of the block that are kept.
-        total_S2BHD: the sum so far, fp32 (fp64) [kept rows, 2, b, heads, d]; None: nothing yet.
+        total: the sum so far, fp32 (fp64), packed: [kept rows, b, heads, sizes]; None: nothing yet.
     """
 
-    def __init__(self, k_SBHD: Tensor, rows: Spans, total_S2BHD: Tensor | None = None) -> None:
-        self.rows, self.total_S2BHD = rows, total_S2BHD
-        halves = (None, None) if total_S2BHD is None else total_S2BHD.unbind(1)
-        self.dk, self.dv = (GradientSum(k_SBHD, count(rows), half) for half in halves)
+    def __init__(self, k_SBHD: Tensor, v_SBHD: Tensor, rows: Spans, total: Tensor | None = None) -> None:
+        self.rows, self.total, self.key_dim = rows, total, k_SBHD.size(3)
+        parts = (None, None) if total is None else unpacked(total, self.key_dim)
+        self.dk, self.dv = (GradientSum(x, count(rows), part) for x, part in zip((k_SBHD, v_SBHD), parts))
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add gradients of ``rows``, which lie within one run of the kept ones."""
@@ -94,9 +105,9 @@ class KeyGradients:
         self.dk.add(at, dk_SBHD)
         self.dv.add(at, dv_SBHD)
 
-    def side_by_side(self) -> Tensor:
-        """The sums, fp32 (fp64) [kept rows, 2, b, heads, d], to be sent or put away."""
-        if self.total_S2BHD is None:
-            self.total_S2BHD = torch.stack((self.dk.finish(), self.dv.finish()), dim=1).to(self.dk.sum_dtype)
-            self.dk.total, self.dv.total = self.total_S2BHD.unbind(1)
-        return self.total_S2BHD
+    def packed(self) -> Tensor:
+        """The sums, fp32 (fp64) [kept rows, b, heads, sizes], to be sent or put away."""
+        if self.total is None:
+            self.total = packed(self.dk.finish(), self.dv.finish()).to(self.dk.sum_dtype)
+            self.dk.total, self.dv.total = unpacked(self.total, self.key_dim)
+        return self.total

@@ -33,6 +33,7 @@ class TileKernel:
         mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
             tile's (of :meth:`parts`) at once.
         dropout: of the attention weights, for the samples and heads in q; None keeps all.
+        softcap: scores are capped at it; None leaves them.
     """
 
     kernel: Kernel
@@ -41,6 +42,7 @@ class TileKernel:
     slopes: Tensor | None = None
     mask_in_host: bool = False
     dropout: Dropout | None = None
+    softcap: float | None = None
 
     def parts(self, computed: Iterable[Tile]) -> Iterator[Tile]:
         """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where pairs are looked at one by one."""
@@ -80,7 +82,7 @@ class TileKernel:
 
     def _row_mask(self, tile: Tile, q: Tensor) -> RowMask | None:
         if not self._asks(tile):
-            return None
+            return None if self.softcap is None else RowMask(softcap=self.softcap)
         device, flip = q.device, tile.kind == "anticausal"
         allowed = bias = dropout = None
         if tile.masked:
@@ -109,7 +111,7 @@ class TileKernel:
 
         if self.dropout is not None:
             dropout = TileDropout(self.dropout, q.size(2), tile.q_at, tile.k_at, device, flip=flip)
-        return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes), dropout)
+        return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes), dropout, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,12 @@ class AttentionRule:
         dropout: of the attention weights, by position; its heads are those before the all-to-all. None, or a
             probability of 0, keeps all.
         gather_keys: ring ranks gather all keys at once (gather.py), in place of passing them on; not in chunks.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)``, before ALiBi's share is taken from it (Gemma 2,
+            arXiv 2408.00118); None leaves it.
+        sinks: fp32 [heads], of the heads before the all-to-all: one more score in each softmax of a head, of a key that
+            every query sees and whose value is 0 (StreamingLLM, arXiv 2309.17453, learned as in gpt-oss). Each rank's
+            gradient is what its own queries and heads give: as of any weight that all ranks of the context-parallel
+            group hold, the sum over them is the whole gradient.
     """
 
     mask: Mask = Causal()
@@ -136,12 +144,21 @@ class AttentionRule:
     mask_cpu_threshold: int = 16384
     dropout: Dropout | None = None
     gather_keys: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
-    def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int) -> TileKernel:
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap} is what scores stay below: above 0, or None for no cap")
+
+    def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int, value_dim: int | None = None) -> TileKernel:
         """For queries [s, b, heads of this rank, d], after the all-to-all.
 
+        Args:
+            value_dim: size of the value heads; default d.
+
         Raises:
-            KernelUnavailable: the kernel cannot run here, or takes no masks or has no dropout where one is needed.
+            KernelUnavailable: the kernel cannot run here, or lacks what this rule needs.
             ValueError: slopes or dropout are for other heads or samples.
         """
         batch, heads, size = q_SBHD.shape[1:]
@@ -150,13 +167,7 @@ class AttentionRule:
             if len(dropout.samples) != batch:
                 raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {batch}: name each")
             dropout = dropout.of_heads(ulysses.rank * heads)
-        slopes = self.alibi_slopes
-        if slopes is not None:
-            if slopes.shape != (heads * ulysses.size,):
-                raise ValueError(
-                    f"alibi_slopes {list(slopes.shape)} are not one for each of {heads * ulysses.size} heads"
-                )
-            slopes = slopes[ulysses.rank * heads : (ulysses.rank + 1) * heads]
+        slopes = _of_rank(self.alibi_slopes, "alibi_slopes", heads, ulysses)
         kernel = kernels.select(
             self.kernel,
             device=q_SBHD.device,
@@ -164,9 +175,25 @@ class AttentionRule:
             head_dim=size,
             needs_mask=self.mask.fine or slopes is not None,
             needs_dropout=dropout is not None,
+            needs_softcap=self.softcap is not None,
+            needs_value_dim=value_dim not in (None, size),
         )
         scale = size**-0.5 if self.scale is None else self.scale
-        return TileKernel(kernel, scale, self.mask, slopes, seq_length > self.mask_cpu_threshold, dropout)
+        in_host = seq_length > self.mask_cpu_threshold
+        return TileKernel(kernel, scale, self.mask, slopes, in_host, dropout, self.softcap)
+
+    def local_sinks(self, q_SBHD: Tensor, ulysses: Axis) -> Tensor | None:
+        """Those of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""
+        return _of_rank(self.sinks, "sinks", q_SBHD.size(2), ulysses)
+
+
+def _of_rank(x: Tensor | None, name: str, heads: int, ulysses: Axis) -> Tensor | None:
+    """What a Ulysses rank with so many heads takes of a tensor with one number a head."""
+    if x is None:
+        return None
+    if x.shape != (heads * ulysses.size,):
+        raise ValueError(f"{name} {list(x.shape)} are not one for each of {heads * ulysses.size} heads")
+    return x[ulysses.rank * heads : (ulysses.rank + 1) * heads]
 
 
 def tile_of(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,7 +51,7 @@ class ChunkPass:
 
     def finish(self, query: int, result: Accumulator, x: Tensor | None, y: HiddenStates | None) -> None:
         """All keys of a query chunk were met; ``x``, its input, if it is here still."""
-        out, lse = result.finish()
+        out, lse = result.finish(self.work.sinks)
         if self.saving:
             self.shelf.put(("out", query), out)
             self.shelf.put(("lse", query), lse)
