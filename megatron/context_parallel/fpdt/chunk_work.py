@@ -41,7 +41,9 @@ class LayerFunctions:
     @property
     def learned(self) -> list[Tensor]:
         """All that may want gradients: the parameters, and the sinks of the attention."""
-        return [*self.parameters, *([] if self.rule.sinks is None else [self.rule.sinks])]
+        sinks = self.rule.sinks
+        known = sinks is None or any(parameter is sinks for parameter in self.parameters)
+        return [*self.parameters] if known else [*self.parameters, sinks]
 
 
 class ChunkWork:

@@ -64,6 +64,7 @@ SHAPES = (
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "softmax_type",
     "untie_embeddings_and_output_weights",
 )
 

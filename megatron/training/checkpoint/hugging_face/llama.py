@@ -38,6 +38,7 @@ FIXED = {
         ("add_qkv_bias", "qk_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"), False
     ),
     "rotary_percent": 1.0,
+    "softmax_type": "vanilla",
 }
 
 

@@ -24,7 +24,11 @@ ALIGNED = 64
 KEY = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.param$")
 LAYER = "decoder.layers."
 NORM_1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
-PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
+PROJ = (
+    "self_attention.core_attention.softmax_offset",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+)
 REST = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
@@ -41,7 +45,7 @@ REST = (
 )
 # Which norms belong to a linear layer is the difference: of core's layers, or of Transformer Engine's.
 ORDERS = ((*NORM_1, *PROJ, *REST), (*PROJ, *NORM_1, *REST))
-BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "softmax_offset")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
