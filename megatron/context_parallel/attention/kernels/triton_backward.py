@@ -13,11 +13,13 @@ import triton.language as tl
 from megatron.context_parallel.attention.kernels.triton_pairs import (
     LOG2E,
     block_pointers,
+    dot,
     inside,
     kept,
     load_rows,
     log2_scores,
     marked,
+    rounded,
 )
 
 
@@ -85,7 +87,7 @@ def _walk_keys(
         for key in range(start, stop, STEP):
             k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, EDGE)
             v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, EDGE)
-            products = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+            products = dot(q, tl.trans(k_block), None, PRECISION)
             keys = key + tl.arange(0, STEP)
             k_at = keys
             column_key = keys
@@ -104,9 +106,9 @@ def _walk_keys(
                 products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], counts,
                 row_key[:, None], column_key[None, :], threshold, kept_scale, EDGE, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
-            dp = tl.dot(dout, tl.trans(v_block), input_precision=PRECISION)
+            dp = dot(dout, tl.trans(v_block), None, PRECISION)
             ds = _score_gradient(p, steepness, drop, dp, delta[:, None], CAPPED, DROPS)
-            dq = tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=PRECISION)
+            dq = dot(rounded(ds, k_block.dtype, PRECISION), k_block, dq, PRECISION)
     return dq
 
 
@@ -188,7 +190,7 @@ def _walk_queries(
             q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, EDGE)
             lse_here = tl.load(lse + rows.to(tl.int64) * lse_ss, mask=here, other=float("-inf")) * LOG2E
             lse_here = tl.where(lse_here == float("-inf"), float("inf"), lse_here)
-            products = tl.dot(k, tl.trans(q_block), input_precision=PRECISION)
+            products = dot(k, tl.trans(q_block), None, PRECISION)
             q_at = rows
             row_key = rows
             counts = rows[None, :]
@@ -211,11 +213,11 @@ def _walk_queries(
             weights = p
             if DROPS:
                 weights = p * drop
-            dv = tl.dot(weights.to(dout_block.dtype), dout_block, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(dout_block), input_precision=PRECISION)
+            dv = dot(rounded(weights, dout_block.dtype, PRECISION), dout_block, dv, PRECISION)
+            dp = dot(v, tl.trans(dout_block), None, PRECISION)
             delta_here = tl.load(delta + rows.to(tl.int64) * delta_ss, mask=here, other=0.0)
             ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)
-            dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
+            dk = dot(rounded(ds, q_block.dtype, PRECISION), q_block, dk, PRECISION)
     return dk, dv
 
 

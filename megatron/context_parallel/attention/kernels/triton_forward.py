@@ -13,11 +13,13 @@ import triton.language as tl
 from megatron.context_parallel.attention.kernels.triton_pairs import (
     LOG2E,
     block_pointers,
+    dot,
     inside,
     kept,
     load_rows,
     log2_scores,
     marked,
+    rounded,
 )
 
 
@@ -69,7 +71,7 @@ def _walk(
             highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
         for key in range(start, stop, STEP):
             k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, EDGE)
-            products = tl.dot(q, tl.trans(k_block), input_precision=PRECISION)
+            products = dot(q, tl.trans(k_block), None, PRECISION)
             keys = key + tl.arange(0, STEP)
             k_at = keys
             if ALIBI or DROPS:
@@ -93,7 +95,7 @@ def _walk(
                 column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
                 p = tl.where(kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold), p, 0.0)
             v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, EDGE)
-            acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision=PRECISION)
+            acc = dot(rounded(p, v_block.dtype, PRECISION), v_block, acc * shrink[:, None], PRECISION)
             top = new_top
     return acc, top, total
 

@@ -58,9 +58,26 @@ def load_rows(
 
 
 @triton.jit
-def log2_scores(
-    products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, CAPPED: tl.constexpr
-):
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """``a @ b + total`` in fp32. The interpreter takes bf16 for integers: there, both become fp32 first."""
+    if PRECISION == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """fp32 as ``dtype``, to the nearest. The interpreter cuts bf16 off instead: there, it is done on the bits."""
+    if PRECISION == "interpreted" and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, CAPPED: tl.constexpr):
     """Scores times log2(e), of ``q k^T``; and what the tangent was, of which the backward pass has need.
 
     The cap comes before ALiBi's bias, as in flash-attn. ``factor``: scale * log2(e), or scale / softcap under a cap.
