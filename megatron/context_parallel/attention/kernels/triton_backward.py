@@ -99,9 +99,10 @@ def _walk_keys(
             if EDGE:
                 counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
                 if MASKED:
-                    query, column = rows - tl.load(entry + 8), keys - tl.load(entry + 9)
-                    found = marked(bits, tl.load(entry + 6), tl.load(entry + 7), query[:, None], column[None, :], counts)
-                    counts = counts & found
+                    at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
+                    column = key - tl.load(entry + 9)
+                    columns = (column + tl.arange(0, STEP))[None, :]
+                    counts &= marked(at, query[:, None], words, column, columns, belongs[:, None], (STEP + 31) // 32)
             p, steepness, drop = _weights(
                 products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], counts,
                 row_key[:, None], column_key[None, :], threshold, kept_scale, EDGE, ALIBI, CAPPED, DROPS,
@@ -170,10 +171,10 @@ def query_kernel(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, columns, q, dout, lse, delta, ranges, first, last, bits, q_places, k_at, row_keys, column_key, slope,
+    dk, dv, k, v, first_column, q, dout, lse, delta, ranges, first, last, bits, q_places, k_at, row_keys, column_key, slope,
     q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
-    HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr,
-    EDGE: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+    HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,     EDGE: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All of it with keys down and queries across, so that nothing has to be turned before the second product."""
@@ -181,6 +182,7 @@ def _walk_queries(
         entry = ranges + index * 10
         start, stop = tl.load(entry), tl.load(entry + 1)
         if EDGE:
+            columns = first_column + tl.arange(0, BLOCK)
             belongs = (columns >= tl.load(entry + 2)) & (columns < tl.load(entry + 3))
             lowest = tl.where(belongs, columns + tl.load(entry + 4), 2147483647)
             highest = tl.minimum(columns + tl.load(entry + 5), stop - 1)
@@ -201,9 +203,10 @@ def _walk_queries(
             if EDGE:
                 counts = (rows[None, :] >= lowest[:, None]) & (rows[None, :] <= highest[:, None])
                 if MASKED:
-                    row, key = rows - tl.load(entry + 8), columns - tl.load(entry + 9)
-                    found = marked(bits, tl.load(entry + 6), tl.load(entry + 7), row[None, :], key[:, None], counts)
-                    counts = counts & found
+                    at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
+                    column = first_column - tl.load(entry + 9)
+                    keys = (column + tl.arange(0, BLOCK))[:, None]
+                    counts &= marked(at, row[None, :], words, column, keys, here[None, :], BLOCK // 32 + 1)
             p, steepness, drop = _weights(
                 products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], counts,
                 row_key[None, :], column_key[:, None], threshold, kept_scale, EDGE, ALIBI, CAPPED, DROPS,
@@ -262,23 +265,23 @@ def key_kernel(
         if ALIBI:
             slope = tl.load(slopes + head) * LOG2E
         dk_total, dv_total = _walk_queries(
-            dk_total, dv_total, k_block, v_block, columns, q_head, dout_head, lse_head, delta_head, ranges, first, edge,
+            dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges, first, edge,
             bits, q_places, k_at, row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss,
             factor, cap, threshold, kept_scale,
-            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, False, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, False, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
         dk_total, dv_total = _walk_queries(
-            dk_total, dv_total, k_block, v_block, columns, q_head, dout_head, lse_head, delta_head, ranges, edge, masked,
+            dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges, edge, masked,
             bits, q_places, k_at, row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss,
             factor, cap, threshold, kept_scale,
-            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, True, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, True, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
         if MASKED:
             dk_total, dv_total = _walk_queries(
-                dk_total, dv_total, k_block, v_block, columns, q_head, dout_head, lse_head, delta_head, ranges, masked,
+                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges, masked,
                 last, bits, q_places, k_at, row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss,
                 delta_ss, factor, cap, threshold, kept_scale,
-                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, True, True, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, True, True, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
             )  # fmt: skip
     at = block_pointers(dk + b * dk_sb + h * dk_sh, first_row, dk_ss, dk_sd, BLOCK, HEAD_BLOCK, WIDE)
     mask = inside(first_row, k_rows, BLOCK, HEAD, HEAD_BLOCK)

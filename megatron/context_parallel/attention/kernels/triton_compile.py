@@ -97,7 +97,9 @@ def resources(launch: Launch, capability: int) -> Resources:
     compiled = compile_launch(launch, capability)
     ptx = compiled.asm["ptx"]
     usage = _usage(compiled.asm["cubin"])
-    products = {name: len(re.findall(rf"^\s*(?:@\S+\s+)?{re.escape(name)}", ptx, re.MULTILINE)) for name in TENSOR_CORES}
+    products = {
+        name: len(re.findall(rf"^\s*(?:@\S+\s+)?{re.escape(name)}", ptx, re.MULTILINE)) for name in TENSOR_CORES
+    }
     return Resources(
         registers=usage["REG"],
         spills=usage["STACK"] + usage["LOCAL"],

@@ -80,9 +80,10 @@ def _walk(
             if EDGE:
                 counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
                 if MASKED:
-                    query, column = rows - tl.load(entry + 8), keys - tl.load(entry + 9)
-                    found = marked(bits, tl.load(entry + 6), tl.load(entry + 7), query[:, None], column[None, :], counts)
-                    counts = counts & found
+                    at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
+                    column = key - tl.load(entry + 9)
+                    columns = (column + tl.arange(0, STEP))[None, :]
+                    counts &= marked(at, query[:, None], words, column, columns, belongs[:, None], (STEP + 31) // 32)
                 scores = tl.where(counts, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             above = new_top

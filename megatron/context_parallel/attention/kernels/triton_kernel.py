@@ -38,6 +38,8 @@ class TritonKernel:
     name = "triton"
     supports_mask = True
     supports_dropout = True
+    supports_softcap = True
+    supports_value_dim = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """``head_dim``: the larger one of keys and values."""
@@ -99,13 +101,13 @@ def attend_tiles_grad(
     k_SBHD: Tensor,
     v_SBHD: Tensor,
     *,
-    dout_SBHD: Tensor,
-    lse_SBH: Tensor,
+    dout: Tensor,
+    lse: Tensor,
     delta_SBH: Tensor,
     scale: float,
-    dq_SBHD: Tensor,
-    dk_SBHD: Tensor,
-    dv_SBHD: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     mask: Mask | None = None,
     slopes: Tensor | None = None,
     softcap: float | None = None,
@@ -116,14 +118,14 @@ def attend_tiles_grad(
     One launch for dq and one for dk and dv; the same bits every time.
 
     Args:
-        dout_SBHD: [s, b, heads, dv], any strides.
-        lse_SBH: the *final* one, of all tiles of these queries, fp32.
-        delta_SBH: of :func:`delta`, of the final output, fp32 [s, b, heads].
-        dq_SBHD, dk_SBHD, dv_SBHD: in the shapes of q, k, v.
+        dout: [s, b, heads, dv], any strides.
+        lse: the *final* one, of all tiles of these queries, fp32 [s, b, heads].
+        delta_SBH: what :func:`delta` makes of the final output, fp32 [s, b, heads].
+        dq, dk, dv: in the shapes of q, k, v.
     """
     call = Call(q_SBHD, k_SBHD, v_SBHD, scale, mask, slopes, softcap, dropout)
     for group in groups(tuple(tiles)):
-        for launch in call.backward(group, dout_SBHD, lse_SBH, delta_SBH, dq_SBHD, dk_SBHD, dv_SBHD):
+        for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
             launch.run()
 
 
@@ -133,7 +135,9 @@ def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
     total = torch.empty(s, b, h, dtype=torch.float32, device=out_SBHD.device)
     arguments = {
         **{"out": out_SBHD, "dout": dout_SBHD, "delta": total, "rows": s},
-        **{f"{name}_{at}": stride for name, x in (("out", out_SBHD), ("dout", dout_SBHD)) for at, stride in _strides(x)},
+        **{
+            f"{name}_{at}": stride for name, x in (("out", out_SBHD), ("dout", dout_SBHD)) for at, stride in _strides(x)
+        },
         **{f"delta_{at}": stride for at, stride in _strides(total)},
         **{"HEADS": h, "VALUE": d, "VALUE_BLOCK": _power(d), "BLOCK": 32, "WIDE": _wide(32, out_SBHD, dout_SBHD)},
     }
@@ -247,7 +251,9 @@ class Call:
         }
         if which != "forward":
             arguments["scale"] = self.scale
-        kernel = getattr(_functions(), {"forward": "forward_kernel", "queries": "query_kernel", "keys": "key_kernel"}[which])
+        kernel = getattr(
+            _functions(), {"forward": "forward_kernel", "queries": "query_kernel", "keys": "key_kernel"}[which]
+        )
         heads = h if side == "q" else hk
         return Launch(kernel, (len(walked.blocks), b * heads), arguments, sizes.warps, sizes.stages)
 

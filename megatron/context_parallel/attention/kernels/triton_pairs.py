@@ -20,7 +20,9 @@ LEVELS = tl.constexpr(dropout.LEVELS)
 
 
 @triton.jit
-def block_pointers(base, first, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
+def block_pointers(
+    base, first, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
+):
     """Where rows ``first ..`` are. Only the first row's distance from ``base`` is 64 bits wide, unless strides are WIDE."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     if WIDE:
@@ -95,10 +97,19 @@ def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, C
 
 
 @triton.jit
-def marked(bits, at, words, query, key, counts):
-    """The mask's answer for pairs that count, numbered from their tile's first query and key, at its first word."""
-    word = tl.load(bits + (at + query * words + (key >> 5)), mask=counts, other=0)
-    return ((word >> (key & 31)) & 1) != 0
+def marked(bits, query, words, first, key, exists, WORDS: tl.constexpr):
+    """The mask's answer for pairs, numbered from their tile's first query and key.
+
+    ``bits``: the tile's; a query has ``words``, of which WORDS from that of key ``first`` on are read, each once for all
+    its keys. ``exists``: which queries there are.
+    """
+    word = first >> 5
+    found = tl.zeros_like(query)
+    for index in tl.static_range(WORDS):
+        place = tl.minimum(tl.maximum(word + index, 0), words - 1)  # beyond the tile no pair counts
+        one = tl.load(bits + (query * words + place), mask=exists, other=0)
+        found = one if WORDS == 1 else tl.where((key >> 5) == word + index, one, found)
+    return ((found >> (key & 31)) & 1) != 0
 
 
 @triton.jit

@@ -63,6 +63,8 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
     begin, end = number * block, np.minimum((number + 1) * block, rows)
     start = np.maximum(b0, np.maximum(begin, a0) + low)
     stop = np.minimum(b1, np.minimum(end, a1) + high)
+    if side == "q":  # the keys of a step are in as few words as they can be
+        start = np.where(masked, b0 + np.maximum(start - b0, 0) // WORD * WORD, start)
     # What all rows of the block meet, in whole steps from the start.
     plain = start + -(-np.maximum(np.maximum(b0, end - 1 + low) - start, 0) // step) * step
     steps = (np.minimum(b1, begin + high + 1) - plain) // step
@@ -90,7 +92,10 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
 
 def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
     """Tiles in columns: a is the block's side, b the one that is walked."""
-    q, k = np.array([t.q for t in tiles], np.int64).reshape(-1, 2), np.array([t.k for t in tiles], np.int64).reshape(-1, 2)
+    q, k = (
+        np.array([t.q for t in tiles], np.int64).reshape(-1, 2),
+        np.array([t.k for t in tiles], np.int64).reshape(-1, 2),
+    )
     diagonal = k[:, 0] - q[:, 0]  # of key - query
     low = np.where([t.kind == "anticausal" for t in tiles], diagonal, -FAR)
     high = np.where([t.kind == "causal" for t in tiles], diagonal, FAR)
