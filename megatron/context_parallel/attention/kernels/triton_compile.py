@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels as they are compiled for a GPU, without one: what they take of it.
+
+Triton brings NVIDIA's assembler. A `Launch` of tensors on the ``meta`` device is compiled as the first call of such
+tensors would compile it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from megatron.context_parallel.attention.kernels.triton_kernel import OPTIONS, Launch
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of compute capability 8, 9 and 10
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that a block can have (CUDA's programming guide)
+SM_SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # of a multiprocessor; a block takes 1 besides
+SM_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+SM_REGISTERS = 2**16
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        spills: bytes of memory that a thread keeps values in for want of registers.
+        shared: bytes of a block's shared memory.
+        warps: of a block.
+        products: tensor core instructions in its PTX, by name.
+        capability: what it was compiled for.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    warps: int
+    products: dict[str, int]
+    capability: int
+
+    @property
+    def programs(self) -> int:
+        """Blocks that one multiprocessor holds at once, by registers (which come 256 a warp at a time), shared memory
+        and warps."""
+        registers = -(-self.registers * 32 // 256) * 256 * self.warps
+        shared = SM_SHARED_KIB[self.capability] * 1024 // (self.shared + 1024)
+        return min(SM_REGISTERS // registers, shared, SM_WARPS[self.capability] // self.warps)
+
+    @property
+    def occupancy(self) -> float:
+        """Warps that one multiprocessor holds, as a share of the most it can."""
+        return self.programs * self.warps / SM_WARPS[self.capability]
+
+
+def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
+    """Compiles for a GPU of ``capability`` 80, 90, ..; in a process that does not interpret."""
+    signature, constants, aligned = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            kind, at = TYPES[value.dtype], value.storage_offset() * value.itemsize
+        elif isinstance(value, int):
+            kind, at = "i32" if -(2**31) <= value < 2**31 else "i64", value
+        else:
+            kind, at = "fp32", 1
+        signature[parameter.name] = kind
+        if at % 16 == 0 and not parameter.do_not_specialize:
+            aligned[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, aligned)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, **OPTIONS}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(launch: Launch, capability: int) -> Resources:
+    """What a launch takes on a GPU of ``capability``, as its machine code says."""
+    compiled = compile_launch(launch, capability)
+    ptx = compiled.asm["ptx"]
+    usage = _usage(compiled.asm["cubin"])
+    products = {
+        name: len(re.findall(rf"^\s*(?:@\S+\s+)?{re.escape(name)}", ptx, re.MULTILINE)) for name in TENSOR_CORES
+    }
+    return Resources(
+        registers=usage["REG"],
+        spills=usage["STACK"] + usage["LOCAL"],
+        shared=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
+        products={name: count for name, count in products.items() if count},
+        capability=capability,
+    )
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes, by the names that NVIDIA's tool has for them: REG, STACK, LOCAL, .."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", report)}

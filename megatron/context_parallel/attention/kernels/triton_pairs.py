@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton kernels share: rows of a tensor, the score of each pair, and whether it counts.
+
+Vectors over queries and keys come shaped to broadcast, [rows, 1] and [1, keys] or the other way round, so that the same
+lines serve both orders.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron.context_parallel.positions import dropout
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FIRST = tl.constexpr(dropout.FIRST)
+SECOND = tl.constexpr(dropout.SECOND)
+LANES = tl.constexpr(dropout.LANES)
+LEVELS = tl.constexpr(dropout.LEVELS)
+
+
+@triton.jit
+def block_pointers(
+    base, first, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
+):
+    """Where rows ``first ..`` are. Only the first row's distance from ``base`` is 64 bits wide, unless strides are WIDE."""
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    if WIDE:
+        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
+    return base + tl.cast(first, tl.int64) * row_stride + (rows * row_stride + columns * column_stride)
+
+
+@triton.jit
+def inside(first, stop, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which elements of a block there are: rows before ``stop``, ``SIZE`` columns."""
+    return ((first + tl.arange(0, ROWS)) < stop)[:, None] & (tl.arange(0, COLUMNS) < SIZE)[None, :]
+
+
+@triton.jit
+def load_rows(
+    base,
+    first,
+    stop,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Rows ``first ..`` as [ROWS, COLUMNS], 0 from column ``SIZE`` on and, where CHECKED, from row ``stop`` on."""
+    at = block_pointers(base, first, row_stride, column_stride, ROWS, COLUMNS, WIDE)
+    if CHECKED:
+        return tl.load(at, mask=inside(first, stop, ROWS, SIZE, COLUMNS), other=0.0)
+    elif SIZE < COLUMNS:
+        return tl.load(at, mask=(tl.arange(0, COLUMNS) < SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """``a @ b + total`` in fp32. The interpreter takes bf16 for integers: there, both become fp32 first."""
+    if PRECISION == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """fp32 as ``dtype``, to the nearest. The interpreter cuts bf16 off instead: there, it is done on the bits."""
+    if PRECISION == "interpreted" and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, CAPPED: tl.constexpr):
+    """Scores times log2(e), of ``q k^T``; and what the tangent was, of which the backward pass has need.
+
+    The cap comes before ALiBi's bias, as in flash-attn. ``factor``: scale * log2(e), or scale / softcap under a cap.
+    """
+    scores = products * factor
+    tangent = scores
+    if CAPPED:
+        small = tl.exp2(tl.abs(scores) * (-2 * LOG2E))
+        tangent = (1 - small) / (1 + small)
+        tangent = tl.where(scores < 0, -tangent, tangent)
+        scores = tangent * cap
+    if ALIBI:
+        scores -= tl.abs(q_at - k_at).to(tl.float32) * slope
+    return scores, tangent
+
+
+@triton.jit
+def marked(bits, query, words, first, key, exists, WORDS: tl.constexpr):
+    """The mask's answer for pairs, numbered from their tile's first query and key.
+
+    ``bits``: the tile's; a query has ``words``, of which WORDS from that of key ``first`` on are read, each once for all
+    its keys. ``exists``: which queries there are.
+    """
+    word = first >> 5
+    found = tl.zeros_like(query)
+    for index in tl.static_range(WORDS):
+        place = tl.minimum(tl.maximum(word + index, 0), words - 1)  # beyond the tile no pair counts
+        one = tl.load(bits + (query * words + place), mask=exists, other=0)
+        found = one if WORDS == 1 else tl.where((key >> 5) == word + index, one, found)
+    return ((found >> (key & 31)) & 1) != 0
+
+
+@triton.jit
+def kept(row_key, column_key, k_at, threshold):
+    """Dropout's answer: `positions.dropout.Dropout.kept`, for one element of a hash at a time."""
+    x = row_key.to(tl.uint64, bitcast=True) ^ column_key.to(tl.uint64, bitcast=True)
+    x = x * FIRST
+    x = x ^ (x >> 32)
+    x = x * SECOND
+    x = x ^ (x >> 32)
+    lane = (k_at & (LANES - 1)).to(tl.uint64)
+    return ((x >> (lane * 16)) & (LEVELS - 1)).to(tl.int32) >= threshold

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles as a GPU walks them: for each block of rows, the ranges of the other side's rows that it meets.
+
+A tile is a rectangle with, perhaps, one slanting edge: rows a and b of its two sides meet where ``low <= b - a <= high``.
+Each block of one side so meets consecutive rows of the other. Those that all rows of the block meet are plain: the
+kernel computes them without a question. The rest, at most one step at either end and along a diagonal, are edges, where
+each pair is compared; and what a mask has to be asked about reads a bit a pair, besides.
+
+All of it is arithmetic on a few small arrays in host memory, done once for tiles that come again every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES, row_blocks, to_device
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.spans import numbered, positions
+from megatron.context_parallel.layout.tiles import Tile, parts
+
+Side = Literal["q", "k"]
+
+FAR = 2**30  # further than any two rows are apart
+WORD = 32  # pairs in a word of bits
+BITS_AT_ONCE = 2**28  # bytes that the bits of one launch take at most
+MASKED_ROWS = 2**14  # queries, and keys, of a masked tile whose bits alone are more than that: 32 MiB
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What each block of one side meets of the other, heaviest block first.
+
+    Attributes:
+        blocks: int32 [blocks, 5]: the block's number; its first range; one past its last plain, edge and masked one.
+        ranges: int32 [ranges, 10]: from and to, of the rows walked; then of the tile: first row and one past the last of
+            the block's side, low, high, the word of bits at which it begins (-1: not masked), words a query, first
+            query and first key.
+        pairs: that are computed, those that edges throw away with them.
+    """
+
+    blocks: Tensor
+    ranges: Tensor
+    pairs: int
+
+
+@lru_cache(maxsize=1024)
+def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
+    """The walk of blocks of ``block`` rows, of a side that has ``rows``, over the other side in steps of ``step``."""
+    t = _table(tiles, side)
+    first = t["a0"] // block
+    count = (t["a1"] - 1) // block - first + 1
+    tile = np.repeat(np.arange(len(tiles)), count)
+    number = first[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+    a0, a1, b0, b1, low, high = (t[name][tile] for name in ("a0", "a1", "b0", "b1", "low", "high"))
+    masked = t["bits"][tile] >= 0
+    begin, end = number * block, np.minimum((number + 1) * block, rows)
+    start = np.maximum(b0, np.maximum(begin, a0) + low)
+    stop = np.minimum(b1, np.minimum(end, a1) + high)
+    if side == "q":  # the keys of a step are in as few words as they can be
+        start = np.where(masked, b0 + np.maximum(start - b0, 0) // WORD * WORD, start)
+    # What all rows of the block meet, in whole steps from the start.
+    plain = start + -(-np.maximum(np.maximum(b0, end - 1 + low) - start, 0) // step) * step
+    steps = (np.minimum(b1, begin + high + 1) - plain) // step
+    steps = np.where((a0 <= begin) & (end <= a1) & ~masked & (start < stop), np.maximum(steps, 0), 0)
+    plain = np.where(steps, plain, start)
+    after = plain + steps * step
+
+    tile3, number3 = np.tile(tile, 3), np.tile(number, 3)
+    kind = np.concatenate((np.zeros_like(tile), np.where(masked, 2, 1), np.where(masked, 2, 1)))
+    from_, to = np.concatenate((plain, start, after)), np.concatenate((after, plain, stop))
+    kept = np.nonzero(from_ < to)[0]
+    kept = kept[np.lexsort((from_[kept], kind[kept], number3[kept]))]
+    tile3, number3, kind, from_, to = tile3[kept], number3[kept], kind[kept], from_[kept], to[kept]
+    fields = ("a0", "a1", "low", "high", "bits", "words", "q0", "k0")
+    ranges = np.stack((from_, to, *(t[name][tile3] for name in fields)), axis=1)
+
+    numbers, place = np.unique(number3, return_inverse=True)
+    work = np.bincount(place, -(-(to - from_) // step), len(numbers)).astype(np.int64)
+    counts = np.stack([np.bincount(place[kind == which], minlength=len(numbers)) for which in range(3)], axis=1)
+    ends = np.cumsum(counts.ravel()).reshape(counts.shape)
+    blocks = np.concatenate((numbers[:, None], ends[:, :1] - counts[:, :1], ends), axis=1)
+    blocks = blocks[np.argsort(-work, kind="stable")]
+    return Walk(_int32(blocks, device), _int32(ranges, device), int(work.sum()) * block * step)
+
+
+def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
+    """Tiles in columns: a is the block's side, b the one that is walked."""
+    q, k = (
+        np.array([t.q for t in tiles], np.int64).reshape(-1, 2),
+        np.array([t.k for t in tiles], np.int64).reshape(-1, 2),
+    )
+    diagonal = k[:, 0] - q[:, 0]  # of key - query
+    low = np.where([t.kind == "anticausal" for t in tiles], diagonal, -FAR)
+    high = np.where([t.kind == "causal" for t in tiles], diagonal, FAR)
+    a, b = (q, k) if side == "q" else (k, q)
+    if side == "k":
+        low, high = -high, -low
+    words = -(-(k[:, 1] - k[:, 0]) // WORD)
+    sizes = np.where([t.masked for t in tiles], words * (q[:, 1] - q[:, 0]), 0)
+    bits = np.where([t.masked for t in tiles], np.cumsum(sizes) - sizes, -1)
+    columns = {"a0": a[:, 0], "a1": a[:, 1], "b0": b[:, 0], "b1": b[:, 1], "low": low, "high": high}
+    return {**columns, "bits": bits, "words": words, "q0": q[:, 0], "k0": k[:, 0]}
+
+
+def _int32(x: np.ndarray, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(x.astype(np.int32)), device)
+
+
+@lru_cache(maxsize=64)
+def places(tiles: tuple[Tile, ...], side: Side, rows: int, device: torch.device) -> Tensor:
+    """The global position of each row of a side, int32 [rows]; 0 for rows that are in no tile."""
+    found = torch.zeros(rows, dtype=torch.int32)
+    for tile in tiles:
+        (first, _), spans = (tile.q, tile.q_at) if side == "q" else (tile.k, tile.k_at)
+        for row, (start, stop) in numbered(spans):
+            found[first + row : first + row + stop - start] = torch.arange(start, stop, dtype=torch.int32)
+    return to_device(found, device)
+
+
+def groups(tiles: tuple[Tile, ...]) -> Iterator[tuple[Tile, ...]]:
+    """Tiles as they are launched: all at once, but for bits that would take more than `BITS_AT_ONCE`."""
+    group, held = [], 0
+    for whole in tiles:
+        for tile in parts(whole, MASKED_ROWS) if _bit_bytes(whole) > BITS_AT_ONCE else (whole,):
+            if group and held + _bit_bytes(tile) > BITS_AT_ONCE:
+                yield tuple(group)
+                group, held = [], 0
+            group.append(tile)
+            held += _bit_bytes(tile)
+    if group:
+        yield tuple(group)
+
+
+def _bit_bytes(tile: Tile) -> int:
+    return tile.masked * (tile.q[1] - tile.q[0]) * -(-(tile.k[1] - tile.k[0]) // WORD) * 4
+
+
+def pack(tiles: tuple[Tile, ...], mask: Mask, device: torch.device) -> Tensor:
+    """The answers of ``mask`` to all pairs of the masked tiles, one tile after another, int32 [words].
+
+    A word has 32 keys of a query, the first in its lowest bit; each query of a tile begins a word.
+    """
+    masked = [tile for tile in tiles if tile.masked]
+    bits = torch.empty(sum(map(_bit_bytes, masked)) // 4, dtype=torch.int32, device=device)
+    first = 0
+    for tile in masked:
+        q_at, k_at = positions(tile.q_at, device)[:, None], positions(tile.k_at, device)[None]
+        keys, words = k_at.size(1), -(-k_at.size(1) // WORD)
+        for start, end in row_blocks(len(q_at), PAIR_BYTES * keys, ROW_MASK_BYTES):
+            allowed = torch.zeros(end - start, words * WORD, dtype=torch.uint8, device=device)
+            allowed[:, :keys] = mask.allowed(q_at[start:end], k_at)
+            part = bits[first + start * words : first + end * words]
+            part.view(torch.uint8).copy_(_eight_to_one(allowed.view(torch.int64)).flatten())
+        first += len(q_at) * words
+    return bits
+
+
+def _eight_to_one(bytes_of_01: Tensor) -> Tensor:
+    """Eight bytes of 0 or 1, as an int64, to one byte; the product has them in order in its highest byte."""
+    return (bytes_of_01 * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
