@@ -12,6 +12,7 @@ up).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.context_parallel.attention.gather import GatherSource
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock, RingSource
 from megatron.context_parallel.attention.tile import TileKernel
+from megatron.context_parallel.layout.spans import union
 from megatron.context_parallel.layout.tiles import Tile
 
 
@@ -53,6 +55,9 @@ def attend(
     tiles: Iterable[Tile], q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, kernel: TileKernel, result: Accumulator
 ) -> None:
     """Merge the tiles between a query block [s, b, heads, d] and a key block [s, b, kv_heads, d] into ``result``."""
+    if kernel.at_once:
+        kernel.attend(tuple(tiles), q_SBHD, k_SBHD, v_SBHD, *result.sums())
+        return
     for tile in kernel.parts(tiles):
         result.add(tile.q, *kernel.forward(tile, q_SBHD, k_SBHD, v_SBHD))
 
@@ -64,8 +69,9 @@ def attend_grad(
     v_SBHD: Tensor,
     *,
     dout_SBHD: Tensor,
-    out_SBHD: Tensor,
+    out_SBHD: Tensor | None,
     lse_SBH: Tensor,
+    delta_SBH: Tensor | None,
     kernel: TileKernel,
     dq: GradientSum,
     dkv: KeyGradients | KeyBlock,
@@ -75,11 +81,47 @@ def attend_grad(
     Args:
         dout_SBHD: gradient of the final output, [s, b, heads, d].
         out_SBHD, lse_SBH: the *final* ones, of all tiles of these queries.
+        delta_SBH: of ``kernel.delta``, whose kernel then has no use for ``out``; else None.
     """
+    if kernel.at_once:
+        _attend_grad_at_once(
+            tuple(tiles), (q_SBHD, k_SBHD, v_SBHD), (dout_SBHD, lse_SBH, delta_SBH), kernel=kernel, dq=dq, dkv=dkv
+        )
+        return
     for tile in kernel.parts(tiles):
         dq_tile, *dkv_tile = kernel.backward(tile, q_SBHD, k_SBHD, v_SBHD, dout_SBHD, out_SBHD, lse_SBH)
         dq.add(tile.q, dq_tile)
         dkv.add(tile.k, *dkv_tile)
+
+
+def _attend_grad_at_once(
+    tiles: tuple[Tile, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    final: tuple[Tensor, Tensor, Tensor],
+    *,
+    kernel: TileKernel,
+    dq: GradientSum,
+    dkv: KeyGradients | KeyBlock,
+) -> None:
+    """Of all tiles in one call, into the sums themselves where keys and their gradients lie alike.
+
+    On a ring they need not: rows of keys go on that are needed later, rows of gradients that were needed before.
+    """
+    q, k, v = qkv
+    apart = {dkv.at(tile.k)[0] - tile.k[0] for tile in tiles}
+    if len(apart) == 1:
+        (moved,) = apart
+        first, stop = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+        if first:
+            tiles = tuple(replace(tile, k=(tile.k[0] - first, tile.k[1] - first)) for tile in tiles)
+        dk, dv = (total[first + moved : stop + moved] for total in dkv.sums())
+        kernel.attend_grad(tiles, (q, k[first:stop], v[first:stop]), *final, (dq.sum(), dk, dv))
+        return
+    fresh = KeyGradients(k, v, ((0, k.size(0)),))
+    dk, dv = fresh.sums()
+    kernel.attend_grad(tiles, qkv, *final, (dq.sum(), dk, dv))
+    for start, stop in union(tile.k for tile in tiles):
+        dkv.add((start, stop), dk[start:stop], dv[start:stop])
 
 
 def sinks_grad(sinks: Tensor, dout_SBHD: Tensor, out_SBHD: Tensor, lse_SBH: Tensor) -> Tensor:
@@ -116,7 +158,8 @@ class _TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
+        delta = ctx.kernel.delta(out, dout)
+        final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
         dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, v, ((0, k.size(0)),))
         for block in ctx.source.blocks(k, v, dkv):
             attend_grad(block.tiles, q, block.k, block.v, **final, kernel=ctx.kernel, dq=dq, dkv=block)

@@ -25,18 +25,21 @@ class Accumulator:
     def add(self, rows: Span, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
         """Merge a tile: ``out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t))``."""
         tile_out, tile_lse = out_BHSD.permute(2, 0, 1, 3), lse_BHS.permute(2, 0, 1)
-        if self.out_SBHD is None:
-            if rows == (0, self.shape[0]):
-                self.out_SBHD, self.lse_SBH = tile_out, tile_lse
-                return
-            self._start()
-        if self.out_SBHD.dtype != self.sum_dtype:
-            self.out_SBHD = self.out_SBHD.to(self.sum_dtype)
-        out, lse = self.out_SBHD[rows[0] : rows[1]], self.lse_SBH[rows[0] : rows[1]]
+        if self.out_SBHD is None and rows == (0, self.shape[0]):
+            self.out_SBHD, self.lse_SBH = tile_out, tile_lse
+            return
+        out, lse = (x[rows[0] : rows[1]] for x in self.sums())
         # Where neither side has attended to anything both lse are -inf, and nothing changes.
         share = torch.sigmoid(tile_lse - lse).nan_to_num_(0.0)
         out -= share.unsqueeze(-1) * (out - tile_out)
         lse.copy_(torch.logaddexp(lse, tile_lse))
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """What there is so far, in fp32 (fp64), to be added to in place: out, and lse, 0 and -inf at first."""
+        if self.out_SBHD is None:
+            self._start()
+        self.out_SBHD = self.out_SBHD.to(self.sum_dtype)
+        return self.out_SBHD, self.lse_SBH
 
     def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out [s, b, h, d] in the inputs' dtype, lse [s, b, h]; 0 and -inf for queries without any key.
@@ -75,8 +78,12 @@ class GradientSum:
         if self.total is None and rows == (0, self.rows):
             self.total = grad_SBHD
         else:
-            self.total = self.finish().to(self.sum_dtype)
-            self.total[rows[0] : rows[1]] += grad_SBHD
+            self.sum()[rows[0] : rows[1]] += grad_SBHD
+
+    def sum(self) -> Tensor:
+        """What there is so far, in fp32 (fp64), to be added to in place."""
+        self.total = self.finish().to(self.sum_dtype)
+        return self.total
 
     def finish(self) -> Tensor:
         """The sum [rows, b, heads, d], 0 where no tile was; in the dtype of a tile if there was just one."""
@@ -101,13 +108,25 @@ class KeyGradients:
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add gradients of ``rows``, which lie within one run of the kept ones."""
-        at = place(rows, self.rows)
+        at = self.at(rows)
         self.dk.add(at, dk_SBHD)
         self.dv.add(at, dv_SBHD)
+
+    def at(self, rows: Span) -> Span:
+        """Where gradients of ``rows`` lie in the sums."""
+        return place(rows, self.rows)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """dk and dv so far, in fp32 (fp64), to be added to in place."""
+        return unpacked(self.packed(), self.key_dim)
 
     def packed(self) -> Tensor:
         """The sums, fp32 (fp64) [kept rows, b, heads, sizes], to be sent or put away."""
         if self.total is None:
-            self.total = packed(self.dk.finish(), self.dv.finish()).to(self.dk.sum_dtype)
+            if self.dk.total is None:
+                shape = (*self.dk.like.shape[1:3], self.key_dim + self.dv.like.size(3))
+                self.total = self.dk.like.new_zeros((self.dk.rows, *shape), dtype=self.dk.sum_dtype)
+            else:
+                self.total = packed(self.dk.total, self.dv.total).to(self.dk.sum_dtype)
             self.dk.total, self.dv.total = unpacked(self.total, self.key_dim)
         return self.total

@@ -95,7 +95,19 @@ class KeyBlock:
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add gradients of rows that are counted, as those of tiles are, within what is held."""
-        self.grads.add(*positions_of([rows], self.hop.held), dk_SBHD, dv_SBHD)
+        first = 0
+        for start, stop in positions_of([rows], self.hop.held):
+            part = slice(first, first + stop - start)
+            self.grads.add((start, stop), dk_SBHD[part], dv_SBHD[part])
+            first = part.stop
+
+    def at(self, rows: Span) -> Span:
+        """Where gradients of such rows lie in the sums."""
+        return self.grads.at(*positions_of([rows], self.hop.held))
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """dk and dv so far, in fp32 (fp64), to be added to in place."""
+        return self.grads.sums()
 
     def pick(self, wanted: Spans) -> Tensor:
         """Rows of keys and values, packed; where it can be, a view."""

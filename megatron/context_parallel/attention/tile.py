@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, accumulation_dtype
+from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, TilesKernel, accumulation_dtype
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, parts
 from megatron.context_parallel.positions.dropout import Dropout, TileDropout
@@ -23,12 +24,12 @@ MADE_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class TileKernel:
-    """How tiles are computed.
+    """How tiles are computed: one by one, or, by a kernel that can (``at_once``), all of a key block's together.
 
     Attributes:
         kernel: computes rectangles and causal squares.
         scale: factor on q @ k^T.
-        mask: asked about each pair of a masked tile.
+        mask: asked about each pair of a masked tile; it need not know what no tile holds (``inside_tiles``).
         slopes: ALiBi's, fp32 [heads], of the heads in q; None without ALiBi.
         mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
             tile's (of :meth:`parts`) at once.
@@ -36,13 +37,44 @@ class TileKernel:
         softcap: scores are capped at it; None leaves them.
     """
 
-    kernel: Kernel
+    kernel: Kernel | TilesKernel
     scale: float
     mask: Mask
     slopes: Tensor | None = None
     mask_in_host: bool = False
     dropout: Dropout | None = None
     softcap: float | None = None
+
+    @property
+    def at_once(self) -> bool:
+        """Whether :meth:`attend` and :meth:`attend_grad` can be called."""
+        return hasattr(self.kernel, "attend")
+
+    def attend(self, computed: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Tiles between two blocks, merged into fp32 sums: out [s, b, h, dv] and lse [s, b, h]."""
+        self.kernel.attend(computed, q, k, v, out_SBHD=out, lse_SBH=lse, **self._options())
+
+    def attend_grad(
+        self,
+        computed: tuple[Tile, ...],
+        qkv: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        sums: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Adds the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are the final ones."""
+        final = {"dout_SBHD": dout, "lse_SBH": lse, "delta_SBH": delta}
+        into = dict(zip(("dq_SBHD", "dk_SBHD", "dv_SBHD"), sums))
+        self.kernel.attend_grad(computed, *qkv, **final, **into, **self._options())
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor | None:
+        """Row sums of ``dout * out``, once for all tiles of some queries; None where the kernel makes its own."""
+        return self.kernel.delta(out, dout) if self.at_once else None
+
+    def _options(self) -> dict[str, Any]:
+        names = ("scale", "mask", "slopes", "softcap", "dropout")
+        return {name: getattr(self, name) for name in names}
 
     def parts(self, computed: Iterable[Tile]) -> Iterator[Tile]:
         """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where pairs are looked at one by one."""
@@ -120,7 +152,7 @@ class AttentionRule:
 
     Attributes:
         mask: which keys a query attends to.
-        kernel: ``auto``, ``flash_attn``, ``cudnn``, ``flash``, ``cpu`` or ``math``.
+        kernel: ``auto``, ``flash_attn``, ``cudnn``, ``flash``, ``cpu``, ``triton`` or ``math``.
         scale: factor on q @ k^T; default ``d ** -0.5``.
         alibi_slopes: fp32 [heads], of the heads before the all-to-all: ``slope * |distance|`` is taken from each score
             (ALiBi, arXiv 2108.12409).
@@ -172,7 +204,7 @@ class AttentionRule:
             self.kernel,
             device=q_SBHD.device,
             dtype=q_SBHD.dtype,
-            head_dim=size,
+            head_dim=max(size, value_dim or size),
             needs_mask=self.mask.fine or slopes is not None,
             needs_dropout=dropout is not None,
             needs_softcap=self.softcap is not None,
@@ -180,7 +212,7 @@ class AttentionRule:
         )
         scale = size**-0.5 if self.scale is None else self.scale
         in_host = seq_length > self.mask_cpu_threshold
-        return TileKernel(kernel, scale, self.mask, slopes, in_host, dropout, self.softcap)
+        return TileKernel(kernel, scale, inside_tiles(self.mask), slopes, in_host, dropout, self.softcap)
 
     def local_sinks(self, q_SBHD: Tensor, ulysses: Axis) -> Tensor | None:
         """Those of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""

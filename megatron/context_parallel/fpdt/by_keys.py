@@ -54,6 +54,10 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
         dout, residual = run.work.output_grad(there["out", chunk], x, dy_chunk, chunk)
         run.work.add_sinks_grad(dout, there["out", chunk], there.get(("lse", chunk)))
         shelf.put(("dout", chunk), dout)
+        delta = run.work.kernel.delta(there["out", chunk], dout)
+        if delta is not None:  # then nobody asks for out any more
+            shelf.put(("delta", chunk), delta)
+            shelf.drop(("out", chunk))
         run.dx.write(run.spans[chunk], residual)
     for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
         finished = [chunk for chunk in chunks if max(chunk, last[chunk]) == key]
@@ -61,7 +65,8 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
         if key not in finished:
             shelf.put(*fresh.popitem())
         run.finish_waiting(finished, fresh)
-        shelf.drop(*((name, chunk) for chunk in chunks if last[chunk] <= key for name in ("dout", "out", "lse")))
+        done = [chunk for chunk in chunks if last[chunk] <= key]
+        shelf.drop(*((name, chunk) for chunk in done for name in ("dout", "out", "delta", "lse")))
 
 
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
@@ -70,7 +75,7 @@ def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
     own = KeyGradients(k, v, ((0, k.size(0)),))
     for block in run.tiles.source(key).blocks(k, v, own):
         queries = run.tiles.queries_of(key, block.hop.source)
-        names = [[(name, query) for name in ("q", "dout", "out", "lse", "dq")] for query in queries]
+        names = [[(name, query) for name in ("q", "dout", "out", "delta", "lse", "dq")] for query in queries]
         for query, there in zip(queries, run.shelf.walk(names)):
             _pair_grads(run, query, key, block, there)
     return own.packed()
@@ -78,8 +83,9 @@ def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
 
 def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
     """A query chunk and a key chunk: a function of its own, so that they are let go before the next ones are there."""
-    q, dout, out, lse = (there.pop((name, query)) for name in ("q", "dout", "out", "lse"))
-    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
+    q, dout, lse = (there.pop((name, query)) for name in ("q", "dout", "lse"))
+    out, delta = (there.pop((name, query), None) for name in ("out", "delta"))
+    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
     dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
     found = run.tiles.of_block(query, key, block)
     attend_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)

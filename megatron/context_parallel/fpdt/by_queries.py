@@ -67,7 +67,8 @@ def _query_grads(
     q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
     dout, residual = run.work.output_grad(out, x, dy, query)
     run.work.add_sinks_grad(dout, out, lse)
-    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
+    delta = run.work.kernel.delta(out, dout)
+    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
     dq, own = GradientSum(q, q.size(0)), None
     for key, pair in zip(keys, coming):
         k, v = run.work.unpacked(pair.pop(("kv", key)))

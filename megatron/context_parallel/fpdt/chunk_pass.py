@@ -33,7 +33,8 @@ class ChunkPass:
     Attributes:
         work: on one chunk, beside attention.
         tiles: which chunks meet.
-        shelf: chunks and sums that wait, by name: ("q", "kv", "out", "lse", "dout", "dq", "dkv", "sum", chunk).
+        shelf: chunks and sums that wait, by name: ("q", "kv", "out", "lse", "dout", "delta", "dq", "dkv" or "sum",
+            chunk).
         x, dx: the layer's input and its gradient; ``spans``: each chunk's rows of them.
         saving: whether a backward pass follows.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -217,6 +217,17 @@ class Documents(NarrowedMask):
         ends = torch.tensor(self.ends, device=q.device)
         same = torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
         return same & self.within.allowed(q, k)
+
+
+def inside_tiles(mask: Mask) -> Mask:
+    """What is left to ask about the pairs of a tile.
+
+    Tiles are cut from bands, which never leave the rectangles that a :class:`NarrowedMask` keeps. So nobody looks up
+    documents or blocks for a pair, for which a GPU would wait for the host.
+    """
+    if isinstance(mask, NarrowedMask):
+        return inside_tiles(mask.within)
+    return replace(mask, within=inside_tiles(mask.within)) if isinstance(mask, MaskFunction) else mask
 
 
 @dataclass(frozen=True)

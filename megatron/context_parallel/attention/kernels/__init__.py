@@ -13,12 +13,14 @@ from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.attention.kernels.flash import FlashKernel
 from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
 
 __all__ = ["KERNELS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
 
 # The order in which `auto` prefers them.
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), MathKernel())
+    kernel.name: kernel
+    for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), TritonKernel(), MathKernel())
 }
 
 NEEDS = {

@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.positions.dropout import TileDropout
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 
 INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one call reaches this many elements
 
@@ -126,6 +128,58 @@ class Kernel(Protocol):
 
         ``dout_BHSD`` may have any strides.
         """
+        ...
+
+
+class TilesKernel(Kernel, Protocol):
+    """A kernel that also computes all tiles between a query block and a key block in one launch.
+
+    It adds to running sums in place and knows masks, ALiBi and dropout by position. Tensors are ``[s, b, heads, d]`` of
+    any strides, sums fp32.
+    """
+
+    def attend(
+        self,
+        tiles: tuple[Tile, ...],
+        q_SBHD: Tensor,
+        k_SBHD: Tensor,
+        v_SBHD: Tensor,
+        *,
+        out_SBHD: Tensor,
+        lse_SBH: Tensor,
+        scale: float,
+        mask: Mask,
+        slopes: Tensor | None,
+        softcap: float | None,
+        dropout: Dropout | None,
+    ) -> None:
+        """Merges tiles into what ``out`` and ``lse`` hold of all keys so far; at first 0 and -inf."""
+        ...
+
+    def attend_grad(
+        self,
+        tiles: tuple[Tile, ...],
+        q_SBHD: Tensor,
+        k_SBHD: Tensor,
+        v_SBHD: Tensor,
+        *,
+        dout_SBHD: Tensor,
+        lse_SBH: Tensor,
+        delta_SBH: Tensor,
+        dq_SBHD: Tensor,
+        dk_SBHD: Tensor,
+        dv_SBHD: Tensor,
+        scale: float,
+        mask: Mask,
+        slopes: Tensor | None,
+        softcap: float | None,
+        dropout: Dropout | None,
+    ) -> None:
+        """Adds the gradients of tiles to ``dq``, ``dk``, ``dv``; ``lse`` and ``delta`` are of the final output."""
+        ...
+
+    def delta(self, out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
+        """Row sums of ``dout * out``, fp32 [s, b, heads]."""
         ...
 
 
