@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.triton_blocks import Blocks, Pass, blocks
+from megatron.context_parallel.attention.kernels.triton_blocks import Pass, blocks
 from megatron.context_parallel.attention.kernels.triton_tiles import Side, groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
@@ -90,7 +91,7 @@ def attend_tiles(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, scale, mask, slopes, softcap, dropout)
+    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
     for group in groups(tuple(tiles)):
         call.forward(group, out_SBHD, lse_SBH).run()
 
@@ -123,7 +124,7 @@ def attend_tiles_grad(
         delta_SBH: what :func:`delta` makes of the final output, fp32 [s, b, heads].
         dq, dk, dv: in the shapes of q, k, v.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, scale, mask, slopes, softcap, dropout)
+    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
     for group in groups(tuple(tiles)):
         for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
             launch.run()
@@ -156,7 +157,9 @@ class Launch:
     stages: int
 
     def run(self) -> None:
-        if all(self.grid):
+        """Enqueues it on the current stream of the tensors' GPU."""
+        device = self.arguments["out" if "out" in self.arguments else "q"].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages, **OPTIONS)
 
 
@@ -178,7 +181,7 @@ class Call:
     capability: int | None = -1
 
     def __post_init__(self) -> None:
-        (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
+        (_, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         if self.k.shape != (t, b, hk, d) or self.v.shape[:3] != (t, b, hk) or h % hk:
             shapes = (list(x.shape) for x in (self.q, self.k, self.v))
             raise ValueError("q {} does not fit k {}, v {} as [s, b, heads, d]".format(*shapes))
