@@ -64,8 +64,8 @@ class TileKernel:
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Adds the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are the final ones."""
-        final = {"dout_SBHD": dout, "lse_SBH": lse, "delta_SBH": delta}
-        into = dict(zip(("dq_SBHD", "dk_SBHD", "dv_SBHD"), sums))
+        final = {"dout": dout, "lse": lse, "delta_SBH": delta}
+        into = dict(zip(("dq", "dk", "dv"), sums))
         self.kernel.attend_grad(computed, *qkv, **final, **into, **self._options())
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor | None:

@@ -74,19 +74,22 @@ def _walk_keys(
     dq, q, dout, lse, delta, rows, k, v, ranges, first, last, bits, q_at, k_places, row_key, column_keys, slope,
     k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, kept_scale,
     HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr,
-    EDGE: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+    KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for index in range(first, last):
         entry = ranges + index * 10
         start, stop = tl.load(entry), tl.load(entry + 1)
-        if EDGE:
+        if KIND > 0:
             belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
             lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
             highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
+            if KIND == 2:
+                at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
+                first_key = tl.load(entry + 9)
         for key in range(start, stop, STEP):
-            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, EDGE)
-            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, EDGE)
+            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
+            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
             products = dot(q, tl.trans(k_block), None, PRECISION)
             keys = key + tl.arange(0, STEP)
             k_at = keys
@@ -96,16 +99,15 @@ def _walk_keys(
                 k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
             if DROPS:
                 column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
-            if EDGE:
+            if KIND > 0:
                 counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
-                if MASKED:
-                    at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
-                    column = key - tl.load(entry + 9)
+                if KIND == 2:
+                    column = key - first_key
                     columns = (column + tl.arange(0, STEP))[None, :]
                     counts &= marked(at, query[:, None], words, column, columns, belongs[:, None], (STEP + 31) // 32)
             p, steepness, drop = _weights(
                 products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], counts,
-                row_key[:, None], column_key[None, :], threshold, kept_scale, EDGE, ALIBI, CAPPED, DROPS,
+                row_key[:, None], column_key[None, :], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
             dp = dot(dout, tl.trans(v_block), None, PRECISION)
             ds = _score_gradient(p, steepness, drop, dp, delta[:, None], CAPPED, DROPS)
@@ -146,23 +148,13 @@ def query_kernel(
     if DROPS:
         row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
         column_keys += b * k_rows
-    first, edge, masked, last = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3), tl.load(block + 4)
     total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
-    total = _walk_keys(
-        total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, first, edge, bits, q_at, k_places,
-        row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, kept_scale,
-        HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, False, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-    )  # fmt: skip
-    total = _walk_keys(
-        total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, edge, masked, bits, q_at, k_places,
-        row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, kept_scale,
-        HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, True, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-    )  # fmt: skip
-    if MASKED:
+    for kind in tl.static_range(3 if MASKED else 2):
         total = _walk_keys(
-            total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, masked, last, bits, q_at, k_places,
-            row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, kept_scale,
-            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, True, True, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, tl.load(block + 1 + kind),
+            tl.load(block + 2 + kind), bits, q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd,
+            factor, cap, threshold, kept_scale,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
     at = block_pointers(dq + b * dq_sb + h * dq_sh, first_row, dq_ss, dq_sd, BLOCK, HEAD_BLOCK, WIDE)
     mask = inside(first_row, q_rows, BLOCK, HEAD, HEAD_BLOCK)
@@ -171,25 +163,29 @@ def query_kernel(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, first_column, q, dout, lse, delta, ranges, first, last, bits, q_places, k_at, row_keys, column_key, slope,
-    q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
+    dk, dv, k, v, first_column, q, dout, lse, delta, ranges, first, last, bits, q_places, k_at, row_keys, column_key,
+    slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
     HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr,     EDGE: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+    STEP: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All of it with keys down and queries across, so that nothing has to be turned before the second product."""
+    """All with keys down and queries across, so that nothing has to be turned before the second product."""
     for index in range(first, last):
         entry = ranges + index * 10
         start, stop = tl.load(entry), tl.load(entry + 1)
-        if EDGE:
+        if KIND > 0:
             columns = first_column + tl.arange(0, BLOCK)
             belongs = (columns >= tl.load(entry + 2)) & (columns < tl.load(entry + 3))
             lowest = tl.where(belongs, columns + tl.load(entry + 4), 2147483647)
             highest = tl.minimum(columns + tl.load(entry + 5), stop - 1)
+            if KIND == 2:
+                at, words, first_query = bits + tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
+                column = first_column - tl.load(entry + 9)
+                keys = (columns - tl.load(entry + 9))[:, None]
         for query in range(start, stop, STEP):
             rows = query + tl.arange(0, STEP)
             here = rows < stop
-            q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, EDGE)
+            q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
             lse_here = tl.load(lse + rows.to(tl.int64) * lse_ss, mask=here, other=float("-inf")) * LOG2E
             lse_here = tl.where(lse_here == float("-inf"), float("inf"), lse_here)
             products = dot(k, tl.trans(q_block), None, PRECISION)
@@ -200,18 +196,16 @@ def _walk_queries(
                 q_at = tl.load(q_places + rows, mask=here, other=0)
             if DROPS:
                 row_key = tl.load(row_keys + rows, mask=here, other=0)
-            if EDGE:
+            if KIND > 0:
                 counts = (rows[None, :] >= lowest[:, None]) & (rows[None, :] <= highest[:, None])
-                if MASKED:
-                    at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
-                    column = first_column - tl.load(entry + 9)
-                    keys = (column + tl.arange(0, BLOCK))[:, None]
+                if KIND == 2:
+                    row = rows - first_query
                     counts &= marked(at, row[None, :], words, column, keys, here[None, :], BLOCK // 32 + 1)
             p, steepness, drop = _weights(
                 products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], counts,
-                row_key[None, :], column_key[:, None], threshold, kept_scale, EDGE, ALIBI, CAPPED, DROPS,
+                row_key[None, :], column_key[:, None], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
-            dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, EDGE)
+            dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
             dout_block = dout_block.to(q_block.dtype)
             weights = p
             if DROPS:
@@ -249,7 +243,6 @@ def key_kernel(
         k_at = tl.load(k_places + columns, mask=here, other=0)
     if DROPS:
         column_key = tl.load(column_keys + b * k_rows + columns, mask=here, other=0)
-    first, edge, masked, last = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3), tl.load(block + 4)
     dk_total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
     dv_total = tl.zeros([BLOCK, VALUE_BLOCK], tl.float32)
     for member in range(GROUP):
@@ -264,24 +257,12 @@ def key_kernel(
             row_keys_head = row_keys + (b * HEADS + wide) * q_rows
         if ALIBI:
             slope = tl.load(slopes + head) * LOG2E
-        dk_total, dv_total = _walk_queries(
-            dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges, first, edge,
-            bits, q_places, k_at, row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss,
-            factor, cap, threshold, kept_scale,
-            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, False, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-        )  # fmt: skip
-        dk_total, dv_total = _walk_queries(
-            dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges, edge, masked,
-            bits, q_places, k_at, row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss,
-            factor, cap, threshold, kept_scale,
-            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, True, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-        )  # fmt: skip
-        if MASKED:
+        for kind in tl.static_range(3 if MASKED else 2):
             dk_total, dv_total = _walk_queries(
-                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges, masked,
-                last, bits, q_places, k_at, row_keys_head, column_key, slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss,
-                delta_ss, factor, cap, threshold, kept_scale,
-                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, True, True, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges,
+                tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at, row_keys_head, column_key,
+                slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
+                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
             )  # fmt: skip
     at = block_pointers(dk + b * dk_sb + h * dk_sh, first_row, dk_ss, dk_sd, BLOCK, HEAD_BLOCK, WIDE)
     mask = inside(first_row, k_rows, BLOCK, HEAD, HEAD_BLOCK)

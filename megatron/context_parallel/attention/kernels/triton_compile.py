@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from megatron.context_parallel.attention.kernels.triton_kernel import OPTIONS, Launch
+from megatron.context_parallel.attention.kernels.triton_blocks import Pass
+from megatron.context_parallel.attention.kernels.triton_kernel import OPTIONS, Call, Launch
+from megatron.context_parallel.layout.masks import Causal, MaskFunction
+from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.positions.dropout import Dropout
+
+FEATURES = ("mask", "alibi", "softcap", "dropout")
 
 TYPES = {
     torch.float32: "*fp32",
@@ -115,6 +122,33 @@ def _usage(cubin: bytes) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", report)}
+
+
+def example(
+    capability: int, head: int, dtype: torch.dtype = torch.bfloat16, features: Collection[str] = ()
+) -> dict[Pass, Launch]:
+    """The launches of a causal attention of 8 heads and 2 key heads with some of `FEATURES`."""
+    rows, heads, key_heads = 4096, 8, 2
+
+    def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    mask = MaskFunction(lambda q, k: q >= k) if "mask" in features else Causal()
+    call = Call(
+        meta(rows, 1, heads, head, kind=dtype),
+        *(meta(rows, 1, key_heads, head, kind=dtype) for _ in range(2)),
+        head**-0.5,
+        mask,
+        meta(heads) if "alibi" in features else None,
+        30.0 if "softcap" in features else None,
+        Dropout(0.1, seed=1) if "dropout" in features else None,
+        capability,
+    )
+    found = tiles(((0, rows),), ((0, rows),), mask)
+    of_query, of_key, row = meta(rows, 1, heads, head), meta(rows, 1, key_heads, head), meta(rows, 1, heads)
+    dout = meta(rows, 1, heads, head, kind=dtype)
+    queries, keys = call.backward(found, dout, row, row, of_query, of_key, of_key)
+    return {"forward": call.forward(found, of_query, row), "queries": queries, "keys": keys}

@@ -53,41 +53,42 @@ def _walk(
     HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    EDGE: tl.constexpr,
-    MASKED: tl.constexpr,
+    KIND: tl.constexpr,
     ALIBI: tl.constexpr,
     CAPPED: tl.constexpr,
     DROPS: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attends to ranges ``first .. last``: of pairs that all count or, with EDGE, are compared, MASKED ones looked up."""
+    """Attends to ranges ``first .. last``, of KIND 0: all pairs count; 1: they are compared; 2: bits are asked."""
     for index in range(first, last):
         entry = ranges + index * 10
         start, stop = tl.load(entry), tl.load(entry + 1)
-        if EDGE:
+        if KIND > 0:
             belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
             lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
             highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
+            if KIND == 2:
+                at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
+                first_key = tl.load(entry + 9)
         for key in range(start, stop, STEP):
-            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, EDGE)
+            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
             products = dot(q, tl.trans(k_block), None, PRECISION)
             keys = key + tl.arange(0, STEP)
             k_at = keys
             if ALIBI or DROPS:
                 k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
             scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
-            if EDGE:
+            if KIND > 0:
                 counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
-                if MASKED:
-                    at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
-                    column = key - tl.load(entry + 9)
+                if KIND == 2:
+                    column = key - first_key
                     columns = (column + tl.arange(0, STEP))[None, :]
                     counts &= marked(at, query[:, None], words, column, columns, belongs[:, None], (STEP + 31) // 32)
                 scores = tl.where(counts, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             above = new_top
-            if EDGE:
+            if KIND > 0:
                 above = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(scores - above[:, None])
             shrink = tl.exp2(top - above)
@@ -95,7 +96,7 @@ def _walk(
             if DROPS:
                 column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
                 p = tl.where(kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold), p, 0.0)
-            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, EDGE)
+            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
             acc = dot(rounded(p, v_block.dtype, PRECISION), v_block, acc * shrink[:, None], PRECISION)
             top = new_top
     return acc, top, total
@@ -186,22 +187,11 @@ def forward_kernel(
         row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
         column_keys += b * k_rows
         acc = acc / kept_scale  # by which all is multiplied in the end
-    first, edge, masked, last = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3), tl.load(block + 4)
-    acc, top, total = _walk(
-        acc, top, total, q_block, rows, k, v, ranges, first, edge, bits, q_at, k_places, row_key, column_keys, slope,
-        k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP,
-        False, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-    )  # fmt: skip
-    acc, top, total = _walk(
-        acc, top, total, q_block, rows, k, v, ranges, edge, masked, bits, q_at, k_places, row_key, column_keys, slope,
-        k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP,
-        True, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-    )  # fmt: skip
-    if MASKED:
+    for kind in tl.static_range(3 if MASKED else 2):
         acc, top, total = _walk(
-            acc, top, total, q_block, rows, k, v, ranges, masked, last, bits, q_at, k_places, row_key, column_keys, slope,
-            k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP,
-            True, True, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            acc, top, total, q_block, rows, k, v, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits,
+            q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # of a row without keys
     if DROPS:

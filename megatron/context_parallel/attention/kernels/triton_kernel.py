@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import AnyMask, check_tile
-from megatron.context_parallel.attention.kernels.triton_blocks import Blocks, Pass, blocks
+from megatron.context_parallel.attention.kernels.triton_blocks import Pass, blocks
 from megatron.context_parallel.attention.kernels.triton_tiles import Side, groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
@@ -101,11 +102,11 @@ class TritonKernel:
             q,
             k,
             v,
-            dout_SBHD=dout,
-            lse_SBH=lse_BHS.permute(2, 0, 1),
+            dout=dout,
+            lse=lse_BHS.permute(2, 0, 1),
             delta_SBH=delta(out, dout),
             scale=scale,
-            **dict(zip(("dq_SBHD", "dk_SBHD", "dv_SBHD"), sums)),
+            **dict(zip(("dq", "dk", "dv"), sums)),
         )
         return tuple(total.to(x.dtype).permute(1, 2, 0, 3) for total, x in zip(sums, (q, k, v)))
 
@@ -153,7 +154,7 @@ def attend_tiles(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, scale, mask, slopes, softcap, dropout)
+    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
     for group in groups(tuple(tiles)):
         call.forward(group, out_SBHD, lse_SBH).run()
 
@@ -186,7 +187,7 @@ def attend_tiles_grad(
         delta_SBH: what :func:`delta` makes of the final output, fp32 [s, b, heads].
         dq, dk, dv: in the shapes of q, k, v.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, scale, mask, slopes, softcap, dropout)
+    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
     for group in groups(tuple(tiles)):
         for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
             launch.run()
@@ -219,7 +220,9 @@ class Launch:
     stages: int
 
     def run(self) -> None:
-        if all(self.grid):
+        """Enqueues it on the current stream of the tensors' GPU."""
+        device = self.arguments["out" if "out" in self.arguments else "q"].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages, **OPTIONS)
 
 
@@ -241,7 +244,7 @@ class Call:
     capability: int | None = -1
 
     def __post_init__(self) -> None:
-        (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
+        (_, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         if self.k.shape != (t, b, hk, d) or self.v.shape[:3] != (t, b, hk) or h % hk:
             shapes = (list(x.shape) for x in (self.q, self.k, self.v))
             raise ValueError("q {} does not fit k {}, v {} as [s, b, heads, d]".format(*shapes))

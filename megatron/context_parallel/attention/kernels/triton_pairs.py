@@ -23,7 +23,7 @@ LEVELS = tl.constexpr(dropout.LEVELS)
 def block_pointers(
     base, first, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Where rows ``first ..`` are. Only the first row's distance from ``base`` is 64 bits wide, unless strides are WIDE."""
+    """Where rows ``first ..`` are. Distances within the block have 32 bits, unless WIDE."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     if WIDE:
         rows, columns = rows.to(tl.int64), columns.to(tl.int64)
@@ -100,8 +100,8 @@ def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, C
 def marked(bits, query, words, first, key, exists, WORDS: tl.constexpr):
     """The mask's answer for pairs, numbered from their tile's first query and key.
 
-    ``bits``: the tile's; a query has ``words``, of which WORDS from that of key ``first`` on are read, each once for all
-    its keys. ``exists``: which queries there are.
+    ``bits``: the tile's; a query has ``words``, of which WORDS from that of key ``first`` on are read, each once for
+    all its keys. ``exists``: which queries there are.
     """
     word = first >> 5
     found = tl.zeros_like(query)

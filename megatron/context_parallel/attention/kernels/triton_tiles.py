@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles as a GPU walks them: for each block of rows, the ranges of the other side's rows that it meets.
 
-A tile is a rectangle with, perhaps, one slanting edge: rows a and b of its two sides meet where ``low <= b - a <= high``.
+A tile is a rectangle with, perhaps, one slanting edge: rows a and b of its sides meet where ``low <= b - a <= high``.
 Each block of one side so meets consecutive rows of the other. Those that all rows of the block meet are plain: the
-kernel computes them without a question. The rest, at most one step at either end and along a diagonal, are edges, where
-each pair is compared; and what a mask has to be asked about reads a bit a pair, besides.
+kernel computes them without a question. The rest, at either end and along a diagonal, are edges, where each pair is
+compared; and where a mask has to be asked, a bit is read for each pair besides.
 
 All of it is arithmetic on a few small arrays in host memory, done once for tiles that come again every layer.
 """
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES, row_blocks, to_device
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES, row_blocks
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.spans import numbered, positions
 from megatron.context_parallel.layout.tiles import Tile, parts
@@ -39,8 +39,8 @@ class Walk:
 
     Attributes:
         blocks: int32 [blocks, 5]: the block's number; its first range; one past its last plain, edge and masked one.
-        ranges: int32 [ranges, 10]: from and to, of the rows walked; then of the tile: first row and one past the last of
-            the block's side, low, high, the word of bits at which it begins (-1: not masked), words a query, first
+        ranges: int32 [ranges, 10]: from and to, of the rows walked; then of the tile: first row and one past the last
+            of the block's side, low, high, the word of bits at which it begins (-1: not masked), words a query, first
             query and first key.
         pairs: that are computed, those that edges throw away with them.
     """
@@ -110,7 +110,8 @@ def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    return to_device(torch.from_numpy(x.astype(np.int32)), device)
+    """On the device, once the copy is done: what is kept may be used on any stream."""
+    return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +122,7 @@ def places(tiles: tuple[Tile, ...], side: Side, rows: int, device: torch.device)
         (first, _), spans = (tile.q, tile.q_at) if side == "q" else (tile.k, tile.k_at)
         for row, (start, stop) in numbered(spans):
             found[first + row : first + row + stop - start] = torch.arange(start, stop, dtype=torch.int32)
-    return to_device(found, device)
+    return found.to(device)
 
 
 def groups(tiles: tuple[Tile, ...]) -> Iterator[tuple[Tile, ...]]:
