@@ -16,6 +16,7 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, parts
+from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 
 MADE_AT_ONCE = 2048
@@ -30,7 +31,7 @@ class TileKernel:
         kernel: computes rectangles and causal squares.
         scale: factor on q @ k^T.
         mask: asked about each pair of a masked tile; it need not know what no tile holds (``inside_tiles``).
-        slopes: ALiBi's, fp32 [heads], of the heads in q; None without ALiBi.
+        slopes: ALiBi's, fp32 [heads], of the heads in q, where they are; None without ALiBi.
         mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
             tile's (of :meth:`parts`) at once.
         dropout: of the attention weights, for the samples and heads in q; None keeps all.
@@ -133,7 +134,7 @@ class TileKernel:
 
         if self.slopes is not None:
             wide = accumulation_dtype(q.dtype)
-            slopes = -self.slopes.to(device, wide)[:, None, None]
+            slopes = -self.slopes.to(wide)[:, None, None]
             first = tile.k_at[0][0]  # counted from here, positions are exact in fp32
             q_here = (positions(tile.q_at, device, flip) - first).to(wide)[:, None]
             k_here = (positions(tile.k_at, device, flip) - first).to(wide)
@@ -200,6 +201,7 @@ class AttentionRule:
                 raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {batch}: name each")
             dropout = dropout.of_heads(ulysses.rank * heads)
         slopes = _of_rank(self.alibi_slopes, "alibi_slopes", heads, ulysses)
+        slopes = None if slopes is None else to_device(slopes, q_SBHD.device)
         kernel = kernels.select(
             self.kernel,
             device=q_SBHD.device,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class Documents(NarrowedMask):
                 yield from band.clip(keys)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        ends = torch.tensor(self.ends, device=q.device)
+        ends = to_device(torch.tensor(self.ends), q.device)
         same = torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
         return same & self.within.allowed(q, k)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 
 INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one call reaches this many elements
@@ -238,19 +239,6 @@ def bias_rows(mask: AnyMask, start: int, end: int, keys: int) -> Tensor | None:
     if not isinstance(mask, RowMask) or mask.bias is None:
         return None
     return mask.bias(start, end, keys)[None]
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``; from host memory to a GPU through a pinned buffer, without waiting for the copy.
-
-    PyTorch's pinned allocator hands a buffer out again only once the copies from it are done: block after block is made
-    in host memory while the ones before travel.
-    """
-    if x.device == device:
-        return x
-    if x.device.type == "cpu" and device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
 
 
 def empty_out(q_BHSD: Tensor, v_BHSD: Tensor) -> Tensor:
