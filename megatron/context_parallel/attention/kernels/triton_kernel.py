@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -200,7 +200,7 @@ class Call:
     def forward(self, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor) -> Launch:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
-        return self._launch("forward", "q", tiles, tensors)
+        return self._launch("forward", "q", tiles, tensors, *self._bits(tiles, ["q"]))
 
     def backward(
         self, tiles: tuple[Tile, ...], dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
@@ -212,24 +212,31 @@ class Call:
         _check_sums({"lse": (lse, rows), "delta": (delta, rows)})
         _check_sums({"dq": (dq, self.q.shape), "dk": (dk, self.k.shape), "dv": (dv, self.v.shape)})
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": dout, "lse": lse, "delta": delta}
+        of_queries, of_keys = self._bits(tiles, ["q", "k"])
         return (
-            self._launch("queries", "q", tiles, {**tensors, "dq": dq}),
-            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}),
+            self._launch("queries", "q", tiles, {**tensors, "dq": dq}, of_queries),
+            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys),
         )
 
-    def _launch(self, which: Pass, side: Side, tiles: tuple[Tile, ...], tensors: dict[str, Tensor]) -> Launch:
+    def _bits(self, tiles: tuple[Tile, ...], sides: list[Side]) -> Sequence[Tensor | None]:
+        if not any(tile.masked for tile in tiles):
+            return [None] * len(sides)
+        return pack(tiles, self.mask, self.q.device, sides)
+
+    def _launch(
+        self, which: Pass, side: Side, tiles: tuple[Tile, ...], tensors: dict[str, Tensor], bits: Tensor | None
+    ) -> Launch:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         device, value = self.q.device, self.v.size(3)
         sizes = blocks(which, self.q.dtype, max(d, value), self.capability)
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
-        masked = any(tile.masked for tile in tiles)
         capped = self.softcap is not None
         arguments = {
             **tensors,
             **{f"{name}_{at}": stride for name, x in tensors.items() for at, stride in _strides(x)},
             "blocks": walked.blocks,
             "ranges": walked.ranges,
-            "bits": pack(tiles, self.mask, device) if masked else None,
+            "bits": bits,
             **self._by_position(tiles),
             "q_rows": s,
             "k_rows": t,
@@ -245,7 +252,7 @@ class Call:
             "VALUE_BLOCK": _power(value),
             "BLOCK": sizes.block,
             "STEP": sizes.step,
-            "MASKED": masked,
+            "MASKED": bits is not None,
             "ALIBI": self.slopes is not None,
             "CAPPED": capped,
             "DROPS": self.dropout is not None,
