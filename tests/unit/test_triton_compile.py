@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -11,9 +10,10 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from megatron.context_parallel.attention.kernels.triton_kernel import missing_triton
 from tests.patience import patience
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
 
 CORES = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 VARIANTS = [(), ("mask",), ("alibi",), ("softcap",), ("dropout",)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels import triton_kernel
+from megatron.context_parallel.attention.kernels import triton_blocks
 from megatron.context_parallel.attention.kernels.triton_kernel import attend_tiles, attend_tiles_grad, delta
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import Spans, positions
@@ -155,29 +156,22 @@ def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, flo
     return largest_errors(computed(case, x), true), largest_errors(flash, true)
 
 
-def same_when_wide(case: Case) -> bool:
-    """Whether addresses in 64 bits give the same as those in 32."""
-    x, narrow = make(case), triton_kernel._wide
-    first = computed(case, x)
-    triton_kernel._wide = lambda *_: True
-    try:
-        return all(torch.equal(first[name], y) for name, y in computed(case, x).items())
-    finally:
-        triton_kernel._wide = narrow
+def errors_in_blocks_of(case: Case, block: int, step: int) -> dict[str, float]:
+    with mock.patch.object(triton_blocks, "INTERPRETED", triton_blocks.Blocks(block, step)):
+        return errors(case)
 
 
 def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:
-    """With inputs, and sums, whose rows and heads lie more than 2^31 elements apart, in files that are mostly holes."""
+    """With inputs whose rows and heads lie more than 2^31 elements apart, in files that are mostly holes."""
     number = 0
 
     def far(y: Tensor) -> Tensor:
         nonlocal number
         number += 1
-        strides = (2**26 + 32, 0, 2**31 + 2**20, 1)[: y.dim()]
-        size = 1 + sum((n - 1) * stride for n, stride in zip(y.shape, (*strides[:2], strides[2], 1)))
+        strides = (2**26 + 32, 64, 2**31 + 2**20, 1)
+        size = 1 + sum((n - 1) * stride for n, stride in zip(y.shape, strides))
         memory = torch.from_file(str(folder / f"{number}"), shared=True, size=size, dtype=y.dtype)
-        memory = memory.as_strided(y.shape, strides)
-        return memory.copy_(y)
+        return memory.as_strided(y.shape, strides).copy_(y)
 
     x = make(case)
     there = Tensors(far(x.q), [far(y) for y in x.k], [far(y) for y in x.v], far(x.dout))

@@ -12,6 +12,7 @@ a head's sink is ``-sum(exp(sink - lse) * delta)`` over its queries.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.context_parallel.positions.dropout import LANES, Dropout
 
+OLDEST = (3, 4)
 LARGEST_HEAD = 256
 LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}  # a product and a sum in one instruction; Triton is about to change its default
@@ -44,8 +46,9 @@ class TritonKernel:
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """``head_dim``: the larger one of keys and values."""
-        if importlib.util.find_spec("triton") is None:
-            return "the package triton is not installed"
+        missing = missing_triton()
+        if missing is not None:
+            return missing
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return "needs fp32, bf16 or fp16"
         if head_dim > LARGEST_HEAD:
@@ -300,6 +303,17 @@ def _power(size: int) -> int:
 def _wide(rows: int, *tensors: Tensor) -> bool:
     """Whether distances within a block do not fit in 32 bits."""
     return any((rows * x.stride(0) + _power(x.size(-1)) * x.stride(-1)) >= 2**31 for x in tensors)
+
+
+@functools.cache
+def missing_triton() -> str | None:
+    """Why there is no Triton here that these kernels can be compiled with, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        return f"needs triton {'.'.join(map(str, OLDEST))} or newer, this one is {version}"
+    return None
 
 
 def interpreted() -> bool:
