@@ -52,14 +52,14 @@ class Tensors:
     dout: Tensor
 
 
-def make(case: Case) -> Tensors:
+def make(case: Case, device: torch.device = CPU) -> Tensors:
     torch.manual_seed(7)
     s, lengths = len(positions(case.q_at, CPU)), [len(positions(at, CPU)) for at in case.blocks]
 
     def random(rows: int, heads: int, size: int) -> Tensor:
         if case.layout == "strided":  # [b, d, h, s] memory: no dimension is where a kernel likes it
-            return torch.randn(case.b, size, heads, rows).to(case.dtype).permute(3, 0, 2, 1)
-        return torch.randn(rows, case.b, heads, size).to(case.dtype)
+            return torch.randn(case.b, size, heads, rows).to(device, case.dtype).permute(3, 0, 2, 1)
+        return torch.randn(rows, case.b, heads, size).to(device, case.dtype)
 
     q = random(s, case.h, case.d)
     keys = [random(t, case.hk, case.d) for t in lengths]
@@ -72,12 +72,12 @@ def make(case: Case) -> Tensors:
 
 def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     """out, lse and gradients; the tiles of one key block after another."""
-    s = x.q.size(0)
+    s, device = x.q.size(0), x.q.device
 
     def sums(shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
         if case.layout == "strided":  # every second one of a larger memory, which stays as it is
-            return torch.full((shape[0], 2, *shape[1:]), fill)[:, 1]
-        return torch.full(shape, fill)
+            return torch.full((shape[0], 2, *shape[1:]), fill, device=device)[:, 1]
+        return torch.full(shape, fill, device=device)
 
     out, lse = sums((s, case.b, case.h, case.dv), 9.0), sums((s, case.b, case.h), -torch.inf)
     common = {
@@ -101,21 +101,21 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
 def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
     """The same in float64, from the definition."""
     q, k, v = (y.double().requires_grad_() for y in (x.q, torch.cat(x.k), torch.cat(x.v)))
-    q_at = positions(case.q_at, CPU)
-    k_at = torch.cat([positions(at, CPU) for at in case.blocks])
+    device = x.q.device
+    q_at, k_at = positions(case.q_at, device), torch.cat([positions(at, device) for at in case.blocks])
     group = case.h // case.hk
     scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(group, 2)) * case.d**-0.5
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     if case.slopes is not None:
         distance = (q_at[:, None] - k_at).abs()
-        scores = scores - torch.tensor(case.slopes, dtype=torch.float64)[:, None, None] * distance
+        scores = scores - torch.tensor(case.slopes, device=device, dtype=torch.float64)[:, None, None] * distance
     allowed = case.mask.allowed(q_at[:, None], k_at[None])
     scores = scores.masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)
     p = scores.softmax(-1).masked_fill(~allowed, 0.0)
     if case.dropout is not None:
-        groups = torch.arange(-(-int(k_at.max() + 1) // 4))
+        groups = torch.arange(-(-int(k_at.max() + 1) // 4), device=device)
         rows, columns = case.dropout.row_keys(q_at, case.h), case.dropout.column_keys(groups)[:, None]
         p = p * case.dropout.kept(rows, columns)[..., k_at] * case.dropout.scale
     out = torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(group, 2))
@@ -136,8 +136,8 @@ def largest_errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[st
     return errors
 
 
-def errors(case: Case) -> dict[str, float]:
-    x = make(case)
+def errors(case: Case, device: torch.device = CPU) -> dict[str, float]:
+    x = make(case, device)
     return largest_errors(computed(case, x), truth(case, x))
 
 
