@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -12,14 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
+from megatron.context_parallel.attention.kernels import triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel, missing_triton
+from megatron.context_parallel.attention.kernels.triton_tiles import walk
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
+from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.dropout import Dropout
 from tests.patience import patience
 from tests.unit import triton_cases
 from tests.unit.triton_cases import Case, some_pairs
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
 
 # Two ranks of a zigzag ring, 90 tokens; the first rank's queries, its own keys first.
 ZIGZAG = {"q_at": ((0, 23), (67, 90)), "blocks": (((0, 23), (67, 90)), ((23, 67),))}
@@ -107,6 +109,61 @@ def test_as_near_to_the_truth_as_flash_attention(interpreted, dtype):
     case = Case(q_at=((0, 96),), blocks=(((0, 96),),), h=1, d=32, dv=32, dtype=dtype)
     ours, flash = interpreted(triton_cases.errors_and_flash_errors, case)
     assert all(ours[name] < 1.25 * flash[name] + 1e-6 for name in ours), (ours, flash)
+
+
+@pytest.mark.parametrize("block, step", [(64, 64), pytest.param(16, 128, marks=pytest.mark.full)])
+def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
+    case = Case(MASKS["function"], **{**ZIGZAG, "blocks": (((0, 90),),)})
+    check(interpreted(triton_cases.errors_in_blocks_of, case, block, step))
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("block, step", [(32, 16), (128, 64), (16, 128)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
+    """The ranges alone, taken apart: which pairs are computed, and which of them count."""
+    found = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
+    wanted = torch.zeros(377, 577, dtype=torch.int32)
+    for tile in found:
+        i, j = torch.arange(*tile.q)[:, None], torch.arange(*tile.k)
+        beyond = (j - i) - (tile.k[0] - tile.q[0])
+        wanted[i, j] += {"full": beyond < 10**6, "causal": beyond <= 0, "anticausal": beyond >= 0}[tile.kind].int()
+    wanted = wanted if side == "q" else wanted.t()
+    met = torch.zeros_like(wanted)
+    walked = walk(found, side, wanted.size(0), block, step, torch.device("cpu"))
+    steps = 0
+    for number, *ends in walked.blocks.tolist():
+        rows = torch.arange(number * block, min(number * block + block, wanted.size(0)))
+        for index in range(ends[0], ends[3]):
+            start, stop, first, last, low, high, bits, *_ = walked.ranges[index].tolist()
+            columns = torch.arange(start, stop)
+            away = columns - rows[:, None]
+            inside = ((rows >= first) & (rows < last))[:, None] & (away >= low) & (away <= high)
+            assert (bits >= 0) == (index >= ends[2])
+            if index < ends[1]:
+                assert inside.all() and (stop - start) % step == 0, "a plain range asks no question"
+            met[rows[:, None], columns] += inside.int()
+            steps += -(-(stop - start) // step)
+    assert torch.equal(met, wanted) and wanted.max() == 1
+    assert walked.pairs == steps * block * step
+
+
+def test_walks_of_long_sequences_are_short():
+    """Blocks' ranges grow with the blocks, not with their pairs."""
+    found = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
+    walked = walk(found, "q", 2**20, 128, 64, torch.device("cpu"))
+    assert len(walked.blocks) == 2**13 and len(walked.ranges) <= 6 * 2**13
+    wanted = sum(tile.pairs for tile in found)
+    assert wanted < walked.pairs < 1.02 * wanted
+
+
+def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
+    monkeypatch.setattr(triton_tiles, "BITS_AT_ONCE", 64)
+    monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 16)
+    found = tiles(((0, 40),), ((0, 40),), MASKS["function"])
+    parts = list(triton_tiles.groups((*found, *tiles(((0, 40),), ((0, 40),), Causal()))))
+    assert len(parts) == 6, "six masked squares of 64 bytes; what is not masked goes along"
+    assert sum(tile.pairs for part in parts for tile in part) == 2 * (40 * 41 // 2)
 
 
 def test_nothing_to_do(interpreted):

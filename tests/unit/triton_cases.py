@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels import triton_kernel
+from megatron.context_parallel.attention.kernels import triton_blocks
 from megatron.context_parallel.attention.kernels.triton_kernel import attend_tiles, attend_tiles_grad, delta
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import Spans, positions
@@ -51,14 +52,14 @@ class Tensors:
     dout: Tensor
 
 
-def make(case: Case) -> Tensors:
+def make(case: Case, device: torch.device = CPU) -> Tensors:
     torch.manual_seed(7)
     s, lengths = len(positions(case.q_at, CPU)), [len(positions(at, CPU)) for at in case.blocks]
 
     def random(rows: int, heads: int, size: int) -> Tensor:
         if case.layout == "strided":  # [b, d, h, s] memory: no dimension is where a kernel likes it
-            return torch.randn(case.b, size, heads, rows).to(case.dtype).permute(3, 0, 2, 1)
-        return torch.randn(rows, case.b, heads, size).to(case.dtype)
+            return torch.randn(case.b, size, heads, rows).to(device, case.dtype).permute(3, 0, 2, 1)
+        return torch.randn(rows, case.b, heads, size).to(device, case.dtype)
 
     q = random(s, case.h, case.d)
     keys = [random(t, case.hk, case.d) for t in lengths]
@@ -71,12 +72,12 @@ def make(case: Case) -> Tensors:
 
 def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     """out, lse and gradients; the tiles of one key block after another."""
-    s = x.q.size(0)
+    s, device = x.q.size(0), x.q.device
 
     def sums(shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
         if case.layout == "strided":  # every second one of a larger memory, which stays as it is
-            return torch.full((shape[0], 2, *shape[1:]), fill)[:, 1]
-        return torch.full(shape, fill)
+            return torch.full((shape[0], 2, *shape[1:]), fill, device=device)[:, 1]
+        return torch.full(shape, fill, device=device)
 
     out, lse = sums((s, case.b, case.h, case.dv), 9.0), sums((s, case.b, case.h), -torch.inf)
     common = {
@@ -100,21 +101,21 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
 def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
     """The same in float64, from the definition."""
     q, k, v = (y.double().requires_grad_() for y in (x.q, torch.cat(x.k), torch.cat(x.v)))
-    q_at = positions(case.q_at, CPU)
-    k_at = torch.cat([positions(at, CPU) for at in case.blocks])
+    device = x.q.device
+    q_at, k_at = positions(case.q_at, device), torch.cat([positions(at, device) for at in case.blocks])
     group = case.h // case.hk
     scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(group, 2)) * case.d**-0.5
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     if case.slopes is not None:
         distance = (q_at[:, None] - k_at).abs()
-        scores = scores - torch.tensor(case.slopes, dtype=torch.float64)[:, None, None] * distance
+        scores = scores - torch.tensor(case.slopes, device=device, dtype=torch.float64)[:, None, None] * distance
     allowed = case.mask.allowed(q_at[:, None], k_at[None])
     scores = scores.masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)
     p = scores.softmax(-1).masked_fill(~allowed, 0.0)
     if case.dropout is not None:
-        groups = torch.arange(-(-int(k_at.max() + 1) // 4))
+        groups = torch.arange(-(-int(k_at.max() + 1) // 4), device=device)
         rows, columns = case.dropout.row_keys(q_at, case.h), case.dropout.column_keys(groups)[:, None]
         p = p * case.dropout.kept(rows, columns)[..., k_at] * case.dropout.scale
     out = torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(group, 2))
@@ -135,8 +136,8 @@ def largest_errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[st
     return errors
 
 
-def errors(case: Case) -> dict[str, float]:
-    x = make(case)
+def errors(case: Case, device: torch.device = CPU) -> dict[str, float]:
+    x = make(case, device)
     return largest_errors(computed(case, x), truth(case, x))
 
 
@@ -155,29 +156,22 @@ def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, flo
     return largest_errors(computed(case, x), true), largest_errors(flash, true)
 
 
-def same_when_wide(case: Case) -> bool:
-    """Whether addresses in 64 bits give the same as those in 32."""
-    x, narrow = make(case), triton_kernel._wide
-    first = computed(case, x)
-    triton_kernel._wide = lambda *_: True
-    try:
-        return all(torch.equal(first[name], y) for name, y in computed(case, x).items())
-    finally:
-        triton_kernel._wide = narrow
+def errors_in_blocks_of(case: Case, block: int, step: int) -> dict[str, float]:
+    with mock.patch.object(triton_blocks, "INTERPRETED", triton_blocks.Blocks(block, step)):
+        return errors(case)
 
 
 def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:
-    """With inputs, and sums, whose rows and heads lie more than 2^31 elements apart, in files that are mostly holes."""
+    """With inputs whose rows and heads lie more than 2^31 elements apart, in files that are mostly holes."""
     number = 0
 
     def far(y: Tensor) -> Tensor:
         nonlocal number
         number += 1
-        strides = (2**26 + 32, 0, 2**31 + 2**20, 1)[: y.dim()]
-        size = 1 + sum((n - 1) * stride for n, stride in zip(y.shape, (*strides[:2], strides[2], 1)))
+        strides = (2**26 + 32, 64, 2**31 + 2**20, 1)
+        size = 1 + sum((n - 1) * stride for n, stride in zip(y.shape, strides))
         memory = torch.from_file(str(folder / f"{number}"), shared=True, size=size, dtype=y.dtype)
-        memory = memory.as_strided(y.shape, strides)
-        return memory.copy_(y)
+        return memory.as_strided(y.shape, strides).copy_(y)
 
     x = make(case)
     there = Tensors(far(x.q), [far(y) for y in x.k], [far(y) for y in x.v], far(x.dout))

@@ -78,15 +78,15 @@ def _walk_keys(
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for index in range(first, last):
-        entry = ranges + index * 10
+        entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
         if KIND > 0:
             belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
             lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
             highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
             if KIND == 2:
-                at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
-                first_key = tl.load(entry + 9)
+                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 2)
+                first_key = tl.load(entry + 8)
         for key in range(start, stop, STEP):
             k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
             v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
@@ -102,9 +102,7 @@ def _walk_keys(
             if KIND > 0:
                 counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
                 if KIND == 2:
-                    column = key - first_key
-                    columns = (column + tl.arange(0, STEP))[None, :]
-                    counts &= marked(at, query[:, None], words, column, columns, belongs[:, None], (STEP + 31) // 32)
+                    counts &= marked(at, row, words, key - first_key, belongs, STEP)
             p, steepness, drop = _weights(
                 products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], counts,
                 row_key[:, None], column_key[None, :], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
@@ -171,7 +169,7 @@ def _walk_queries(
 ):  # fmt: skip
     """All with keys down and queries across, so that nothing has to be turned before the second product."""
     for index in range(first, last):
-        entry = ranges + index * 10
+        entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
         if KIND > 0:
             columns = first_column + tl.arange(0, BLOCK)
@@ -179,9 +177,8 @@ def _walk_queries(
             lowest = tl.where(belongs, columns + tl.load(entry + 4), 2147483647)
             highest = tl.minimum(columns + tl.load(entry + 5), stop - 1)
             if KIND == 2:
-                at, words, first_query = bits + tl.load(entry + 6), tl.load(entry + 7), tl.load(entry + 8)
-                column = first_column - tl.load(entry + 9)
-                keys = (columns - tl.load(entry + 9))[:, None]
+                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), columns - tl.load(entry + 2)
+                first_query = tl.load(entry + 8)
         for query in range(start, stop, STEP):
             rows = query + tl.arange(0, STEP)
             here = rows < stop
@@ -199,8 +196,7 @@ def _walk_queries(
             if KIND > 0:
                 counts = (rows[None, :] >= lowest[:, None]) & (rows[None, :] <= highest[:, None])
                 if KIND == 2:
-                    row = rows - first_query
-                    counts &= marked(at, row[None, :], words, column, keys, here[None, :], BLOCK // 32 + 1)
+                    counts &= marked(at, row, words, query - first_query, belongs, STEP)
             p, steepness, drop = _weights(
                 products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], counts,
                 row_key[None, :], column_key[:, None], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,

@@ -36,10 +36,10 @@ TYPES = {
     torch.int64: "*i64",
 }
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of compute capability 8, 9 and 10
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that a block can have (CUDA's programming guide)
-SM_SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # of a multiprocessor; a block takes 1 besides
+SM_SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # CUDA's programming guide
 SM_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 SM_REGISTERS = 2**16
+TENSOR_COLUMNS = 512  # of the memory that Blackwell's tensor cores add up in
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Resources:
         shared: bytes of a block's shared memory.
         warps: of a block.
         products: tensor core instructions in its PTX, by name.
+        columns: of tensor memory (Blackwell).
+        step: instructions of the innermost loop where all pairs count; None without tensor cores.
         capability: what it was compiled for.
     """
 
@@ -60,15 +62,19 @@ class Resources:
     shared: int
     warps: int
     products: dict[str, int]
+    columns: int
+    step: int | None
     capability: int
 
     @property
     def programs(self) -> int:
-        """Blocks that one multiprocessor holds at once, by registers (which come 256 a warp at a time), shared memory
-        and warps."""
-        registers = -(-self.registers * 32 // 256) * 256 * self.warps
-        shared = SM_SHARED_KIB[self.capability] * 1024 // (self.shared + 1024)
-        return min(SM_REGISTERS // registers, shared, SM_WARPS[self.capability] // self.warps)
+        """Programs that one multiprocessor holds at once."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps  # a warp gets them by 256
+        limits = [SM_REGISTERS // registers, SM_WARPS[self.capability] // self.warps]
+        limits.append(SM_SHARED_KIB[self.capability] * 1024 // (self.shared + 1024))  # 1 KiB is the system's
+        if self.columns:
+            limits.append(TENSOR_COLUMNS // self.columns)
+        return min(limits)
 
     @property
     def occupancy(self) -> float:
@@ -102,29 +108,43 @@ def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
 def resources(launch: Launch, capability: int) -> Resources:
     """What a launch takes on a GPU of ``capability``, as its machine code says."""
     compiled = compile_launch(launch, capability)
-    ptx = compiled.asm["ptx"]
-    usage = _usage(compiled.asm["cubin"])
-    products = {
-        name: len(re.findall(rf"^\s*(?:@\S+\s+)?{re.escape(name)}", ptx, re.MULTILINE)) for name in TENSOR_CORES
-    }
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    usage = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", _dump("-res-usage", cubin))}
+    products = {name: len(re.findall(rf"\b{re.escape(name)}", ptx)) for name in TENSOR_CORES}
     return Resources(
         registers=usage["REG"],
         spills=usage["STACK"] + usage["LOCAL"],
         shared=compiled.metadata.shared,
         warps=compiled.metadata.num_warps,
         products={name: count for name, count in products.items() if count},
+        columns=compiled.metadata.tmem_size or 0,
+        step=_step(_dump("-sass", cubin)),
         capability=capability,
     )
 
 
-def _usage(cubin: bytes) -> dict[str, int]:
-    """Registers and bytes, by the names that NVIDIA's tool has for them: REG, STACK, LOCAL, .."""
+def _dump(what: str, cubin: bytes) -> str:
+    """A report of NVIDIA's tool on machine code."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(cubin)
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", report)}
+        command = [triton.knobs.nvidia.cuobjdump.path, what, str(binary)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _step(sass: str) -> int | None:
+    """Instructions of the shortest innermost loop in which tensor cores work."""
+    instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in instructions)
+    loops = {(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at}
+    lengths = []
+    for first, last in loops:
+        if any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
+            continue
+        body = [text for at, text in instructions if first <= at <= last]
+        if any(re.search(r"\b(HMMA|HGMMA|UTC\w*MMA)\b", text) for text in body):
+            lengths.append(len(body))
+    return min(lengths, default=None)
 
 
 def example(

@@ -62,15 +62,15 @@ def _walk(
 ):
     """Attends to ranges ``first .. last``, of KIND 0: all pairs count; 1: they are compared; 2: bits are asked."""
     for index in range(first, last):
-        entry = ranges + index * 10
+        entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
         if KIND > 0:
             belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
             lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
             highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
             if KIND == 2:
-                at, words, query = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 8)
-                first_key = tl.load(entry + 9)
+                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 2)
+                first_key = tl.load(entry + 8)
         for key in range(start, stop, STEP):
             k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
             products = dot(q, tl.trans(k_block), None, PRECISION)
@@ -82,9 +82,7 @@ def _walk(
             if KIND > 0:
                 counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
                 if KIND == 2:
-                    column = key - first_key
-                    columns = (column + tl.arange(0, STEP))[None, :]
-                    counts &= marked(at, query[:, None], words, column, columns, belongs[:, None], (STEP + 31) // 32)
+                    counts &= marked(at, row, words, key - first_key, belongs, STEP)
                 scores = tl.where(counts, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             above = new_top

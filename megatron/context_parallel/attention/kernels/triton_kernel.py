@@ -12,8 +12,9 @@ a head's sink is ``-sum(exp(sink - lse) * delta)`` over its queries.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.context_parallel.positions.dropout import LANES, Dropout
 
+OLDEST = (3, 4)
 LARGEST_HEAD = 256
 LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}  # a product and a sum in one instruction; Triton is about to change its default
@@ -45,8 +47,9 @@ class TritonKernel:
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """``head_dim``: the larger one of keys and values."""
-        if importlib.util.find_spec("triton") is None:
-            return "the package triton is not installed"
+        missing = missing_triton()
+        if missing is not None:
+            return missing
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return "needs fp32, bf16 or fp16"
         if head_dim > LARGEST_HEAD:
@@ -263,7 +266,7 @@ class Call:
     def forward(self, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor) -> Launch:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
-        return self._launch("forward", "q", tiles, tensors)
+        return self._launch("forward", "q", tiles, tensors, *self._bits(tiles, ["q"]))
 
     def backward(
         self, tiles: tuple[Tile, ...], dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
@@ -275,24 +278,31 @@ class Call:
         _check_sums({"lse": (lse, rows), "delta": (delta, rows)})
         _check_sums({"dq": (dq, self.q.shape), "dk": (dk, self.k.shape), "dv": (dv, self.v.shape)})
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": dout, "lse": lse, "delta": delta}
+        of_queries, of_keys = self._bits(tiles, ["q", "k"])
         return (
-            self._launch("queries", "q", tiles, {**tensors, "dq": dq}),
-            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}),
+            self._launch("queries", "q", tiles, {**tensors, "dq": dq}, of_queries),
+            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys),
         )
 
-    def _launch(self, which: Pass, side: Side, tiles: tuple[Tile, ...], tensors: dict[str, Tensor]) -> Launch:
+    def _bits(self, tiles: tuple[Tile, ...], sides: list[Side]) -> Sequence[Tensor | None]:
+        if not any(tile.masked for tile in tiles):
+            return [None] * len(sides)
+        return pack(tiles, self.mask, self.q.device, sides)
+
+    def _launch(
+        self, which: Pass, side: Side, tiles: tuple[Tile, ...], tensors: dict[str, Tensor], bits: Tensor | None
+    ) -> Launch:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         device, value = self.q.device, self.v.size(3)
         sizes = blocks(which, self.q.dtype, max(d, value), self.capability)
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
-        masked = any(tile.masked for tile in tiles)
         capped = self.softcap is not None
         arguments = {
             **tensors,
             **{f"{name}_{at}": stride for name, x in tensors.items() for at, stride in _strides(x)},
             "blocks": walked.blocks,
             "ranges": walked.ranges,
-            "bits": pack(tiles, self.mask, device) if masked else None,
+            "bits": bits,
             **self._by_position(tiles),
             "q_rows": s,
             "k_rows": t,
@@ -308,7 +318,7 @@ class Call:
             "VALUE_BLOCK": _power(value),
             "BLOCK": sizes.block,
             "STEP": sizes.step,
-            "MASKED": masked,
+            "MASKED": bits is not None,
             "ALIBI": self.slopes is not None,
             "CAPPED": capped,
             "DROPS": self.dropout is not None,
@@ -356,6 +366,17 @@ def _power(size: int) -> int:
 def _wide(rows: int, *tensors: Tensor) -> bool:
     """Whether distances within a block do not fit in 32 bits."""
     return any((rows * x.stride(0) + _power(x.size(-1)) * x.stride(-1)) >= 2**31 for x in tensors)
+
+
+@functools.cache
+def missing_triton() -> str | None:
+    """Why there is no Triton here that these kernels can be compiled with, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        return f"needs triton {'.'.join(map(str, OLDEST))} or newer, this one is {version}"
+    return None
 
 
 def interpreted() -> bool:

@@ -97,19 +97,18 @@ def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, C
 
 
 @triton.jit
-def marked(bits, query, words, first, key, exists, WORDS: tl.constexpr):
-    """The mask's answer for pairs, numbered from their tile's first query and key.
+def marked(bits, row, words, first, exists, STEP: tl.constexpr):
+    """The mask's answer for rows of a tile's block side, [rows], and STEP of the other one from its ``first`` on.
 
-    ``bits``: the tile's; a query has ``words``, of which WORDS from that of key ``first`` on are read, each once for
-    all its keys. ``exists``: which queries there are.
+    ``bits``: the tile's; a row has ``words``. ``exists``: which rows there are. A word is read once for all its pairs.
     """
-    word = first >> 5
-    found = tl.zeros_like(query)
-    for index in tl.static_range(WORDS):
-        place = tl.minimum(tl.maximum(word + index, 0), words - 1)  # beyond the tile no pair counts
-        one = tl.load(bits + (query * words + place), mask=exists, other=0)
-        found = one if WORDS == 1 else tl.where((key >> 5) == word + index, one, found)
-    return ((found >> (key & 31)) & 1) != 0
+    column = tl.arange(0, STEP)[None, :] + (first & 31)
+    at = bits + (row * words + (first >> 5))
+    found = tl.load(at, mask=exists, other=0)[:, None]
+    for index in tl.static_range(1, STEP // 32):
+        further = tl.load(at + index, mask=exists & ((first >> 5) + index < words + row * 0), other=0)
+        found = tl.where(column >= 32 * index, further[:, None], found)
+    return ((found >> (column & 31)) & 1) != 0
 
 
 @triton.jit

@@ -11,7 +11,7 @@ All of it is arithmetic on a few small arrays in host memory, done once for tile
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES, row_blocks
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.spans import numbered, positions
 from megatron.context_parallel.layout.tiles import Tile, parts
@@ -39,9 +39,9 @@ class Walk:
 
     Attributes:
         blocks: int32 [blocks, 5]: the block's number; its first range; one past its last plain, edge and masked one.
-        ranges: int32 [ranges, 10]: from and to, of the rows walked; then of the tile: first row and one past the last
-            of the block's side, low, high, the word of bits at which it begins (-1: not masked), words a query, first
-            query and first key.
+        ranges: int32 [ranges, 9]: from and to, of the rows walked; then of the tile: first row and one past the last
+            of the block's side, low, high, the word of bits at which it begins (-1: not masked), words a row, and the
+            first row of the side that is walked.
         pairs: that are computed, those that edges throw away with them.
     """
 
@@ -63,8 +63,7 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
     begin, end = number * block, np.minimum((number + 1) * block, rows)
     start = np.maximum(b0, np.maximum(begin, a0) + low)
     stop = np.minimum(b1, np.minimum(end, a1) + high)
-    if side == "q":  # the keys of a step are in as few words as they can be
-        start = np.where(masked, b0 + np.maximum(start - b0, 0) // WORD * WORD, start)
+    start = np.where(masked, b0 + np.maximum(start - b0, 0) // WORD * WORD, start)  # a step's bits: as few words
     # What all rows of the block meet, in whole steps from the start.
     plain = start + -(-np.maximum(np.maximum(b0, end - 1 + low) - start, 0) // step) * step
     steps = (np.minimum(b1, begin + high + 1) - plain) // step
@@ -78,7 +77,7 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
     kept = np.nonzero(from_ < to)[0]
     kept = kept[np.lexsort((from_[kept], kind[kept], number3[kept]))]
     tile3, number3, kind, from_, to = tile3[kept], number3[kept], kind[kept], from_[kept], to[kept]
-    fields = ("a0", "a1", "low", "high", "bits", "words", "q0", "k0")
+    fields = ("a0", "a1", "low", "high", "bits", "words", "b0")
     ranges = np.stack((from_, to, *(t[name][tile3] for name in fields)), axis=1)
 
     numbers, place = np.unique(number3, return_inverse=True)
@@ -102,11 +101,11 @@ def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
     a, b = (q, k) if side == "q" else (k, q)
     if side == "k":
         low, high = -high, -low
-    words = -(-(k[:, 1] - k[:, 0]) // WORD)
-    sizes = np.where([t.masked for t in tiles], words * (q[:, 1] - q[:, 0]), 0)
+    words = -(-(b[:, 1] - b[:, 0]) // WORD)
+    sizes = np.where([t.masked for t in tiles], words * (a[:, 1] - a[:, 0]), 0)
     bits = np.where([t.masked for t in tiles], np.cumsum(sizes) - sizes, -1)
     columns = {"a0": a[:, 0], "a1": a[:, 1], "b0": b[:, 0], "b1": b[:, 1], "low": low, "high": high}
-    return {**columns, "bits": bits, "words": words, "q0": q[:, 0], "k0": k[:, 0]}
+    return {**columns, "bits": bits, "words": words}
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
@@ -140,29 +139,35 @@ def groups(tiles: tuple[Tile, ...]) -> Iterator[tuple[Tile, ...]]:
 
 
 def _bit_bytes(tile: Tile) -> int:
-    return tile.masked * (tile.q[1] - tile.q[0]) * -(-(tile.k[1] - tile.k[0]) // WORD) * 4
+    """Of the larger one of a tile's two sides."""
+    queries, keys = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    return tile.masked * 4 * max(queries * -(-keys // WORD), keys * -(-queries // WORD))
 
 
-def pack(tiles: tuple[Tile, ...], mask: Mask, device: torch.device) -> Tensor:
-    """The answers of ``mask`` to all pairs of the masked tiles, one tile after another, int32 [words].
+def pack(tiles: tuple[Tile, ...], mask: Mask, device: torch.device, sides: Sequence[Side]) -> list[Tensor]:
+    """The answers of ``mask`` to all pairs of the masked tiles, one tile after another, int32 [words], for each side.
 
-    A word has 32 keys of a query, the first in its lowest bit; each query of a tile begins a word.
+    A word has 32 keys of a query (for the other side: queries of a key), the first in its lowest bit; each query (key)
+    of a tile begins a word.
     """
-    masked = [tile for tile in tiles if tile.masked]
-    bits = torch.empty(sum(map(_bit_bytes, masked)) // 4, dtype=torch.int32, device=device)
-    first = 0
-    for tile in masked:
+    found: dict[Side, list[Tensor]] = {side: [] for side in sides}
+    for tile in tiles:
+        if not tile.masked:
+            continue
         q_at, k_at = positions(tile.q_at, device)[:, None], positions(tile.k_at, device)[None]
-        keys, words = k_at.size(1), -(-k_at.size(1) // WORD)
-        for start, end in row_blocks(len(q_at), PAIR_BYTES * keys, ROW_MASK_BYTES):
-            allowed = torch.zeros(end - start, words * WORD, dtype=torch.uint8, device=device)
-            allowed[:, :keys] = mask.allowed(q_at[start:end], k_at)
-            part = bits[first + start * words : first + end * words]
-            part.view(torch.uint8).copy_(_eight_to_one(allowed.view(torch.int64)).flatten())
-        first += len(q_at) * words
-    return bits
+        step = max(WORD, ROW_MASK_BYTES // (PAIR_BYTES * k_at.size(1)) // WORD * WORD)  # words of queries stay whole
+        blocks = [mask.allowed(q_at[i : i + step], k_at) for i in range(0, len(q_at), step)]
+        if "q" in found:
+            found["q"] += [_packed(allowed).flatten() for allowed in blocks]
+        if "k" in found:
+            found["k"].append(torch.cat([_packed(allowed.t()) for allowed in blocks], dim=1).flatten())
+    return [torch.cat(found[side]) for side in sides]
 
 
-def _eight_to_one(bytes_of_01: Tensor) -> Tensor:
-    """Eight bytes of 0 or 1, as an int64, to one byte; the product has them in order in its highest byte."""
-    return (bytes_of_01 * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8)
+def _packed(allowed: Tensor) -> Tensor:
+    """Booleans [rows, columns] as int32 [rows, words]."""
+    rows, columns = allowed.shape
+    padded = torch.zeros(rows, -(-columns // WORD) * WORD, dtype=torch.uint8, device=allowed.device)
+    padded[:, :columns] = allowed
+    # Eight bytes of 0 or 1, as one number, to a byte: the product has them in order in its highest one.
+    return (padded.view(torch.int64) * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8).view(torch.int32)
