@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.pool import fork_server
 from tests.patience import patience
@@ -36,6 +38,13 @@ def run_ranks(
 
     The ranks meet as torchrun's do, in a store of this process, at a port that the system chose.
     """
+    with meeting(environment, ranks) as environments:
+        return _run(script, argv, environments, timeout)
+
+
+@contextmanager
+def meeting(environment: Mapping[str, str], ranks: int) -> Iterator[list[dict[str, str]]]:
+    """The environment of each rank; the store in which they meet lives as long as the context."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -50,8 +59,17 @@ def run_ranks(
     }
     if sys.platform == "linux":
         common.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mine = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return _run(script, argv, [common | one for one in mine], timeout)
+    yield [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    del store
+
+
+def start_forked(script: Path, argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> Any:
+    """``python script *argv`` in a fork; what it prints goes to ``out`` and ``err`` in
+    ``folder``, which is made."""
+    folder.mkdir(parents=True)
+    process = fork_server().Process(target=_main, args=([str(script), *argv], dict(environment), str(folder)))
+    process.start()
+    return process
 
 
 def _run(
@@ -60,11 +78,7 @@ def _run(
     command = [str(script), *argv]
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, str(number)) for number in range(len(environments))]
-        processes = []
-        for environment, mine in zip(environments, folders):
-            mine.mkdir()
-            processes.append(fork_server().Process(target=_main, args=(command, dict(environment), str(mine))))
-            processes[-1].start()
+        processes = [start_forked(script, argv, one, mine) for one, mine in zip(environments, folders)]
         deadline = time.monotonic() + patience(timeout)
         running, late = list(processes), False
         while running:

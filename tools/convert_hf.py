@@ -13,52 +13,32 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import time
-import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.refusal import Refusal
+from tools.convert_command import exit_on_sigterm, one_line_parser, run, timed
 
 
-def convert(args: argparse.Namespace) -> list[str]:
+def convert(argv: list[str] | None) -> list[str]:
     """Do what the flags ask for; returns the closing lines. Raises Refusal."""
-    from tqdm import tqdm
-
+    args = build_parser().parse_args(argv)
+    check(args)
     from megatron.training.checkpoint.hugging_face.llama import DTYPES
 
-    begin = time.monotonic()
     dtype = DTYPES.get(args.dtype)
-    with ExitStack() as stack:
+    if args.from_hf:
+        from megatron.training.checkpoint.hugging_face.incoming import from_hugging_face
 
-        def bar(total: int) -> Callable[[], Any]:
-            return stack.enter_context(tqdm(total=total, unit=" tensors", disable=None)).update
+        return timed(lambda bar: from_hugging_face(args.from_hf, args.to, dtype, bar))
+    from megatron.training.checkpoint.hugging_face.outgoing import to_hugging_face
 
-        if args.from_hf:
-            from megatron.training.checkpoint.hugging_face.incoming import from_hugging_face
-
-            lines = from_hugging_face(args.from_hf, args.to, dtype, bar)
-        else:
-            from megatron.training.checkpoint.hugging_face.outgoing import to_hugging_face
-
-            lines = to_hugging_face(args.from_, args.to_hf, dtype, bar, args.ckpt_step, args.hf_files)
-    return [f"{lines[0]}; {time.monotonic() - begin:.1f} s", *lines[1:]]
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line."""
-
-    def error(self, message: str) -> Any:
-        raise Refusal(message)
+    return timed(lambda bar: to_hugging_face(args.from_, args.to_hf, dtype, bar, args.ckpt_step, args.hf_files))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = one_line_parser(__doc__)
     parser.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face folder to read")
     parser.add_argument("--to", type=Path, metavar="DIR", help="checkpoint folder to write; must be new or empty")
     parser.add_argument("--from", dest="from_", type=Path, metavar="DIR", help="checkpoint folder to read")
@@ -87,20 +67,9 @@ def check(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
-    try:
-        args = build_parser().parse_args(argv)
-        check(args)
-        print("\n".join(convert(args)))
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("error: interrupted, nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return run(convert, argv)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that unfinished folders go
+    exit_on_sigterm()
     sys.exit(main())

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.parameters import padded_vocab
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,16 @@ class ForwardFlops:
         return self.qkv + self.out + self.mlp + self.logits
 
 
-def forward_flops(
-    *,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocab: int,
-    gated: bool,
-    seq_length: int,
-) -> ForwardFlops:
-    """2 a multiply-add; only matrix products count."""
-    token = 2 * seq_length
+@lru_cache(maxsize=4096)
+def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
+    """Of one sequence: 2 a multiply-add; only matrix products count."""
+    token, query_width = 2 * seq_length, shape.heads * shape.head_dim
     return ForwardFlops(
-        qkv=token * layers * hidden * (heads + 2 * kv_heads) * head_dim,
-        out=token * layers * heads * head_dim * hidden,
-        mlp=token * layers * (3 if gated else 2) * hidden * ffn,
-        logits=token * hidden * vocab,
-        attention=layers * 2 * token * seq_length * heads * head_dim,
+        qkv=token * shape.layers * shape.hidden * (query_width + 2 * shape.kv_heads * shape.head_dim),
+        out=token * shape.layers * query_width * shape.hidden,
+        mlp=token * shape.layers * (3 if shape.gated else 2) * shape.hidden * shape.ffn,
+        logits=token * shape.hidden * shape.vocab,
+        attention=shape.layers * 2 * token * seq_length * query_width,
     )
 
 
@@ -70,23 +60,6 @@ class Flops:
     @property
     def executed(self) -> float:
         return self.gemm + self.attention
-
-
-@lru_cache(maxsize=4096)
-def forward(workload: Workload) -> ForwardFlops:
-    """Of one sequence, by the program's own count (``megatron.training.report.flops``)."""
-    shape = workload.shape
-    return forward_flops(
-        layers=shape.layers,
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        gated=shape.gated,
-        seq_length=workload.seq_length,
-    )
 
 
 @dataclass(frozen=True)
@@ -117,7 +90,8 @@ def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     A backward pass is twice a forward one; attention's is 2.5 times it, as flash kernels compute scores once more.
     Executed logits are those of the padded vocabulary.
     """
-    one, batch, run = forward(workload), workload.global_batch, passes_of(workload, strategy)
+    one = forward_flops(workload.shape, workload.seq_length)
+    batch, run = workload.global_batch, passes_of(workload, strategy)
     pairs = one.attention * (0.5 if workload.causal else 1.0)
     logits = one.logits / workload.shape.vocab * padded_vocab(workload.shape.vocab, strategy.tensor)
     gemm = (run.qkv + 2) * one.qkv + (run.out + 2) * one.out + (run.ffn + 2) * one.mlp + 3 * logits

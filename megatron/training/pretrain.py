@@ -14,6 +14,7 @@ from typing import Any
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import leaves
 from megatron.training.arguments.parser import parse
+from megatron.training.orphans import follow_launcher
 from megatron.training.refusal import Refusal
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
@@ -52,16 +53,27 @@ def main(
 
 def run(config: Config) -> int:
     """Set up, train, and leave the process groups; returns the exit code."""
+    from megatron.training.heartbeat import heartbeat
     from megatron.training.setup import start, stop
 
+    follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)
     runtime = start(config)
+    beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:
-        return train(config, runtime)
+        return train(config, runtime, beats)
+    except Exception as error:
+        lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
+        if lines is None:
+            raise
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        return EXIT_FAILED
     finally:
+        if beats is not None:
+            beats.stop()
         stop()
 
 
-def train(config: Config, runtime: Any) -> int:
+def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
     from megatron.training.job import describe, prepare
     from megatron.training.loop import evaluate_on, training_loop
@@ -74,6 +86,8 @@ def train(config: Config, runtime: Any) -> int:
     started = time.perf_counter()
     stopper = Stopper(runtime.device, config.run.exit_duration_in_mins)
     job = prepare(config, runtime)
+    if beats is not None:
+        beats.iteration = lambda: job.progress.iteration
     together(lambda: check_profile(config, job.iterations - job.progress.iteration))
     reporter = together(
         lambda: Reporter(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.training.arguments import fork_flags, megatron_flags, other_names
+from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import build_parser, parse, spellings, supported_flags
 from megatron.training.arguments.parser import settings as all_settings
@@ -81,8 +81,7 @@ def test_every_flag_has_one_verdict():
     table, own = megatron_flags.rows(), supported_flags()
     assert len(own) == len(set(own))
     assert not set(own) & set(table)
-    groups = megatron_flags.HINTS + megatron_flags.REFUSED + fork_flags.HINTS + fork_flags.REFUSED + other_names.REFUSED
-    written = " ".join(text for _, text in groups)
+    written = " ".join(text for groups in megatron_flags.GROUPS.values() for _, text in groups)
     assert sum(word.startswith("--") for word in written.split()) == len(table)  # none is there twice
     assert {row.values for row in table.values()} <= {"0", "1", "3", "+", "*"}
     assert {row.verdict for row in table.values()} == {"hint", "refused"}

@@ -125,14 +125,14 @@ def _attend_grad_at_once(
 
 
 def sinks_grad(sinks: Tensor, dout_SBHD: Tensor, out_SBHD: Tensor, lse_SBH: Tensor) -> Tensor:
-    """The gradient of ``sinks`` [heads] that some queries give, from their *final* ``out`` and ``lse``.
+    """The gradient of ``sinks`` [heads] that some queries give, fp32 (fp64), from their *final* ``out`` and ``lse``.
 
     A sink's share p of a softmax multiplies no value, so ``d sink = -p * delta``, where delta is the row sum of
     dout * out.
     """
     wide = lse_SBH.dtype
     delta = (dout_SBHD.to(wide) * out_SBHD.to(wide)).sum(-1)
-    return -(torch.exp(sinks.to(wide) - lse_SBH) * delta).sum((0, 1)).to(sinks.dtype)
+    return -(torch.exp(sinks.to(wide) - lse_SBH) * delta).sum((0, 1))
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -163,5 +163,5 @@ class _TiledAttention(torch.autograd.Function):
         dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, v, ((0, k.size(0)),))
         for block in ctx.source.blocks(k, v, dkv):
             attend_grad(block.tiles, q, block.k, block.v, **final, kernel=ctx.kernel, dq=dq, dkv=block)
-        dsinks = sinks_grad(sinks, dout, out, lse) if ctx.needs_input_grad[3] else None
+        dsinks = sinks_grad(sinks, dout, out, lse).to(sinks.dtype) if ctx.needs_input_grad[3] else None
         return *(total.finish().to(q.dtype) for total in (dq, dkv.dk, dkv.dv)), dsinks, None, None

@@ -61,6 +61,7 @@ class ChunkWork:
         self.parameter_grads = GradientSums(layer.learned)
         self.random: dict[int, Callable[[], AbstractContextManager]] = {}
         self.kernel: TileKernel | None = None
+        self.sinks_sum: Tensor | None = None
 
     def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """q [c, b, heads, d] and packed kv [c, b, kv_heads, sizes] of all the chunk's tokens, for this rank's heads."""
@@ -84,10 +85,18 @@ class ChunkWork:
         """What a query chunk gives to the gradient of the sinks, if there are any."""
         if self.sinks is None or not self.layer.rule.sinks.requires_grad:
             return
-        whole, heads = torch.zeros_like(self.layer.rule.sinks), self.local_heads
-        first = self.ulysses.rank * heads
-        whole[first : first + heads] = sinks_grad(self.sinks, dout, out, lse)
-        self.parameter_grads.add([whole if p is self.layer.rule.sinks else None for p in self.parameter_grads.wanted])
+        if self.sinks_sum is None:
+            self.sinks_sum = torch.zeros_like(self.layer.rule.sinks, dtype=lse.dtype)
+        first = self.ulysses.rank * self.local_heads
+        self.sinks_sum[first : first + self.local_heads] += sinks_grad(self.sinks, dout, out, lse)
+
+    def take_grads(self) -> list[Tensor | None]:
+        """One gradient for each of the layer's ``learned``, in its dtype."""
+        found, sinks = self.parameter_grads.take(), self.layer.rule.sinks
+        if self.sinks_sum is None:
+            return found
+        mine = self.sinks_sum.to(sinks.dtype)
+        return [mine if x is sinks else grad for x, grad in zip(self.layer.learned, found)]
 
     def output(self, out: Tensor, x: Tensor, chunk: int, y: HiddenStates) -> None:
         """From a chunk's attention output to the layer's output."""

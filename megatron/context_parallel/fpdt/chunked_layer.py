@@ -79,7 +79,7 @@ class _Chunked(torch.autograd.Function):
         run.x = HiddenStates(x, layer.offload)
         run.dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
         _backward(run, HiddenStates(dy, layer.offload))
-        return run.dx.x, None, None, *run.work.parameter_grads.take()
+        return run.dx.x, None, None, *run.work.take_grads()
 
 
 def _forward(run: ChunkPass, y: HiddenStates | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.formulas.flops import forward
+from megatron.formulas.flops import forward_flops
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
 from megatron.simulator.cost.segment import Parts, add, price
@@ -75,7 +75,7 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine) -> Estima
 
 def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
     """FLOPs of a step: of what the mask allows; and full mask, ``recompute`` counted."""
-    one, batch = forward(workload), workload.global_batch
+    one, batch = forward_flops(workload.shape, workload.seq_length), workload.global_batch
     allowed = 0.5 if workload.causal else 1.0
     return 3 * batch * (one.gemm + allowed * one.attention), (4 if recompute else 3) * batch * (
         one.gemm + one.attention

@@ -56,9 +56,7 @@ def parse(
     raise told
 
 
-def _read(
-    argv: list[str], defaults: dict[str, Any] | None, world_size: int | None, shape_of: ShapeOf | None
-) -> Config:
+def _read(argv: list[str], defaults: dict[str, Any] | None, world_size: int | None, shape_of: ShapeOf | None) -> Config:
     """One reading: what is wrong with the words comes first; only sound words are completed and checked."""
     gather = Gather()
     words = plain(argv, *_kinds())

@@ -2,17 +2,20 @@
 """Write a checkpoint's tensors in megatron-core's torch_dist format, starting no process unless there is much to write.
 
 core's FileSystemWriterAsync forks two processes a rank for each save, and to bring home their results it spawns a
-third that imports torch anew (``_get_write_results_queue``): seconds, whatever there is to write, and processes that
-outlive a rank killed meanwhile. Below :data:`MUCH` bytes a rank writes its file itself, by the method of PyTorch's
-writer that core's is derived from. Names, contents and metadata of the files are the same.
+third that imports torch anew (``_get_write_results_queue``): seconds, whatever there is to write, and a process that
+outlives a rank killed meanwhile. Nothing is brought home from another process here: who gathers results is this one,
+so a plain queue does. Below :data:`MUCH` bytes a rank writes its file itself, by the method of PyTorch's writer that
+core's is derived from. Names, contents and metadata of the files are the same.
 """
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, _item_size
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -60,6 +63,7 @@ class Writer(FileSystemWriterAsync):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Write now what is small. An error is kept for ``retrieve_write_results``, where all ranks learn of it."""
         if sum(_item_size(item) for item in plan.items if item.tensor_data is not None) >= self.much:
+            filesystem_async._results_queue = queue.Queue()  # core's is kept by its module, and made if there is none
             super().prepare_write_data(plan, planner)
             return
         self.thread_count = 1  # with more, PyTorch starts threads and loses their errors

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.layout.spans import Span
 from megatron.training.arguments.config import Config
+from megatron.training.model.names import SINKS, VOCABULARY
 
 ROWS_DRAWN = 4096
 OUTPUT_LAYERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 POSITIONS = "embedding.position_embeddings.weight"
-SINKS = "softmax_offset"
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -10,6 +10,7 @@ import torch
 
 from megatron.formulas.flops import forward_flops
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import model_shape
 from megatron.training.model.attention_rule import attention_mask
 
 # Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a word of its name.
@@ -49,18 +50,7 @@ class StepFlops:
 
 def step_flops(config: Config, vocab_size: int) -> StepFlops:
     """FLOPs a sample: backward is twice forward."""
-    model = config.model
-    forward = forward_flops(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        ffn=model.ffn_hidden_size,
-        heads=model.num_attention_heads,
-        kv_heads=model.num_query_groups,
-        head_dim=model.kv_channels,
-        vocab=vocab_size,
-        gated=model.swiglu,
-        seq_length=config.data.seq_length,
-    )
+    forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
     recompute = 4 if config.attention.recompute_granularity == "full" else 3
     return StepFlops(
         3 * (forward.gemm + attended_share(config) * forward.attention), recompute * (forward.gemm + forward.attention)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class TritonKernel:
             return "needs fp32, bf16 or fp16"
         if head_dim > LARGEST_HEAD:
             return f"needs a head dimension of at most {LARGEST_HEAD}"
+        if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+            return "needs a GPU"  # said without the second that importing Triton takes
         if interpreted():
             return None if device.type == "cpu" else "is interpreted (TRITON_INTERPRET), which needs tensors on the CPU"
         if device.type != "cuda" or not torch.cuda.is_available():

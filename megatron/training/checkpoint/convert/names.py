@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.training.model.names import BY_COLUMNS, BY_ROWS, VOCABULARY
+
 LAYERS = "decoder.layers."
 OF_A_LAYER = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -34,9 +36,6 @@ OF_ALL = {
 }
 # Copies of a tied embedding, frequencies that follow from settings, states of FP8.
 LEFT_OUT = re.compile(r"^word_embeddings_for_head\.|\.?inv_freq$|_extra_state$")
-BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "softmax_offset")
-BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)

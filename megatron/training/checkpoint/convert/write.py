@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.checkpoint.convert.names import LAYERS, VOCABULARY, Name
+from megatron.training.checkpoint.convert.names import LAYERS, Name
 from megatron.training.checkpoint.convert.sources import Weights, open_source
 from megatron.training.checkpoint.hugging_face.folders import Done, dtype_name, new_folder, one_process, some
 from megatron.training.checkpoint.hugging_face.llama import command_line, program
 from megatron.training.checkpoint.megatron_lm.args import model_of
 from megatron.training.checkpoint.places import TRACKER
+from megatron.training.model.names import VOCABULARY
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.checkpoint.megatron_lm.stored import Shape, StoredTensors, copy_overlap
+from megatron.training.model.names import BY_COLUMNS, BY_ROWS, VOCABULARY
 from megatron.training.refusal import Refusal
 
 ALIGNED = 64
@@ -45,9 +46,6 @@ REST = (
 )
 # Which norms belong to a linear layer is the difference: of core's layers, or of Transformer Engine's.
 ORDERS = ((*NORM_1, *PROJ, *REST), (*PROJ, *NORM_1, *REST))
-BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", "softmax_offset")
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron.formulas.flops import forward_flops
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import ROTARY
+from megatron.training.arguments.models import ROTARY, model_shape
 from megatron.training.data.tokenizer import padded_vocab_size
 
 LAYER = "decoder.layers"
@@ -39,18 +39,7 @@ def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_sampl
 
 def flops_of_sample(config: Config, vocab_size: int) -> float:
     """Forward and backward, attention under a causal mask, no recompute."""
-    model = config.model
-    forward = forward_flops(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        ffn=model.ffn_hidden_size,
-        heads=model.num_attention_heads,
-        kv_heads=model.num_query_groups,
-        head_dim=model.kv_channels,
-        vocab=vocab_size,
-        gated=model.swiglu,
-        seq_length=config.data.seq_length,
-    )
+    forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
     return 3 * (forward.gemm + forward.attention / 2)
 
 

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings by the names that other programs have for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.arguments.settings.flag import flag
+
+
+@dataclass
+class ElsewhereConfig:
+    """What other programs call settings above; `elsewhere.py` reads these into them."""
+
+    checkpoint_activations: bool = flag(
+        False, "Megatron-DeepSpeed, Megatron-LM before 3: --recompute-granularity full --recompute-method uniform"
+    )
+    checkpoint_num_layers: int | None = flag(
+        None, "layers a unit of --checkpoint-activations: --recompute-num-layers; default 1", type=int
+    )
+    deepspeed_activation_checkpointing: bool = flag(
+        False, "DeepSpeed's own kind of --checkpoint-activations; recomputes nothing without that"
+    )
+    checkpoint_in_cpu: bool = flag(False, "--offload-checkpoints, where layers are recomputed")
+    activations_checkpoint_granularity: str | None = flag(
+        None, "NeMo: --recompute-granularity", type=str, choices=["selective", "full"]
+    )
+    activations_checkpoint_method: str | None = flag(
+        None, "--recompute-granularity full --recompute-method", type=str, choices=["uniform", "block"]
+    )
+    activations_checkpoint_num_layers: int | None = flag(
+        None, "--recompute-num-layers of --activations-checkpoint-method; default 1", type=int
+    )
+    recompute_modules: list[str] | None = flag(
+        None, "what --recompute-granularity selective recomputes: core_attn", type=str, nargs="+"
+    )
+    use_megatron_fsdp: bool = flag(
+        False, "--zero-stage, by --data-parallel-sharding-strategy", aliases=["--use-custom-fsdp"]
+    )
+    data_parallel_sharding_strategy: str = flag(
+        "no_shard",
+        "of --use-megatron-fsdp: --zero-stage 0, 1, 2 or 3",
+        choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
+    )
+    use_torch_fsdp2: bool = flag(False, "--zero-stage 3")
+    torch_fsdp2_reshard_after_forward: bool = flag(
+        True, "with --use-torch-fsdp2: --zero-stage 2", flags=["--torch-fsdp2-no-reshard-after-forward"]
+    )
+    deepspeed: bool = flag(False, "read --deepspeed_config, as far as it can be expressed here")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed's JSON file: ZeRO, precision, clipping, batch sizes",
+        type=str,
+        flags=["--deepspeed_config", "--deepspeed-config"],
+    )
+    deepspeed_mpi: bool = flag(False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"])
+    no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
+    num_key_value_heads: int | None = flag(
+        None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int
+    )
+    attention_head_type: str | None = flag(
+        None, "BigCode: multiquery is --group-query-attention", type=str, choices=["multihead", "multiquery"]
+    )
+    glu_activation: str | None = flag(
+        None, "BigScience: --swiglu, with an MLP of 4h unless --ffn-hidden-size is given", type=str, choices=["swiglu"]
+    )
+    spec: list[str] | None = flag(
+        None, "a module with the layers; those that are the ones built here", nargs="*", type=str
+    )
+    context_parallel_algo: str | None = flag(
+        None,
+        "MindSpeed: --cp-comm-type a2a, p2p, a2a+p2p with --ulysses-degree-in-cp, or all_gather",
+        type=str,
+        choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"],
+    )
+    rope_scaling_type: str | None = flag(None, "MindSpeed: llama3 is --use-rope-scaling", type=str, choices=["llama3"])
+    low_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 1", type=float)
+    high_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 4", type=float)
+    original_max_position_embeddings: int | None = flag(None, "of --rope-scaling-type llama3: 8192", type=int)

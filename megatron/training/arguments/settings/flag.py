@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A setting and its command-line flag are one thing: a field of a dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+def flag(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field that is a command-line flag.
+
+    ``extra`` may hold ``choices``; ``nargs``; ``type`` (needed when the default is None); ``aliases``, other spellings
+    of the flag; ``flags``, the spellings that replace the one made from the field's name; ``const``, the value a flag
+    without argument stores (a bool field stores ``not default``).
+    """
+    metadata = {"help": help, **extra}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves behind and how long it goes on: checkpoints, logs, limits; or its simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.arguments.settings.flag import flag
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and loading."""
+
+    save: str | None = flag(None, "folder to save checkpoints in", type=str)
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"]
+    )
+    save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
+    load: str | None = flag(None, "folder to load a checkpoint from", type=str)
+    ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
+    finetune: bool = flag(False, "load the weights only and start at iteration 0")
+    pretrained_checkpoint: str | None = flag(None, "weights to start from where --load has no checkpoint", type=str)
+    use_checkpoint_args: bool = flag(
+        False, "the model as the checkpoint describes it; sizes that flags give count all the same"
+    )
+    exit_on_missing_checkpoint: bool = flag(False, "stop where --load has no checkpoint")
+    save_optim: bool = flag(True, "leave the optimizer out of checkpoints", flags=["--no-save-optim"])
+    save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
+    load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])
+    load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"])
+    ckpt_format: str = flag(
+        "torch_dist",
+        "checkpoint format; torch_dist is what is written, whichever is named",
+        choices=["torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"],
+    )
+
+
+@dataclass
+class LoggingConfig:
+    """What is written where."""
+
+    log_interval: int = flag(100, "iterations between console lines")
+    log_jsonl: str | None = flag(None, "file for one JSON object a step", type=str)
+    log_throughput: bool = flag(False, "TFLOP/s and MFU on the console line")
+    log_params_norm: bool = flag(False, "norm of the parameters")
+    log_num_zeros_in_grad: bool = flag(False, "count zeros in the gradients")
+    log_progress: bool = flag(False, "append progress to progress.txt in --save")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard", type=str)
+    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events held in memory")
+    wandb_project: str | None = flag(None, "Weights & Biases project", type=str, aliases=["--wandb-project-name"])
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run name", type=str)
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str)
+    wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str, aliases=["--wandb-entity-name"])
+    peak_tflops: float | None = flag(
+        None, "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate", type=float
+    )
+    progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
+    profile_memory: str | None = flag(
+        None, "folder for a timeline of memory by kind in one step, as JSON and as a picture, of each rank", type=str
+    )
+    profile_memory_step: int | None = flag(None, "which step of this run --profile-memory records; default 2", type=int)
+
+
+@dataclass
+class RunConfig:
+    """The run itself."""
+
+    device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
+    seed: int = flag(1234, "seed of weights, data order and dropout")
+    deterministic_mode: bool = flag(False, "a run repeats bit for bit, on the same grid and kind of device")
+    train_iters: int | None = flag(None, "iterations to train", type=int)
+    train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
+    train_tokens: int | None = flag(
+        None, "tokens to train; beside --train-iters or --train-samples, the run ends with what comes first", type=int
+    )
+    eval_interval: int | None = flag(None, "iterations between evaluations", type=int)
+    eval_iters: int = flag(100, "iterations of an evaluation")
+    skip_train: bool = flag(False, "evaluate only")
+    exit_interval: int | None = flag(None, "stop at a multiple of this iteration", type=int)
+    exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", type=int)
+    exit_signal_handler: bool = flag(True, "save and stop on SIGTERM or SIGUSR1; always on here")
+    manual_gc: bool = flag(False, "collect garbage at fixed steps")
+    manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
+
+
+@dataclass
+class SimulationConfig:
+    """A simulated cluster in place of a run."""
+
+    dry_run: bool = flag(False, "simulate one step: memory, communication, FLOPs and, with --gpu, time")
+    world_size: int | None = flag(
+        None, "--dry-run: number of simulated processes; default as many as were started", type=int
+    )
+    gpu: str | None = flag(
+        None, "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU", type=str
+    )
+    dry_run_json: str | None = flag(None, "--dry-run: file for the result, with pictures beside it", type=str)
+    dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, in place of a few that stand for all")

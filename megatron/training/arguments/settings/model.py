@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.arguments.settings.flag import flag
+
+
+def normalization(text: str) -> str:
+    """Megatron-DeepSpeed writes small letters."""
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(text.lower(), text)
+
+
+def positions(text: str) -> str:
+    """BigScience spells RoPE out."""
+    return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
+
+
+@dataclass
+class ModelConfig:
+    """The network. Shapes may come from a named model (``--model``), which single flags override."""
+
+    model: str | None = flag(None, "named shape, for example llama3-8b; single flags override it", type=str)
+    num_layers: int | None = flag(None, "number of transformer layers", type=int, aliases=["--encoder-num-layers"])
+    hidden_size: int | None = flag(None, "width of the residual stream", type=int)
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP; default 4h, or about 8h/3 in a multiple of 64 with --swiglu", type=int
+    )
+    num_attention_heads: int | None = flag(None, "number of query heads", type=int)
+    group_query_attention: bool = flag(False, "grouped-query attention with --num-query-groups key/value heads")
+    num_query_groups: int = flag(1, "key/value heads under --group-query-attention")
+    kv_channels: int | None = flag(None, "size of a head; default hidden_size / num_attention_heads", type=int)
+    max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "how positions enter",
+        type=positions,
+        choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
+    )
+    rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
+    rotary_percent: float = flag(1.0, "share of a head that is rotated")
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs in place of halves")
+    rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
+    use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    yarn_rotary_scaling_factor: float = flag(1.0, "YaRN: how much longer than the original length")
+    yarn_original_max_position_embeddings: int = flag(4096, "YaRN: original length")
+    yarn_beta_fast: float = flag(32.0, "YaRN: pairs that turn more often in the original length are left alone")
+    yarn_beta_slow: float = flag(1.0, "YaRN: pairs that turn less often in the original length are interpolated")
+    yarn_mscale: float = flag(1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)")
+    yarn_mscale_all_dim: float = flag(0.0, "YaRN: denominator of the attention factor, likewise")
+    yarn_correction_range_round_to_int: bool = flag(
+        True,
+        "YaRN: bounds between pairs left alone and pairs interpolated are not rounded to whole pairs",
+        flags=["--no-yarn-correction-range-round-to-int"],
+    )
+    normalization: str = flag("LayerNorm", "normalization layer", type=normalization, choices=["LayerNorm", "RMSNorm"])
+    norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
+    apply_layernorm_1p: bool = flag(False, "weights of the norm centred on zero")
+    swiglu: bool = flag(False, "gated MLP with SiLU")
+    squared_relu: bool = flag(False, "squared ReLU in place of GELU")
+    bias_gelu_fusion: bool = flag(
+        True,
+        "GELU by erf, as Megatron-LM computes it without its fused kernel, which has tanh; so too with "
+        "--disable-bias-linear",
+        flags=["--no-bias-gelu-fusion"],
+    )
+    openai_gelu: bool = flag(False, "GELU by tanh, whatever else is given")
+    add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
+    add_qkv_bias: bool = flag(False, "bias in the QKV projection alone")
+    qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    softmax_type: str = flag(
+        "vanilla",
+        "attention's softmax: off-by-one adds 1 to its sum, learnable a sink, one learned score a head",
+        choices=["vanilla", "off-by-one", "learnable"],
+    )
+    untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
+    hidden_dropout: float = flag(0.1, "dropout on the residual branches")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities, by position: the same on every grid")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
+    padded_vocab_size: int | None = flag(
+        None,
+        "rows of the embedding, in place of what --make-vocab-size-divisible-by gives",
+        type=int,
+        aliases=["--pad-vocab-size-to"],
+    )
+    vocab_size: int | None = flag(None, "vocabulary size; default the tokenizer's", type=int)
+    transformer_impl: str = flag(
+        "auto",
+        "layers from megatron-core (local) or Transformer Engine; auto: the latter on GPUs where it is installed",
+        choices=["auto", "local", "transformer_engine"],
+    )
+    fp8_format: str | None = flag(None, "FP8 through Transformer Engine", type=str, choices=["e4m3", "hybrid"])
+    fp8_recipe: str = flag("delayed", "FP8 scaling recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise"])
+    fp8_amax_history_len: int = flag(1, "length of the FP8 amax history")
+    fp8_amax_compute_algo: str = flag("most_recent", "how FP8 reads that history", choices=["most_recent", "max"])

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run learns from, and how: optimizer, schedule, precision, data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.arguments.settings.flag import flag
+
+
+def tokenizer(text: str) -> str:
+    """The name of Megatron-LM; BigScience, MindSpeed-LLM and Megatron-DeepSpeed have others for Hugging Face's."""
+    return {"PretrainedFromHF": "HuggingFaceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"}.get(text, text)
+
+
+@dataclass
+class OptimizerSettings:
+    """Optimizer, learning-rate schedule and precision."""
+
+    optimizer: str = flag("adam", "optimizer", choices=["adam", "sgd"])
+    lr: float | None = flag(None, "learning rate", type=float)
+    min_lr: float = flag(0.0, "lowest learning rate of the schedule")
+    lr_decay_style: str = flag(
+        "linear", "schedule", choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    )
+    lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters", type=int)
+    lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples", type=int)
+    lr_decay_tokens: int | None = flag(None, "tokens to decay over; default --train-tokens", type=int)
+    lr_warmup_fraction: float | None = flag(None, "warm-up, as a share of the decay", type=float, aliases=["--warmup"])
+    lr_warmup_iters: int = flag(0, "warm-up iterations")
+    lr_warmup_samples: int = flag(0, "warm-up samples")
+    lr_warmup_tokens: int | None = flag(None, "warm-up tokens", type=int)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "last phase of WSD", choices=["exponential", "linear", "cosine", "minus_sqrt"]
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", type=int)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD", type=int)
+    decoupled_lr: float | None = flag(None, "learning rate of the embedding and the output layer", type=float)
+    decoupled_min_lr: float | None = flag(None, "lowest learning rate of those", type=float)
+    weight_decay: float = flag(0.01, "weight decay")
+    start_weight_decay: float | None = flag(None, "weight decay at the start of its schedule", type=float)
+    end_weight_decay: float | None = flag(None, "weight decay at the end of its schedule", type=float)
+    weight_decay_incr_style: str = flag("constant", "weight-decay schedule", choices=["constant", "linear", "cosine"])
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "schedule from the flags, not from the checkpoint",
+        flags=["--override-opt-param-scheduler", "--override-opt_param-scheduler"],
+        aliases=["--override-lr-scheduler"],
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "schedule from the checkpoint, not from the flags",
+        flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
+        aliases=["--use-checkpoint-lr-scheduler"],
+    )
+    clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
+    adam_beta1: float = flag(0.9, "Adam's first beta")
+    adam_beta2: float = flag(0.999, "Adam's second beta")
+    adam_eps: float = flag(1e-8, "Adam's epsilon")
+    sgd_momentum: float = flag(0.9, "SGD's momentum")
+    bf16: bool = flag(False, "bfloat16 with fp32 main weights")
+    fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
+    loss_scale: float | None = flag(None, "fixed loss scale, in place of fp16's dynamic one", type=float)
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", aliases=["--min-scale"])
+    loss_scale_window: float = flag(1000, "good steps before the loss scale grows")
+    hysteresis: int = flag(2, "overflows before the loss scale shrinks")
+    check_for_nan_in_loss_and_grad: bool = flag(
+        True, "go on when the loss or a gradient is NaN", flags=["--no-check-for-nan-in-loss-and-grad"]
+    )
+
+
+@dataclass
+class DataConfig:
+    """What is read, and in which batches."""
+
+    micro_batch_size: int | None = flag(
+        None, "samples a micro-batch on each data-parallel rank", type=int, aliases=["--batch-size"]
+    )
+    gradient_accumulation_steps: int | None = flag(
+        None, "micro-batches a step, in place of --global-batch-size", type=int, aliases=["--gas"]
+    )
+    global_batch_size: int | None = flag(None, "samples an optimizer step; default micro-batch x DP", type=int)
+    rampup_batch_size: list[int] | None = flag(
+        None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3
+    )
+    seq_length: int | None = flag(None, "tokens a sample", type=int, aliases=["--encoder-seq-length"])
+    data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
+    train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
+    valid_data_path: list[str] | None = flag(None, "validation data, in place of --data-path", type=str, nargs="*")
+    test_data_path: list[str] | None = flag(None, "test data, in place of --data-path", type=str, nargs="*")
+    split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
+    data_cache_path: str | None = flag(None, "folder of the index caches", type=str)
+    mock_data: bool = flag(False, "random tokens in place of a dataset")
+    mmap_bin_files: bool = flag(True, "read .bin files without mmap", flags=["--no-mmap-bin-files"])
+    num_workers: int = flag(2, "data-loader processes a rank")
+    num_dataset_builder_threads: int = flag(1, "threads that build the datasets of a blend")
+    dataloader_type: str = flag(
+        "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
+    )
+    reset_position_ids: bool = flag(False, "positions start anew after each end-of-document token")
+    reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
+    eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    tokenizer_type: str | None = flag(
+        None,
+        "tokenizer",
+        type=tokenizer,
+        choices=[
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "ByteLevelTokenizer",
+            "NucleotideTokenizer",
+            "CodonTokenizer",
+            "NullTokenizer",
+        ],
+    )
+    tokenizer_model: str | None = flag(None, "tokenizer file or folder", type=str, aliases=["--tokenizer-name-or-path"])
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", type=str)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", type=str)
+    tiktoken_pattern: str | None = flag(None, "pre-tokenizer pattern of TikTokenizer", type=str)
+    tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer")

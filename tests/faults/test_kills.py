@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kill -9`` of the whole job, or of one rank, at random moments: what goes on is the undisturbed run."""
+
+import json
+import os
+import random
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.distributed.test_program import FLAGS, PROGRAM
+from tests.patience import patience
+from tests.program import meeting, run_ranks, start_forked
+
+KILLS = int(os.environ.get("KILLS", "2"))
+ITERATIONS, INTERVAL, RANKS = 12, 2, 2
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def flags(folder: Path) -> list[str]:
+    return (
+        f"{FLAGS} --ring-parallel-size 2 --zero-stage 1 --train-iters {ITERATIONS} --eval-iters 0 "
+        f"--save-interval {INTERVAL} --save {folder}/checkpoints --load {folder}/checkpoints "
+        f"--log-jsonl {folder}/log.jsonl"
+    ).split()
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    """Of whole lines of a log: a kill may tear the last one."""
+    file, found = folder / "log.jsonl", {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        found[row["iteration"]] = (row["lm_loss"], row["grad_norm"])
+    return found
+
+
+def saved(folder: Path) -> int:
+    tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float) -> tuple[str, str]:
+    """What was killed, or "over", and the errors that the ranks printed."""
+    with meeting(ENVIRONMENT, RANKS) as environments:
+        ranks = [start_forked(PROGRAM, flags(folder), one, logs / str(rank)) for rank, one in enumerate(environments)]
+        time.sleep(draw.uniform(0.05, seconds))
+        victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
+        over = not any(rank.is_alive() for rank in ranks)
+        for victim in victims:
+            victim.kill()
+        end = time.monotonic() + patience(20)
+        for rank in ranks:  # a survivor notices by itself
+            rank.join(max(0.0, end - time.monotonic()))
+        late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    errors = "".join((logs / str(rank) / "err").read_text() for rank in range(RANKS))
+    assert not late, f"ranks {late} outlived the others by {patience(20):.0f} s\n{errors}"
+    return "over" if over else "job" if len(victims) > 1 else "rank", errors
+
+
+def test_kills_at_random_moments(tmp_path):
+    draw, counts, repeated = random.Random(1), Counter(), 0
+    begin = time.monotonic()
+    whole = tmp_path / "whole"
+    done = run_ranks(PROGRAM, flags(whole), ENVIRONMENT, RANKS)
+    assert [one.returncode for one in done] == [0] * RANKS, done[0].stderr
+    seconds, reference = time.monotonic() - begin, losses(whole)
+    assert list(reference) == list(range(1, ITERATIONS + 1))
+
+    folder, attempt = tmp_path / "killed", 0
+    while counts["job"] + counts["rank"] < KILLS:
+        attempt += 1
+        before = saved(folder)
+        what, errors = start_and_kill(folder, tmp_path / f"logs{attempt}", draw, seconds)
+        counts[what] += 1
+        found = losses(folder)
+        assert found == {iteration: reference[iteration] for iteration in found}, f"after {what} was killed\n{errors}"
+        assert saved(folder) >= before and "Traceback" not in errors, errors
+        repeated = max(repeated, max(found, default=0) - saved(folder))
+        if saved(folder) >= ITERATIONS - INTERVAL:
+            shutil.rmtree(folder)
+            counts["runs"] += 1
+    done = run_ranks(PROGRAM, flags(folder), ENVIRONMENT, RANKS)
+    assert [one.returncode for one in done] == [0] * RANKS, done[0].stderr
+    assert losses(folder) == reference
+    assert repeated <= INTERVAL  # the last step may be logged while its save is cut off
+    print(f"\n{dict(counts)} in {attempt} starts; at most {repeated} steps repeated; every loss and norm the same")

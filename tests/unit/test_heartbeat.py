@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two looks at the table of heartbeats say, and where a thread is."""
+
+import sys
+import threading
+import types
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from megatron.context_parallel.layout.grid import Grid
+from megatron.training.heartbeat import Beat, Heartbeat, verdict, whereabouts
+
+RING = "the wait for a message at ring.py:194 (wait)"
+WAITS = Beat("a", 11, 5, 20, RING, True, 50.0)
+WORKS = Beat("b", 12, 5, 20, "training/data/files.py:8 (read)", False, 50.0)
+
+
+def later(beat: Beat) -> Beat:
+    return replace(beat, count=beat.count + 2, since=beat.since + 5)
+
+
+def test_a_rank_whose_count_stands_still_is_named():
+    before = {0: WAITS, 1: WAITS, 2: WORKS}
+    lines = verdict(before, {0: later(WAITS), 1: later(WAITS), 2: WORKS}, teller=0)
+    assert lines == [
+        "error: rank 2 on b does not answer: it is stopped, dead or cut off; last seen in iteration 21, "
+        "training/data/files.py:8 (read)",
+        f"       waiting in iteration 21, {RING}: ranks 0-1",
+    ]
+
+
+def test_who_tells_is_not_silent_to_itself():
+    lines = verdict({0: WAITS, 1: WORKS}, {0: WAITS, 1: later(WORKS)}, teller=0)
+    assert lines == [
+        "error: rank 1 on b is alive and waits for nobody: iteration 21, training/data/files.py:8 (read), for 55 s",
+        f"       waiting in iteration 21, {RING}: rank 0",
+    ]
+
+
+def test_a_rank_that_failed_says_why_and_one_that_never_told_is_missing():
+    failed = replace(later(WORKS), failed="OutOfMemoryError: no room")
+    lines = verdict({0: WAITS, 1: WORKS, 2: None}, {0: later(WAITS), 1: failed, 2: None}, teller=0)
+    assert lines[0] == "error: rank 1 on b failed in iteration 21, training/data/files.py:8 (read): " + failed.failed
+    assert lines[1].strip().startswith("rank 2 has never told of itself")
+
+
+def test_ranks_that_wait_for_each_other_in_different_places():
+    other = replace(WAITS, place="all_reduce over TP at step.py:3 (train)")
+    lines = verdict({0: WAITS, 1: other, 3: other}, {0: later(WAITS), 1: later(other), 3: later(other)}, teller=0)
+    assert lines[0] == "error: all ranks answer and wait, not all in the same place: they wait for each other"
+    assert lines[-1].endswith("all_reduce over TP at step.py:3 (train): ranks 1, 3")
+
+
+def frame(path: str, name: str, **variables: object) -> types.SimpleNamespace:
+    code = types.SimpleNamespace(co_filename=path, co_name=name)
+    return types.SimpleNamespace(f_code=code, f_lineno=7, f_locals=variables)
+
+
+@pytest.mark.parametrize(
+    "stack, place, waits",
+    [
+        (["c10d", "attention"], "all_reduce over TP at context_parallel/attention/ring.py:7 (send)", True),
+        (["attention"], "context_parallel/attention/ring.py:7 (send)", False),
+        (["torch", "attention"], "context_parallel/attention/ring.py:7 (send)", False),
+        (["torch"], "outside of the program's own code", False),
+        (["c10d"], "all_reduce over TP", True),
+    ],
+)
+def test_where_a_thread_is(stack, place, waits):
+    group, here = object(), sys.modules["megatron.training.heartbeat"].HERE
+    frames = {
+        "c10d": frame("/site/torch/distributed/distributed_c10d.py", "all_reduce", group=group),
+        "torch": frame("/site/torch/functional.py", "einsum"),
+        "attention": frame(f"{here}/context_parallel/attention/ring.py", "send"),
+    }
+    assert whereabouts([frames[name] for name in stack], {id(group): "TP"}) == (place, waits)
+
+
+def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        go_on.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    found = sys._current_frames()[thread.ident]
+    while found.f_code.co_name != "work":
+        found = found.f_back
+    assert whereabouts([found], {}) == ("outside of the program's own code", False)  # none of ours
+    go_on.set()
+    thread.join()
+
+
+def test_an_error_of_its_own_is_told_to_the_others_and_keeps_its_traceback():
+    store = dist.HashStore()
+    beats = Heartbeat(Grid(), 600, store, rank=0, ranks=2, every=0.01)
+    beats._beat()
+    try:
+        raise ValueError("a bad\nnumber")
+    except ValueError as error:
+        assert beats.failed(error) is None
+    assert beats.table()[0].failed == "ValueError: a bad number"
+    assert beats.table()[1] is None
