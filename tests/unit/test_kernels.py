@@ -26,6 +26,7 @@ from megatron.context_parallel.attention.kernels import (
     flash_attn_kernel,
     math_kernel,
     select,
+    triton_kernel,
 )
 from tests.properties import examples
 
@@ -531,7 +532,7 @@ def test_auto_on_the_cpu():
         ("flash", dict(needs_mask=True), "takes no mask"),
         ("flash", dict(needs_softcap=True), "has no soft-cap"),
         ("cudnn", dict(needs_value_dim=True), "takes no value heads of another size"),
-        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, math"),
+        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, triton, math"),
     ],
 )
 def test_refusals(name, options, reason):
@@ -560,6 +561,8 @@ def pretend_gpu(monkeypatch, install):
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        monkeypatch.setattr(triton_kernel, "missing_triton", lambda: None)
+        monkeypatch.setattr(triton_kernel, "interpreted", lambda: False)
 
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # as if not installed
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -570,22 +573,27 @@ def pretend_gpu(monkeypatch, install):
 def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
     bf16 = torch.bfloat16
     pretend_gpu()
-    assert available("cuda", bf16, 128) == ["cudnn", "flash", "math"]
-    assert available("cuda", bf16, 128, needs_mask=True) == ["math"]
-    assert available("cuda", bf16, 256) == ["cudnn", "flash", "math"]
-    assert available("cuda", bf16, 100) == available("cuda", torch.float32, 128) == ["math"]
+    assert available("cuda", bf16, 128) == ["cudnn", "flash", "triton", "math"]
+    for need in kernels.NEEDS:
+        assert available("cuda", bf16, 128, **{need: True}) == ["triton", "math"]
+    assert available("cuda", bf16, 256) == ["cudnn", "flash", "triton", "math"]
+    assert available("cuda", bf16, 100) == available("cuda", torch.float32, 128) == ["triton", "math"]
+    assert available("cuda", torch.float64, 128) == ["math"]
     with pytest.raises(KernelUnavailable, match='kernel="flash_attn": the package flash-attn is not installed'):
         select("flash_attn", device="cuda", dtype=bf16, head_dim=128)
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-    assert available("cuda", bf16, 128) == ["flash", "math"]
+    assert available("cuda", bf16, 128) == ["flash", "triton", "math"]
     monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert available("cuda", bf16, 128) == ["flash", "math"]
+    assert available("cuda", bf16, 128) == ["flash", "triton", "math"]
+    monkeypatch.setattr(triton_kernel, "missing_triton", lambda: "the package triton is not installed")
+    with pytest.raises(KernelUnavailable, match='kernel="triton": the package triton is not installed'):
+        select("triton", device="cuda", dtype=bf16, head_dim=128)
     monkeypatch.undo()
     pretend_gpu(capability=(8, 6), cudnn=90000)
     install("flash_attn.flash_attn_interface", flash_attn_2_6())
-    assert available("cuda", bf16, 128) == ["flash_attn", "cudnn", "flash", "math"]
-    assert available("cuda", bf16, 256) == ["flash_attn", "math"]
+    assert available("cuda", bf16, 128) == ["flash_attn", "cudnn", "flash", "triton", "math"]
+    assert available("cuda", bf16, 256) == ["flash_attn", "triton", "math"]
     pretend_gpu(capability=(7, 5))
     assert available("cuda", torch.float16, 64) == ["math"]
 

@@ -15,7 +15,7 @@ from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashA
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
 
-__all__ = ["KERNELS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
+__all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
 
 # The order in which `auto` prefers them.
 KERNELS: dict[str, Kernel] = {
@@ -84,7 +84,7 @@ def select_simulated(
     if name not in ("auto", *KERNELS):
         select(name, device=device, dtype=dtype, head_dim=head_dim, **needs)
     unfused = any(needs.values()) or tensor_reason(dtype, head_dim) is not None
-    if name == "cpu" or (name not in ("auto", "math") and unfused):
+    if name == "cpu" or (name not in ("auto", "triton", "math") and unfused):
         raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
     return KERNELS["math" if name == "math" or unfused else "flash"]
 
@@ -94,6 +94,6 @@ def _why_not(
 ) -> str | None:
     for need, wanted in needs.items():
         has, reason = NEEDS[need]
-        if wanted and not getattr(KERNELS[name], has):
+        if wanted and not getattr(KERNELS[name], has, False):
             return reason
     return KERNELS[name].why_not(device=device, dtype=dtype, head_dim=head_dim)
