@@ -79,7 +79,7 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
             return torch.full((shape[0], 2, *shape[1:]), fill, device=device)[:, 1]
         return torch.full(shape, fill, device=device)
 
-    out, lse = sums((s, case.b, case.h, case.dv), 9.0), sums((s, case.b, case.h), -torch.inf)
+    out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
     common = {
         "scale": case.d**-0.5,
         "mask": case.mask,
@@ -90,11 +90,11 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     todo = [tiles(case.q_at, at, case.mask) for at in case.blocks]
     for some, k, v in zip(todo, x.k, x.v):
         attend_tiles(some, x.q, k, v, out_SBHD=out, lse_SBH=lse, **common)
-    out = torch.where(lse.isneginf()[..., None], 0.0, out)  # of queries in no tile
     grads = {"dq": sums(x.q.shape), "dk": [sums(k.shape) for k in x.k], "dv": [sums(v.shape) for v in x.v]}
     final = {"dout": x.dout, "lse": lse, "delta_SBH": delta(out, x.dout)}
     for some, k, v, dk, dv in zip(todo, x.k, x.v, grads["dk"], grads["dv"]):
         attend_tiles_grad(some, x.q, k, v, **final, dq=grads["dq"], dk=dk, dv=dv, **common)
+    out = torch.where(lse.isneginf()[..., None], 0.0, out)  # of queries in no tile: nobody's
     return {"out": out, "lse": lse, "dq": grads["dq"], "dk": torch.cat(grads["dk"]), "dv": torch.cat(grads["dv"])}
 
 

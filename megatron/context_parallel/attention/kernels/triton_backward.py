@@ -137,7 +137,8 @@ def query_kernel(
         dout + b * dout_sb + h * dout_sh, first_row, q_rows, dout_ss, dout_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True
     ).to(q_block.dtype)
     lse_here = tl.load(lse + b * lse_sb + h * lse_sh + row * lse_ss, mask=here, other=float("-inf")) * LOG2E
-    lse_here = tl.where(lse_here == float("-inf"), float("inf"), lse_here)  # no keys: weights of 0
+    here &= lse_here > float("-inf")  # the rest has no keys, and perhaps no output
+    lse_here = tl.where(here, lse_here, float("inf"))
     delta_here = tl.load(delta + b * delta_sb + h * delta_sh + row * delta_ss, mask=here, other=0.0)
     q_at, row_key, slope = rows, rows, 0.0
     if ALIBI:
@@ -184,7 +185,8 @@ def _walk_queries(
             here = rows < stop
             q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
             lse_here = tl.load(lse + rows.to(tl.int64) * lse_ss, mask=here, other=float("-inf")) * LOG2E
-            lse_here = tl.where(lse_here == float("-inf"), float("inf"), lse_here)
+            with_keys = lse_here > float("-inf")
+            lse_here = tl.where(with_keys, lse_here, float("inf"))
             products = dot(k, tl.trans(q_block), None, PRECISION)
             q_at = rows
             row_key = rows
@@ -208,7 +210,7 @@ def _walk_queries(
                 weights = p * drop
             dv = dot(rounded(weights, dout_block.dtype, PRECISION), dout_block, dv, PRECISION)
             dp = dot(v, tl.trans(dout_block), None, PRECISION)
-            delta_here = tl.load(delta + rows.to(tl.int64) * delta_ss, mask=here, other=0.0)
+            delta_here = tl.load(delta + rows.to(tl.int64) * delta_ss, mask=with_keys, other=0.0)
             ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)
             dk = dot(rounded(ds, q_block.dtype, PRECISION), q_block, dk, PRECISION)
     return dk, dv

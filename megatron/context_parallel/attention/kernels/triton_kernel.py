@@ -290,6 +290,8 @@ class Call:
     def _bits(self, tiles: tuple[Tile, ...], sides: list[Side]) -> Sequence[Tensor | None]:
         if not any(tile.masked for tile in tiles):
             return [None] * len(sides)
+        if self.mask is None:
+            raise ValueError("masked tiles ask a mask about their pairs: give it")
         return pack(tiles, self.mask, self.q.device, sides)
 
     def _launch(
