@@ -5,9 +5,9 @@
     python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128
 
 Registers, spills and shared memory are the assembler's. A step is what a program does with one block of the other side
-where all pairs count; its instructions are counted in the machine code. The tensor cores' cycles of a step, against the
-cycles in which a multiprocessor issues its other instructions, say which of them a step waits for, if all that can
-overlap does: the prediction, and no measurement.
+where all pairs count; its instructions are counted in the machine code. The tensor cores' cycles of a step against
+those in which a multiprocessor issues its instructions predict the share of the GEMM rate: from nothing overlapped to
+everything. That is arithmetic, and no measurement: it knows nothing of memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PRODUCTS = {"forward": 2, "queries": 3, "keys": 4}  # of [block, head] x [head, 
 
 
 def bound(which: str, launch: Launch, taken: Resources) -> str:
-    """Cycles of a step: of the tensor cores, and of issuing instructions."""
+    """Cycles of a step, of the tensor cores and of issuing instructions, and what follows from them."""
     rate = TENSOR_RATE.get(taken.capability)
     if rate is None or not taken.step:
-        return "| | "
+        return "| | | "
     sizes = launch.arguments
     tensor = PRODUCTS[which] * sizes["BLOCK"] * sizes["STEP"] * sizes["HEAD"] / rate
     issue = taken.step * taken.warps / ISSUE_RATE
-    return f"| {tensor:.0f} | {issue:.0f} "
+    return f"| {tensor:.0f} | {issue:.0f} | {tensor / (tensor + issue):.0%} to {tensor / max(tensor, issue):.0%} "
 
 
 def row(capability: int, head: int, which: str, features: tuple[str, ...]) -> str:
@@ -61,6 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     columns = ["GPU", "head", "kernel", "with", "block x step", "warps", "stages", "registers", "spills, bytes"]
     columns += ["shared, KiB", "programs an SM", "warps an SM", "in the PTX", "tensor cycles", "issue cycles"]
+    columns += ["of the GEMM rate"]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
     for capability in args.capability:
         for head in args.head:

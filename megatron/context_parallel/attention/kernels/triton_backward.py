@@ -23,7 +23,7 @@ from megatron.context_parallel.attention.kernels.triton_pairs import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def delta_kernel(
     out, dout, delta, out_ss, out_sb, out_sh, out_sd, dout_ss, dout_sb, dout_sh, dout_sd, delta_ss, delta_sb, delta_sh,
     rows, HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,

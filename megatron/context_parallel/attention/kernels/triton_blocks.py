@@ -70,6 +70,7 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
         (100, 256): Blocks(64, 32, 8, 1),
     },
 }
+
 FP32 = {64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 4, 1)}  # no tensor cores
 
 

@@ -78,17 +78,20 @@ def _walk(
             k_at = keys
             if ALIBI or DROPS:
                 k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
-            scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
+            scores, unit = products, factor  # multiplied late, with a sum, in one instruction
+            if ALIBI or CAPPED:
+                scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
+                unit = 1.0
             if KIND > 0:
                 counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
                 if KIND == 2:
                     counts &= marked(at, row, words, key - first_key, belongs, STEP)
                 scores = tl.where(counts, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
+            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             above = new_top
             if KIND > 0:
                 above = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores - above[:, None])
+            p = tl.exp2(scores * unit - above[:, None])
             shrink = tl.exp2(top - above)
             total = total * shrink + tl.sum(p, 1)
             if DROPS:

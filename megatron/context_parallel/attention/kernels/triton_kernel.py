@@ -18,13 +18,12 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import AnyMask, check_tile
+from megatron.context_parallel.attention.kernels.base import AnyMask, check_tile, to_device
 from megatron.context_parallel.attention.kernels.triton_blocks import Pass, blocks
 from megatron.context_parallel.attention.kernels.triton_tiles import Side, groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
@@ -128,6 +127,7 @@ def _one_tile(q_SBHD: Tensor, k_SBHD: Tensor, causal: bool) -> tuple[Tile, ...]:
     return (Tile(*rows, "causal" if causal else "full", False, *((span,) for span in rows)),)
 
 
+
 def attend_tiles(
     tiles: Iterable[Tile],
     q_SBHD: Tensor,
@@ -149,7 +149,7 @@ def attend_tiles(
     Args:
         tiles: their rows count within q and k, v.
         q_SBHD: [s, b, heads, d]; k_SBHD: [t, b, kv_heads, d]; v_SBHD: [t, b, kv_heads, dv]. Any strides.
-        scale: factor on q @ k^T.
+        scale: factor on q @ k^T, above 0.
         out_SBHD, lse_SBH: fp32 [s, b, heads, dv] and [s, b, heads], any strides: the softmax over all keys so far and
             their log-sum-exp, natural logarithm; for a query without any yet lse is -inf, and out is not read.
         mask: asked about the pairs of masked tiles.
@@ -203,15 +203,18 @@ def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
     """``sum(dout * out)`` over the last dimension, fp32 [s, b, heads], of the final output: once a backward pass."""
     s, b, h, d = out_SBHD.shape
     total = torch.empty(s, b, h, dtype=torch.float32, device=out_SBHD.device)
+    tensors = {"out": out_SBHD, "dout": dout_SBHD, "delta": total}
     arguments = {
-        **{"out": out_SBHD, "dout": dout_SBHD, "delta": total, "rows": s},
-        **{
-            f"{name}_{at}": stride for name, x in (("out", out_SBHD), ("dout", dout_SBHD)) for at, stride in _strides(x)
-        },
-        **{f"delta_{at}": stride for at, stride in _strides(total)},
-        **{"HEADS": h, "VALUE": d, "VALUE_BLOCK": _power(d), "BLOCK": 32, "WIDE": _wide(32, out_SBHD, dout_SBHD)},
+        **tensors,
+        **_strides(tensors),
+        "rows": s,
+        "HEADS": h,
+        "VALUE": d,
+        "VALUE_BLOCK": _power(d),
+        "BLOCK": 32,
+        "WIDE": _wide(32, out_SBHD, dout_SBHD),
     }
-    Launch(_functions().delta_kernel, (-(-s // 32), b * h), arguments, 4, 1).run()
+    Launch(_functions()["delta"], (-(-s // 32), b * h), arguments, 4, 1).run()
     return total
 
 
@@ -254,6 +257,8 @@ class Call:
         if self.k.shape != (t, b, hk, d) or self.v.shape[:3] != (t, b, hk) or h % hk:
             shapes = (list(x.shape) for x in (self.q, self.k, self.v))
             raise ValueError("q {} does not fit k {}, v {} as [s, b, heads, d]".format(*shapes))
+        if not self.scale > 0:
+            raise ValueError(f"a scale is above 0, not {self.scale}")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"a soft-cap is above 0, not {self.softcap}")
         if self.slopes is not None and self.slopes.shape != (h,):
@@ -269,7 +274,8 @@ class Call:
     def forward(self, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor) -> Launch:
         tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
         _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
-        return self._launch("forward", "q", tiles, tensors, *self._bits(tiles, ["q"]))
+        (bits,) = self._bits(tiles, ["q"])
+        return self._launch("forward", "q", tiles, tensors, bits, self._by_position(tiles))
 
     def backward(
         self, tiles: tuple[Tile, ...], dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
@@ -281,10 +287,10 @@ class Call:
         _check_sums({"lse": (lse, rows), "delta": (delta, rows)})
         _check_sums({"dq": (dq, self.q.shape), "dk": (dk, self.k.shape), "dv": (dv, self.v.shape)})
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": dout, "lse": lse, "delta": delta}
-        of_queries, of_keys = self._bits(tiles, ["q", "k"])
+        (of_queries, of_keys), by_position = self._bits(tiles, ["q", "k"]), self._by_position(tiles)
         return (
-            self._launch("queries", "q", tiles, {**tensors, "dq": dq}, of_queries),
-            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys),
+            self._launch("queries", "q", tiles, {**tensors, "dq": dq}, of_queries, by_position),
+            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, by_position),
         )
 
     def _bits(self, tiles: tuple[Tile, ...], sides: list[Side]) -> Sequence[Tensor | None]:
@@ -295,23 +301,29 @@ class Call:
         return pack(tiles, self.mask, self.q.device, sides)
 
     def _launch(
-        self, which: Pass, side: Side, tiles: tuple[Tile, ...], tensors: dict[str, Tensor], bits: Tensor | None
+        self,
+        which: Pass,
+        side: Side,
+        tiles: tuple[Tile, ...],
+        tensors: dict[str, Tensor],
+        bits: Tensor | None,
+        by_position: dict[str, Tensor | None],
     ) -> Launch:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
         device, value = self.q.device, self.v.size(3)
+        capped = self.softcap is not None
         sizes = blocks(which, self.q.dtype, max(d, value), self.capability)
         walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
-        capped = self.softcap is not None
         arguments = {
             **tensors,
-            **{f"{name}_{at}": stride for name, x in tensors.items() for at, stride in _strides(x)},
+            **_strides(tensors),
             "blocks": walked.blocks,
             "ranges": walked.ranges,
             "bits": bits,
-            **self._by_position(tiles),
+            **by_position,
             "q_rows": s,
             "k_rows": t,
-            "factor": self.scale / self.softcap if capped else self.scale * LOG2E,
+            "factor": self.scale * LOG2E * (2 / self.softcap if capped else 1),
             "cap": self.softcap * LOG2E if capped else 1.0,
             "threshold": self.dropout.threshold if self.dropout else 0,
             "kept_scale": self.dropout.scale if self.dropout else 1.0,
@@ -332,11 +344,8 @@ class Call:
         }
         if which != "forward":
             arguments["scale"] = self.scale
-        kernel = getattr(
-            _functions(), {"forward": "forward_kernel", "queries": "query_kernel", "keys": "key_kernel"}[which]
-        )
         heads = h if side == "q" else hk
-        return Launch(kernel, (len(walked.blocks), b * heads), arguments, sizes.warps, sizes.stages)
+        return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes.warps, sizes.stages)
 
     def _by_position(self, tiles: tuple[Tile, ...]) -> dict[str, Tensor | None]:
         """Positions of rows, for ALiBi and dropout, and the keys of dropout's hashes."""
@@ -346,7 +355,7 @@ class Call:
             found["q_places"] = places(tiles, "q", self.q.size(0), device)
             found["k_places"] = places(tiles, "k", self.k.size(0), device)
         if self.slopes is not None:
-            found["slopes"] = self.slopes.to(device, torch.float32)
+            found["slopes"] = to_device(self.slopes.to(torch.float32), device)
         if self.dropout is not None:
             found["row_keys"] = self.dropout.row_keys(found["q_places"].long(), self.q.size(2))
             found["column_keys"] = self.dropout.column_keys(found["k_places"].long() // LANES)
@@ -359,8 +368,9 @@ def _check_sums(tensors: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
             raise ValueError(f"{name} is to be fp32 {list(shape)}, not {x.dtype} {list(x.shape)}")
 
 
-def _strides(x: Tensor) -> list[tuple[str, int]]:
-    return list(zip(("ss", "sb", "sh", "sd"), x.stride()))
+def _strides(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Those of a tensor q [s, b, h, d], as the kernels call them: q_ss, q_sb, q_sh, q_sd."""
+    return {f"{name}_s{at}": stride for name, x in tensors.items() for at, stride in zip("sbhd", x.stride())}
 
 
 def _power(size: int) -> int:
@@ -392,13 +402,13 @@ def interpreted() -> bool:
 
 
 @functools.cache
-def _functions() -> SimpleNamespace:
+def _functions() -> dict[str, Any]:
     """The kernels; with them Triton is imported, which takes a second and need not be installed."""
     from megatron.context_parallel.attention.kernels import triton_backward, triton_forward
 
-    return SimpleNamespace(
-        forward_kernel=triton_forward.forward_kernel,
-        query_kernel=triton_backward.query_kernel,
-        key_kernel=triton_backward.key_kernel,
-        delta_kernel=triton_backward.delta_kernel,
-    )
+    return {
+        "forward": triton_forward.forward_kernel,
+        "queries": triton_backward.query_kernel,
+        "keys": triton_backward.key_kernel,
+        "delta": triton_backward.delta_kernel,
+    }

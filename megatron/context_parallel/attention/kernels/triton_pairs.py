@@ -82,14 +82,13 @@ def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, CAPPED: tl.constexpr):
     """Scores times log2(e), of ``q k^T``; and what the tangent was, of which the backward pass has need.
 
-    The cap comes before ALiBi's bias, as in flash-attn. ``factor``: scale * log2(e), or scale / softcap under a cap.
+    The cap comes before ALiBi's bias, as in flash-attn. ``factor``: scale * log2(e); under a cap 2 * scale * log2(e) /
+    softcap, and ``cap`` is softcap * log2(e).
     """
     scores = products * factor
     tangent = scores
     if CAPPED:
-        small = tl.exp2(tl.abs(scores) * (-2 * LOG2E))
-        tangent = (1 - small) / (1 + small)
-        tangent = tl.where(scores < 0, -tangent, tangent)
+        tangent = 1 - 2 / (tl.exp2(scores) + 1)
         scores = tangent * cap
     if ALIBI:
         scores -= tl.abs(q_at - k_at).to(tl.float32) * slope
