@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of benchmarks/fpdt.py that trains one configuration, a step at a time.
+"""A process that trains one configuration, a step at a time, for benchmarks/fpdt.py and benchmarks/gpu.
 
 A line on stdin asks for a step, "step" or "meter"; a line on stdout answers, "answer {...}".
 """
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.profile import where_time_goes
 from benchmarks.machine import busy_seconds, foreign_share
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.parser import parse
@@ -25,6 +27,12 @@ from pretrain_llama import LLAMA
 
 
 def work(words: list[str]) -> int:
+    serve(words, (line.strip() for line in sys.stdin), lambda answer: print("answer", json.dumps(answer), flush=True))
+    return 0
+
+
+def serve(words: list[str], requests: Iterable[str], answer: Callable[[dict], None]) -> None:
+    """Make ready what the flags say; then a step for each request."""
     named = words[words.index("--model") + 1] if "--model" in words else None
     defaults = None if named and not shape(named).get("swiglu") else LLAMA
     config = parse(words, defaults, 1)
@@ -33,12 +41,10 @@ def work(words: list[str]) -> int:
         job = prepare(config, runtime)
         batches = batches_for(job, job.datasets[0], 0, 0)
         job.chunks[0].train()
-        for line in sys.stdin:
-            answer = {"step": step, "meter": metered_step}[line.strip()](job, batches)
-            print("answer", json.dumps(answer), flush=True)
+        for request in requests:
+            answer({"step": step, "meter": metered_step, "profile": profiled_step}[request](job, batches))
     finally:
         stop()
-    return 0
 
 
 def step(job: Job, batches: Any) -> dict:
@@ -56,6 +62,7 @@ def step(job: Job, batches: Any) -> dict:
 def metered_step(job: Job, batches: Any) -> dict:
     """Bytes of one step: what was there before it, what came on top, what was copied to and from host memory."""
     device, offload = job.runtime.device, job.runtime.offload
+    begin = time.perf_counter()
     before = (offload.copies.to_host, offload.copies.to_device) if offload else (0, 0)
     if device.type == "cpu":
         with TensorMeter() as meter:
@@ -68,12 +75,18 @@ def metered_step(job: Job, batches: Any) -> dict:
         _train(job, batches)
         peak = torch.cuda.max_memory_allocated(device)
     return {
+        "metered_seconds": time.perf_counter() - begin,
         "states": states,
         "activations": peak - states,
         "host": offload.pool.peak if offload else 0,
         "to_host": offload.copies.to_host - before[0] if offload else 0,
         "to_device": offload.copies.to_device - before[1] if offload else 0,
     }
+
+
+def profiled_step(job: Job, batches: Any) -> dict:
+    """Where the time of a step goes."""
+    return where_time_goes(lambda: _train(job, batches), job.runtime.device)
 
 
 def _train(job: Job, batches: Any) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
+from benchmarks.parallel_attention import log_normal
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.merge import KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
@@ -117,14 +117,6 @@ def density(mask: cp.BlockSparse) -> float:
     whole = ((0, mask.seq_length),)
     kept = sum(tile.pairs for tile in tiles(whole, whole, mask))
     return kept / (mask.seq_length * (mask.seq_length + 1) / 2)
-
-
-def log_normal(documents: int, length: int, seed: int = 0) -> tuple[int, ...]:
-    """Ends of documents of log-normal length."""
-    draw = random.Random(seed)
-    sizes = [draw.lognormvariate(0, 1) for _ in range(documents)]
-    ends = {max(1, round(sum(sizes[: index + 1]) / sum(sizes) * length)) for index in range(documents)}
-    return tuple(sorted(ends | {length}))
 
 
 @lru_cache(maxsize=1)

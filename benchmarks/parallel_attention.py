@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,6 +107,14 @@ def run_parallel(layout: cp.SequenceLayout, kernel: str, q: Tensor, k: Tensor, v
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Over out, dq, dk, dv: the largest difference, relative to the tensor's largest entry."""
     return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(found, expected))
+
+
+def log_normal(documents: int, length: int, seed: int = 0) -> tuple[int, ...]:
+    """Ends of documents of log-normal length."""
+    draw = random.Random(seed)
+    sizes = [draw.lognormvariate(0, 1) for _ in range(documents)]
+    ends = {max(1, round(sum(sizes[: index + 1]) / sum(sizes) * length)) for index in range(documents)}
+    return tuple(sorted(ends | {length}))
 
 
 class Team:

@@ -65,9 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what was not asked for; skip what needs a GPU (all of tests/gpu does) where there is none."""
     import torch
 
-    left = {} if config.getoption("--full") else {"--full": [item for item in items if "full" in item.keywords]}
+    left = {} if config.getoption("--full") else {"--full": [item for item in items if item.get_closest_marker("full")]}
     if config.getoption("--quick"):
-        left["a run without --quick"] = [item for item in items if not quick(item) and "full" not in item.keywords]
+        left["a run without --quick"] = [
+            item for item in items if not quick(item) and not item.get_closest_marker("full")
+        ]
     gone = {item for some in left.values() for item in some}
     if gone:
         items[:] = [item for item in items if item not in gone]
@@ -79,12 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     no_gpu = pytest.mark.skip(reason="no GPU")
     for item in items:
-        if "gpu" in item.keywords or item.path.parent.name == "gpu":
+        if item.get_closest_marker("gpu") or item.path.parent.name == "gpu":
             item.add_marker(no_gpu)
 
 
 def quick(item: pytest.Item) -> bool:
-    return "quick" in item.keywords or item.path.parent.name == "unit" and item.path.name not in SLOW
+    return bool(item.get_closest_marker("quick")) or item.path.parent.name == "unit" and item.path.name not in SLOW
 
 
 def pytest_collection_finish() -> None:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -84,7 +85,7 @@ def tell(found: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
     try:
         # the script is for machines that have what it asks for
         with patch.object(validate, "transformer_engine_installed", lambda: True):
-            config = parse(flags, defaults, count)
+            config = parse(flags, defaults, count, shape_of)
     except Refusal as refusal:
         refusals(refusal, found, done)
         return False
@@ -95,6 +96,13 @@ def tell(found: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
         print(f"  - {unwritten(note, done)}")
     print("start it with\n  " + command(found, shlex.join(found.flags)))
     return True
+
+
+def shape_of(folder: str, step: int | None) -> dict[str, Any] | None:
+    """For --use-checkpoint-args, where the checkpoint is on this machine."""
+    from megatron.training.checkpoint import arguments_of  # imports torch, which few scripts need
+
+    return arguments_of.shape_of(folder, step)
 
 
 def refusals(refusal: Refusal, found: Launch, done: Record) -> None:

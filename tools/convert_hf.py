@@ -29,10 +29,10 @@ def convert(argv: list[str] | None) -> list[str]:
 
     dtype = DTYPES.get(args.dtype)
     if args.from_hf:
-        from megatron.training.checkpoint.hugging_face.incoming import from_hugging_face
+        from megatron.training.checkpoint.converting.incoming import from_hugging_face
 
         return timed(lambda bar: from_hugging_face(args.from_hf, args.to, dtype, bar))
-    from megatron.training.checkpoint.hugging_face.outgoing import to_hugging_face
+    from megatron.training.checkpoint.converting.outgoing import to_hugging_face
 
     return timed(lambda bar: to_hugging_face(args.from_, args.to_hf, dtype, bar, args.ckpt_step, args.hf_files))
 

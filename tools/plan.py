@@ -31,7 +31,7 @@ from megatron.simulator.planner.search import Problem, everything, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.simulator.planner.words import alternatives, count, failing, losing, winning, words
 from megatron.training.arguments.models import shape
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, Refusals
 
 SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")
 EXIT_REFUSED = 2
@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
             problem = longest(request, problem, console)
         report(request, problem, args, console)
     except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
+        told = Refusals(refusal.lines) if isinstance(refusal, Refusals) else refusal  # without a command of training
+        print(f"error: {told.told()}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
 

@@ -82,7 +82,8 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
     summed over TP: norms, biases after row-parallel matrices."""
     norm = 2 if shape.layer_norm else 1
     layer = 2 * norm * shape.hidden + 2 * shape.bias * shape.hidden + 2 * norm * shape.qk_norm * shape.head_dim
-    return layer * held.layers + numel(tuple(x for x in held.final if x[1] == 1))
+    embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
+    return layer * held.layers + numel(tuple(x for x in (*embedding, *held.final) if x[1] == 1))
 
 
 def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:

@@ -91,7 +91,11 @@ def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, pa
     first, last = stage == 0, stage == pipeline - 1
     embedding: tuple[Tensor, ...] = ()
     if first:
-        embedding = ((rows, h), *(((shape.positions, h),) if shape.positions else ()))
+        embedding = (
+            (rows, h),
+            *(((h, 1),) * (2 * shape.embed_norm)),
+            *(((shape.positions, h),) * bool(shape.positions)),
+        )
     final: tuple[Tensor, ...] = ()
     if last:
         final = (*norm, *(() if shape.tied and first else ((rows, h),)))

@@ -28,6 +28,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
 from megatron.training.data.batches import build_datasets, micro_batches
+from megatron.training.data.files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.host_memory import check_host_memory
 from megatron.training.model.build import build_model
@@ -47,6 +48,7 @@ class Job:
     schedule: OptimizerParamScheduler | None
     progress: checkpoint.Progress
     datasets: tuple[Dataset | None, Dataset | None, Dataset | None]
+    named: dict[str, dict[str, Dataset | None]]  # by "validation" and "test": several sets, evaluated one by one
     batch_sizes: Any  # core's calculator of micro-batches a step
     iterations: int
     vocab_size: int
@@ -77,12 +79,12 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         ranks,
         False,
     )
-    counts_tokens = found and config.run.train_tokens is not None
-    done = checkpoint.progress_in(found, config.checkpoint) if counts_tokens else checkpoint.Progress()
+    done = checkpoint.progress_in(found, config.checkpoint) if found else checkpoint.Progress()
     iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
     datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
+    named = named_datasets(config, tokenizer, wanted, runtime.reads_data, datasets)
     model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
     chunks = wrap_for_data_parallelism(model, config)
     optimizer = build_optimizer(chunks, config)
@@ -102,11 +104,25 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         schedule,
         progress,
         datasets,
+        named,
         batch_sizes,
         iterations,
         vocab_size,
         tokenizer.eod,
     )
+
+
+def named_datasets(
+    config: Config, tokenizer: Tokenizer, wanted: tuple[int, int, int], needed: bool, first: tuple
+) -> dict[str, dict[str, Dataset | None]]:
+    """Several sets of validation or test data, by name; the first of each is there already."""
+    found: dict[str, dict[str, Dataset | None]] = {}
+    for kind, index, split in (("validation", 1, "valid"), ("test", 2, "test")):
+        for number, name in enumerate(together(lambda split=split: named_sets(config.data, split))):
+            samples = tuple(count if at == index else 0 for at, count in enumerate(wanted))
+            built = build_datasets(config, tokenizer, samples, needed=needed, number=number) if number else first
+            found.setdefault(kind, {})[name] = built[index]
+    return found
 
 
 def length_of_run(
@@ -116,7 +132,7 @@ def length_of_run(
     is reached; none for --skip-train.
 
     Args:
-        done: what a run that counts tokens has behind it, maybe with samples of another length.
+        done: what the run has behind it, maybe with batches of another size or samples of another length.
     """
     run, batch = config.run, config.data.global_batch_size
     if run.skip_train:
@@ -126,15 +142,13 @@ def length_of_run(
     if run.train_iters is not None:
         iterations = run.train_iters
     elif run.train_samples is not None and not ramp:
-        iterations = run.train_samples // batch
+        iterations = done.iteration + max(run.train_samples - done.consumed_train_samples, 0) // batch
     elif run.train_samples is not None:
         samples = run.train_samples
-    begun = (0, 0)
+    count, consumed = done.iteration, done.consumed_train_samples
     if run.train_tokens is not None:
-        begun = (done.iteration, done.consumed_train_samples)
         left = max(run.train_tokens - done.consumed_train_tokens, 0)
-        samples = min(samples, begun[1] + math.ceil(left / config.data.seq_length))
-    count, consumed = begun
+        samples = min(samples, consumed + math.ceil(left / config.data.seq_length))
     if not ramp:
         more = max(
             min(iterations - count, math.ceil((samples - consumed) / batch) if samples < math.inf else math.inf), 0

@@ -85,9 +85,9 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
         }
         iteration, last = progress.iteration, progress.iteration == job.iterations
         if last or _due(config.run.eval_interval, iteration):
-            row |= evaluate_on(job, reporter, "validation", job.datasets[1])
+            row |= evaluate_held_out(job, reporter, "validation")
         if last:
-            row |= evaluate_on(job, reporter, "test", job.datasets[2])
+            row |= evaluate_held_out(job, reporter, "test")
         scale = float(job.optimizer.get_loss_scale())
         reporter.step(row, learning_rate=learning_rate, loss_scale=scale, extra=extras(job, result))
         if timeline is not None:
@@ -108,6 +108,20 @@ def _due(interval: int | None, iteration: int) -> bool:
     return bool(interval) and iteration % interval == 0
 
 
+def evaluate_held_out(job: Job, reporter: Reporter, kind: str) -> dict[str, float]:
+    """Mean loss on the validation or the test data, as {"KIND_loss": loss}; of several sets, {"KIND_NAME_loss": loss}.
+
+    Args:
+        kind: ``validation`` or ``test``.
+    """
+    if sets := job.named.get(kind):
+        losses: dict[str, float] = {}
+        for name, dataset in sets.items():
+            losses |= evaluate_on(job, reporter, f"{kind}_{name}", dataset)
+        return losses
+    return evaluate_on(job, reporter, kind, job.datasets[1 if kind == "validation" else 2])
+
+
 def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None) -> dict[str, float]:
     """Mean loss on held-out data, as {"NAME_loss": loss}: the same samples whenever the same iteration is evaluated."""
     config = job.config
@@ -116,7 +130,7 @@ def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None
     if not there or not config.run.eval_iters:
         return {}
     stretch = 0
-    if name == "validation" and config.run.eval_interval:
+    if name.startswith("validation") and config.run.eval_interval:
         stretch = min(job.progress.iteration // config.run.eval_interval, evaluations(config, job.iterations) - 1)
     batch = config.data.global_batch_size
     batches = batches_for(job, dataset, stretch * config.run.eval_iters * batch, 0)

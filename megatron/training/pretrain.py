@@ -76,7 +76,7 @@ def run(config: Config) -> int:
 def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
     from megatron.training.job import describe, prepare
-    from megatron.training.loop import evaluate_on, training_loop
+    from megatron.training.loop import evaluate_held_out, training_loop
     from megatron.training.refusal import together
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
@@ -102,8 +102,8 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
     reporter.say(f" > ready after {time.perf_counter() - started:.1f} s")
     try:
         if config.run.skip_train:
-            evaluate_on(job, reporter, "validation", job.datasets[1])
-            evaluate_on(job, reporter, "test", job.datasets[2])
+            evaluate_held_out(job, reporter, "validation")
+            evaluate_held_out(job, reporter, "test")
             return 0
         saved = training_loop(job, reporter, stopper)
         if stopper.stopped:

@@ -82,6 +82,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
             device=where.device,
             dtype=compute_dtype(config),
             head_dim=config.model.kv_channels,
+            many_tiles=config.attention.attention_mask not in ("causal", "full", None) or varies_by_batch(config),
             needs_mask=attention_mask(config).fine or config.model.position_embedding_type == "alibi",
             needs_dropout=config.model.attention_dropout > 0 and not config.run.skip_train,
         )

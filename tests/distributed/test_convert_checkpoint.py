@@ -92,9 +92,21 @@ def before_core(flags, folder, llama, version):
     return loss
 
 
-def universal(flags, folder, llama, piped):
-    """What DeepSpeed's ds_to_universal.py makes of a run of Megatron-DeepSpeed's: a folder a weight."""
-    run, weights, loss = whole_model(flags, llama)
+def universal(flags, folder, llama, piped, more=0):
+    """What DeepSpeed's ds_to_universal.py makes of a run of Megatron-DeepSpeed's: a folder a weight.
+
+    Loss of the next step on batch 0; or the losses of so many ``more`` steps.
+    """
+    run = megatron_lm.build(flags, llama, distributed=False)
+    megatron_lm.train(run, 2)
+    parameters = dict(megatron_lm.unwrapped(run)[0].named_parameters())
+    weights = {name: value.detach().clone() for name, value in parameters.items()}
+    inner = run.optimizer.chained_optimizers[0].optimizer
+    adam = {
+        name: {moment: inner.state[value][moment].clone() for moment in ("exp_avg", "exp_avg_sq")}
+        for name, value in parameters.items()
+    }
+    schedule, consumed = run.schedule.state_dict(), run.args.consumed_train_samples
     path = Path(folder) / "global_step2_universal"
     for name, value in weights.items():
         new = name
@@ -115,15 +127,22 @@ def universal(flags, folder, llama, piped):
         at = path / "zero" / new
         at.mkdir(parents=True)
         torch.save({"param": value, "cat_dim": 0}, at / "fp32.pt")
-        torch.save({"param": torch.zeros_like(value)}, at / "exp_avg.pt")
+        for moment in ("exp_avg", "exp_avg_sq"):
+            torch.save({"param": adam[name][moment]}, at / f"{moment}.pt")
+        torch.save(torch.tensor(2.0), at / "step.pt")
     old = vars(run.args).copy()
     groups = old.pop("num_query_groups") if old.pop("group_query_attention") else old["num_attention_heads"]
     old |= {"num_key_value_heads": groups, "num_experts": [1], "rope_theta": old.pop("rotary_base")}
     old |= {"normalization": old["normalization"].lower(), "layernorm_epsilon": old.pop("norm_epsilon")}
     old |= {"use_rotary_position_embeddings": old.pop("position_embedding_type") == "rope"}
-    torch.save({"args": Namespace(**old), "iteration": 2, "module": None}, path / "mp_rank_00_model_states.pt")
+    old["consumed_train_samples"] = consumed
+    states = {"args": Namespace(**old), "iteration": 2, "module": None, "lr_scheduler": schedule}
+    torch.save(states, path / "mp_rank_00_model_states.pt")
     (Path(folder) / "latest_universal").write_text(path.name)
-    return loss
+    if more:
+        return megatron_lm.train(run, more)
+    run.args.consumed_train_samples = 0
+    return megatron_lm.train(run, 1)[0]
 
 
 def first_loss(flags, folder, llama=True):
@@ -157,6 +176,27 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
         assert there_and_back(new, tmp_path) == 4 * 6 + 3  # every weight, bit for bit
     with_optimizer = pool.run(told, 1, here, str(new), how[0])[0]
     assert "no optimizer state: pass --finetune" in with_optimizer
+
+
+def go_on(flags, folder, llama):
+    job = make_job(f"{flags} --load {folder} --universal-checkpoint", llama)
+    return job.progress.iteration, job.progress.consumed_train_samples, train_job(job, 3)[0]
+
+
+@pytest.mark.parametrize(
+    "llama, piped, world, grid",
+    [
+        (True, True, 4, f"{T2} {P2} --zero-stage 1"),
+        (False, False, 2, "--zero-stage 3 --ring-parallel-size 2"),
+        pytest.param(True, False, 1, "", marks=pytest.mark.full),
+    ],
+)
+def test_a_universal_checkpoint_goes_on_as_it_is(pool, tmp_path, llama, piped, world, grid):
+    """Weights, Adam's moments, schedule and place in the data: the losses are those of the run that wrote it."""
+    theirs = pool.run(universal, 1, FLAGS, str(tmp_path), llama, piped, 3, timeout=120)[0]
+    first, consumed, losses = pool.run(go_on, world, f"{FLAGS} {grid}", str(tmp_path), llama, timeout=120)[0]
+    assert (first, consumed) == (2, 8)
+    assert losses == pytest.approx(theirs, rel=1e-5)
 
 
 def there_and_back(folder, scratch):

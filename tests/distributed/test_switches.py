@@ -106,3 +106,50 @@ def test_the_random_state_is_left_where_it_is(pool, tmp_path: Path):
 def test_going_on_with_a_loss_that_is_no_number(pool):
     assert pool.run(not_a_number, 1, "")[0] == "loss"
     assert pool.run(not_a_number, 1, "--no-check-for-nan-in-loss-and-grad")[0] == "went on"
+
+
+def train_to_the_end(flags):
+    job = make_job(f"{SMALL} --train-iters 4 --micro-batch-size 1 {flags}")
+    assert loop(job)[0]
+    return job.progress.iteration, job.progress.consumed_train_samples
+
+
+def test_going_on_with_a_smaller_batch(pool, tmp_path: Path):
+    """The data were built for as many samples as a run of small batches alone takes, and ended before it."""
+    assert pool.run(train_to_the_end, 1, f"--exit-interval 2 --save {tmp_path}", timeout=120)[0] == (2, 8)
+    flags = f"--global-batch-size 1 --load {tmp_path} --override-opt-param-scheduler"
+    assert pool.run(train_to_the_end, 1, flags, timeout=120)[0] == (4, 10)
+
+
+def evaluate_on_groups(folder, groups):
+    """Losses of the validation data, by name."""
+    import torch.distributed as dist
+
+    from megatron.training.arguments.parser import parse
+    from megatron.training.job import prepare
+    from megatron.training.loop import evaluate_held_out
+    from megatron.training.report.reporter import Reporter
+    from megatron.training.setup import start
+    from tests.distributed.training_runs import RUN, SHAPE
+
+    flags = f"{SHAPE} {RUN} {SMALL} --num-layers 2 --eval-iters 1 --train-iters 1 --data-cache-path {folder}/cache"
+    words = [*flags.replace("--mock-data", "").split(), "--pipeline-model-parallel-size", "2"]
+    words += ["--train-weighted-split-paths", f"T: 1 0:0.5 {folder}/a", "--valid-weighted-split-paths", *groups]
+    config = parse(words, None, dist.get_world_size())
+    job = prepare(config, start(config))
+    reporter = Reporter(config, active=False, first_iteration=0, last_iteration=1)
+    return evaluate_held_out(job, reporter, "validation")
+
+
+def test_several_validation_sets_by_name(pool, tmp_path: Path):
+    """Each loss is that of a run that has this set alone."""
+    from tests.unit.test_data import write
+
+    write(tmp_path / "a", documents=100, high=300)
+    groups = [f"ONE: 1 0.5:0.7 {tmp_path}/a", f"TWO: 1 0.7:1 {tmp_path}/a"]
+    both, one, two = (
+        pool.run(evaluate_on_groups, 2, str(tmp_path), chosen, timeout=120)[0]
+        for chosen in (groups, groups[:1], groups[1:])
+    )
+    assert both == {"validation_ONE_loss": one["validation_loss"], "validation_TWO_loss": two["validation_loss"]}
+    assert len(set(both.values())) == 2

@@ -165,6 +165,12 @@ def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world,
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 
 
+def test_larger_groups_of_micro_batches(pool, on_one_process):
+    """Interleaved 1F1B in a group of five, and the two that are left."""
+    model, grid = f"{GQA} --micro-batch-size 1 --global-batch-size 7", f"{P2} {V2}"
+    check(pool, on_one_process, 2, model, f"{grid} --microbatch-group-size-per-virtual-pipeline-stage 5", True, steps=3)
+
+
 def threads() -> int:
     """Of this rank: each process group of gloo has three, which wake up a hundred times a second."""
     return psutil.Process().num_threads()

@@ -15,7 +15,7 @@ from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.places import checkpoint_path
+from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
 from megatron.training.refusal import Refusal
 
 RUN = (
@@ -161,7 +161,7 @@ def test_classes_that_are_not_known_come_as_nothing(tmp_path):
     "inside, told",
     [
         ("mp_rank_00/model_optim_rng.pt", "older format torch: python tools/convert_checkpoint.py --from"),
-        ("zero/fp32.pt", "universal one of DeepSpeed's: python tools/convert_checkpoint.py"),
+        ("zero/fp32.pt", "universal one of DeepSpeed's: add --universal-checkpoint"),
         (".metadata", "torch_dcp or fsdp_dtensor"),
         ("common.pt", "missing or incomplete"),
     ],
@@ -173,3 +173,26 @@ def test_other_forms_are_named(tmp_path, inside, told):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(Refusal, match=told):
         checkpoint_path(tmp_path, CheckpointConfig().ckpt_step)
+
+
+def test_zarr_is_named(tmp_path):
+    path = tmp_path / "iter_0000007"
+    path.mkdir()
+    (path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(Refusal, match="format zarr: .* save it there with --ckpt-format torch_dist"):
+        checkpoint_path(tmp_path, None)
+    with pytest.raises(Refusal, match="is a checkpoint itself: give "):
+        checkpoint_path(path, None)
+
+
+@pytest.mark.parametrize(
+    "name, told", [("latest", "own form: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
+)
+def test_deepspeeds_folders_are_named(tmp_path, name, told):
+    assert checkpoint_path(tmp_path, None) is None
+    (tmp_path / name).write_text("global_step7")
+    with pytest.raises(Refusal, match=f"{told}.*--universal-checkpoint"):
+        checkpoint_path(tmp_path, None)
+    with pytest.raises(Refusal, match="--universal-checkpoint: .* is not there: make it"):
+        universal_path(tmp_path, None)

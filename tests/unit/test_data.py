@@ -15,6 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.batches import build_datasets
+from megatron.training.data.files import named_sets
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
@@ -278,3 +279,78 @@ def test_mock_data_of_any_vocabulary(vocab, length, index):
         assert (
             int(tokens.max()) > vocab / 2 and 0.8 < float((labels == (tokens + 1) % (vocab + 1)).float().mean()) < 0.95
         )
+
+
+# --- portions of documents, several sets
+
+
+def test_portions_are_those_documents(tmp_path):
+    """--train-weighted-split-paths: the documents that core's own split of the same bounds gives, blended alike."""
+    a, b = (write(tmp_path / name, seed=seed)[0] for seed, name in enumerate("ab"))
+    text = f"TRAIN: 0.3 0:0.6 {a}, 0.7 0.5:1 {b}"
+    one = [f"ONE: 1 0.6:0.8 {a}", f"BOTH: 1 .6:.8 {a}, 3 0.6:0.8 {b}"]
+    config = configure(train_weighted_split_paths=[text], valid_weighted_split_paths=one)
+    train, valid, test = build_datasets(config, NULL, (60, 8, 8))
+    assert test is None and named_sets(config.data, "valid") == ["ONE", "BOTH"] and not named_sets(config.data, "train")
+    assert [set(part.indices) for part in train.datasets] == [set(range(12)), set(range(10, 20))]
+    assert set(valid.indices) == set(range(12, 16))
+    split = build_datasets(configure(data_path=[a], split="60,20,20"), NULL, (0, 8, 0))[1]
+    assert samples_of(valid) == samples_of(split)
+    both = build_datasets(config, NULL, (0, 8, 0), number=1)[1]
+    assert [set(part.indices) for part in both.datasets] == [set(range(12, 16))] * 2
+    assert both.weights == pytest.approx([0.25, 0.75])
+
+
+def test_two_portions_of_one_file_in_one_blend(tmp_path):
+    a, _ = write(tmp_path / "a")
+    config = configure(train_weighted_split_paths=[f"T: 1 0:0.3 {a}, 1 0.6:0.9 {a}"])
+    for _ in range(2):  # built, then from the cache
+        train = build_datasets(config, NULL, (20, 0, 0))[0]
+        assert [set(part.indices) for part in train.datasets] == [set(range(6)), set(range(12, 18))]
+        assert len({part.unique_description_hash for part in train.datasets}) == 2
+
+
+def test_groups_from_a_file(tmp_path):
+    a, _ = write(tmp_path / "a")
+    file = tmp_path / "train.txt"
+    file.write_text(f'"TRAIN: 1 0:0.5 {a}"\n')
+    train = build_datasets(configure(train_weighted_split_paths_path=str(file)), NULL, (20, 0, 0))[0]
+    assert set(train.indices) == set(range(10))
+    file.write_text(f'"X: 1 0:0.5 {a}" "Y: 1 0:1 {a}"\n')
+    config = configure(train_weighted_split_paths=[f"T: 1 0:1 {a}"], test_weighted_split_paths_path=str(file))
+    assert named_sets(config.data, "test") == ["X", "Y"]
+    assert set(build_datasets(config, NULL, (0, 0, 4), number=1)[2].indices) == set(range(20))
+    config = configure(train_weighted_split_paths=[f"T: 1 0:1 {a}"], valid_weighted_split_paths_path=str(file))
+    assert named_sets(config.data, "valid") == ["X", "Y"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A: 1 0:0.5", "is not of the form"),
+        ("1 0:0.5 a", "is not of the form"),
+        ("A: 1 0:0.5 a 1 0:1 b", "is not of the form"),
+        ("A: 1 0.5:0.5 a", "0 <= START < STOP <= 1"),
+        ("A: 0 0:1 a", "a weight above 0"),
+        ("A: 1 0:1.5 a", "0 <= START < STOP <= 1"),
+    ],
+)
+def test_groups_that_are_refused(text, words):
+    with pytest.raises(Refusal, match=f"--train-weighted-split-paths.*{words}"):
+        build_datasets(configure(train_weighted_split_paths=[text]), NULL, (1, 0, 0))
+
+
+def test_more_groups_that_are_refused(tmp_path):
+    good = "A: 1 0:1 a"
+    for data, words in (
+        ({"train_weighted_split_paths": [good, "B: 1 0:1 b"]}, "names 2 groups"),
+        ({"valid_weighted_split_paths": [good, good]}, "two groups alike"),
+        ({"test_weighted_split_paths": [good, good]}, "two groups alike"),
+        ({"train_weighted_split_paths": [good], "train_weighted_split_paths_path": "x"}, "name the same data"),
+        ({"train_weighted_split_paths_path": str(tmp_path / "x")}, "No such file"),
+    ):
+        with pytest.raises(Refusal, match=words):
+            build_datasets(configure(**data), NULL, (1, 0, 0))
+    (tmp_path / "x").write_text(good)
+    with pytest.raises(Refusal, match="not one line of groups in double quotes"):
+        build_datasets(configure(train_weighted_split_paths_path=str(tmp_path / "x")), NULL, (1, 0, 0))

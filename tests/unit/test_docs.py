@@ -75,7 +75,7 @@ def test_flags_are_known(page: Path) -> None:
 @cache
 def tool_flags() -> set[str]:
     """Flags that our tools, benchmarks and examples add to their parsers."""
-    files = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/**/*.py")]
+    files = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/**/*.py")]
     words = (re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", file.read_text()) for file in files)
     return {flag for found in words for flag in found}
 
@@ -119,12 +119,12 @@ def test_what_does_not_work_yet_is_refused() -> None:
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the launch scripts, and stubs that record what python and torchrun would be started with."""
     folder = tmp_path_factory.mktemp("docs")
-    for script in ROOT.glob("examples/*/*.sh"):
+    for script in (*ROOT.glob("examples/*/*.sh"), *ROOT.glob("benchmarks/*.sh")):
         copy = folder / script.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, copy)
     (folder / "stubs").mkdir()
-    for name in ("python", "torchrun"):
+    for name in ("python", "python3", "torchrun"):
         stub = folder / "stubs" / name
         stub.write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >>"$CAPTURED"\nprintf "\\0" >>"$CAPTURED"\n')
         stub.chmod(0o755)

@@ -226,7 +226,10 @@ def test_a_sharding_strategy_without_fsdp_is_noted():
         ),
         ("--save-interval 5", "", 1),
         ("--ckpt-format torch --save a", "--save a", 1),
+        ("--use-mpi", "--deepspeed_mpi", 1),
+        ("--wandb-project a --wandb-name b", "--wandb-project a --wandb-exp-name b", 1),
         ("--padded-vocab-size 512", "--pad-vocab-size-to 512", 1),
+        ("--enable-hf2mg-convert --model-type-hf qwen3 --load a", "--load a --exit-on-missing-checkpoint", 1),
     ],
 )
 def test_names(theirs: str, ours: str, world_size: int):

@@ -33,6 +33,8 @@ YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters"
 SPARSE = "--attention-mask block-sparse"
 SAMPLES = "--train-samples 80"
+IN_A_ROW = "core.microbatch_group_size_per_vp_stage"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 PP = "--pipeline-model-parallel-size 2"
 SPLIT = "core.account_for_embedding_in_pipeline_split core.account_for_loss_in_pipeline_split"
 VIRTUAL = "core.virtual_pipeline_model_parallel_size layers.num_layers"
@@ -105,6 +107,7 @@ EFFECTS = f"""
 {PP} | --decoder-last-pipeline-num-layers 1 | core.num_layers_in_last_pipeline_stage layers.num_layers
 {PP} --num-layers 2 | --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split | {SPLIT}
 {PP} | --num-layers-per-virtual-pipeline-stage 1 | {VIRTUAL}
+{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8 | {GROUP} 4 | {IN_A_ROW}
 {PP} | --num-virtual-stages-per-pipeline-rank 2 | {VIRTUAL}
 | --zero-stage 1 | {ZERO_1}
 | --zero-stage 3 | ddp.fsdp zero ...
@@ -185,7 +188,9 @@ WITHOUT --global-batch-size | --gradient-accumulation-steps 3 | micro-batches sa
 
 # Settings whose effect is no configuration but a file, a message, a number of a run: the tests that show it.
 SHOWN = {
-    "tests/unit/test_data.py": "data_path train_data_path valid_data_path test_data_path split data_cache_path "
+    "tests/unit/test_data.py": "train_weighted_split_paths train_weighted_split_paths_path valid_weighted_split_paths "
+    "valid_weighted_split_paths_path test_weighted_split_paths test_weighted_split_paths_path "
+    "data_path train_data_path valid_data_path test_data_path split data_cache_path "
     "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
     "tests/unit/test_batches.py": "dataloader_type",
@@ -193,6 +198,8 @@ SHOWN = {
     "tests/unit/test_tokenizer.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",
     "tests/distributed/test_masks_training.py": "mask_function",
+    "tests/distributed/test_convert_checkpoint.py": "universal_checkpoint",
+    "tests/distributed/test_embed_layernorm.py": "embed_layernorm",
     "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
     "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
     "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import runpy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -40,12 +40,28 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
     told = set(machine.sources)
     for field in fields(Machine):
         value = getattr(machine, field.name)
-        if field.name in ("name", "sources", "dtype"):
+        if field.name in ("name", "sources", "dtype", "capability", "attention_kernel"):
             continue
         parts = [part.name for part in fields(value)] if isinstance(value, Link | Calibration) else []
         same = {p for p in parts if p == "name" or isinstance(value, Calibration) and getattr(value, p) == 1.0}
         missing = [part for part in parts if part not in same and f"{field.name}.{part}" not in told]
         assert field.name in told or (parts and not missing), f"{name}: no source for {field.name} {missing}"
+
+
+def test_attention_is_priced_by_the_kernel_that_runs():
+    """Without a choice by the first that PyTorch brings for the GPU; a chosen one, and of a user's file, as it says."""
+    from megatron.simulator.cost.operations import tile
+    from megatron.simulator.cost.seconds import kernel_seconds
+
+    assert load("A100-80G").attention_share == load("B200-192G").attention_share == load("L20-48G").attention_share == 1
+    hopper = load("H100-80G")
+    assert hopper.attention_share == hopper.kernels["cudnn"] == load("H200-141G").attention_share < 1
+    flash = replace(hopper, attention_kernel="flash")
+    assert flash.attention_share == hopper.kernels["flash"]
+    one = tile(32768, 32768, 32, 128, 32768**2 / 2)
+    ratio = kernel_seconds(one, flash) / kernel_seconds(one, hopper)
+    assert ratio == pytest.approx(hopper.kernels["cudnn"] / hopper.kernels["flash"])
+    assert replace(hopper, attention_kernel="cpu").attention_share == 1  # of which the file says nothing
 
 
 def test_the_machines_of_the_issue_are_there_and_ship_with_the_package(monkeypatch):
@@ -118,6 +134,11 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"calibration": {"link": 70}}, "calibration.link: is a share"),
         ({"sources": "NVIDIA"}, "sources: must be an object"),
         ({"sources": {"memory": 3}}, "sources.memory: must be text"),
+        ({"capability": 9}, "capability: must be [major, minor]"),
+        ({"kernels": 1}, "kernels: must be an object"),
+        ({"kernels": {"flash_atn": 1}}, "kernels.flash_atn: no such field; do you mean flash_attn?"),
+        ({"kernels": {"flash": 3}}, "kernels.flash: is a share"),
+        ({"attention_kernel": "fa3"}, "attention_kernel: must be auto, flash_attn"),
         ({"dtype": "int8"}, "dtype: must be bf16 or fp32"),
         ({"name": 3}, "name: must be text"),
         ({"extends": 3}, "extends: give the name of a known machine"),

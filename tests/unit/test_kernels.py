@@ -28,6 +28,7 @@ from megatron.context_parallel.attention.kernels import (
     select,
     triton_kernel,
 )
+from megatron.context_parallel.attention.kernels.preference import preferred
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
@@ -592,10 +593,48 @@ def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
     monkeypatch.undo()
     pretend_gpu(capability=(8, 6), cudnn=90000)
     install("flash_attn.flash_attn_interface", flash_attn_2_6())
-    assert available("cuda", bf16, 128) == ["flash_attn", "cudnn", "flash", "triton", "math"]
+    assert available("cuda", bf16, 128) == ["flash_attn", "flash", "cudnn", "triton", "math"]
     assert available("cuda", bf16, 256) == ["flash_attn", "triton", "math"]
     pretend_gpu(capability=(7, 5))
     assert available("cuda", torch.float16, 64) == ["math"]
+
+
+@pytest.mark.parametrize(
+    "capability, version, order",
+    [
+        ((8, 0), 2, ["flash_attn", "flash", "cudnn"]),
+        ((8, 9), None, ["flash_attn", "flash", "cudnn"]),
+        ((9, 0), 3, ["flash_attn", "cudnn", "flash"]),
+        ((9, 0), 2, ["cudnn", "flash_attn", "flash"]),
+        ((9, 0), None, ["cudnn", "flash_attn", "flash"]),
+        ((10, 0), 2, ["cudnn", "flash_attn", "flash"]),
+        ((10, 3), None, ["cudnn", "flash_attn", "flash"]),
+        ((12, 0), 2, ["flash_attn", "flash", "cudnn"]),
+    ],
+)
+def test_the_order_by_machine(capability, version, order):
+    found = list(preferred(capability, flash_attn=version))
+    assert found == [*order, "triton", "cpu", "math"]
+    many = list(preferred(capability, flash_attn=version, many_tiles=True))
+    order.remove("cudnn")  # which plans anew for each shape
+    assert many == ["triton", *order, "cudnn", "cpu", "math"]
+    assert set(KERNELS) <= set(many)
+
+
+def test_the_order_without_a_gpu():
+    assert preferred(None)[0] == "cpu" and set(preferred(None)) == set(preferred((9, 0)))
+
+
+def test_flash_attn_3_goes_before_cudnn_and_2_behind(pretend_gpu, install):
+    bf16 = torch.bfloat16
+    pretend_gpu()
+    install("flash_attn.flash_attn_interface", flash_attn_2_6())
+    assert available("cuda", bf16, 128)[:2] == ["cudnn", "flash_attn"]
+    assert available("cuda", bf16, 128, many_tiles=True)[-2:] == ["cudnn", "math"]
+    install("flash_attn_interface", flash_attn_3())
+    assert available("cuda", bf16, 128)[:2] == ["flash_attn", "cudnn"]
+    assert flash_attn_kernel.installed_version((9, 0)) == 3 and flash_attn_kernel.installed_version((8, 0)) == 2
+    assert flash_attn_kernel.installed_version(None) is None
 
 
 def test_package_exports():

@@ -72,6 +72,7 @@ LLAMA = {
             159744,
         ),
         ({"swiglu": True}, 135744),
+        ({"embed_layernorm": True}, 160320 + 2 * 64),
     ],
 )
 def test_counts_agree_with_megatron_core(changes: dict, parameters: int):

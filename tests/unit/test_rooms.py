@@ -31,9 +31,10 @@ FLOORS = [
     "training.data",
     "training.model",
     "training.checkpoint.megatron_lm",
-    "training.checkpoint",
     "training.checkpoint.hugging_face",
-    "training.checkpoint.convert",
+    "training.checkpoint.older",
+    "training.checkpoint",
+    "training.checkpoint.converting",
     "training.report",
     "training",  # the program itself
     "simulator.machines",

@@ -112,6 +112,26 @@ def test_tokens_left_by_samples_of_another_length():
     assert length_of_run(config, None, done) == (4 + 6, 16 + 24)  # 1536 tokens are left, 24 samples of 64
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        ("--train-iters 12", (12, 32 + 8 * 2)),
+        ("--train-samples 40", (4 + 4, 40)),
+        ("--train-samples 41", (4 + 4, 40)),
+        ("--train-iters 3", (4, 32)),
+        ("--train-samples 20", (4, 32)),
+    ],
+)
+def test_what_is_left_with_batches_of_another_size(length: str, expected: tuple[int, int]):
+    """Four steps of 8 samples were taken, the next ones are of 2: the data must reach that far."""
+    from megatron.training.checkpoint.checkpoint import Progress
+    from megatron.training.job import length_of_run
+
+    config = parse(f"{SHAPE} {RUN} {length} --global-batch-size 2".split(), LLAMA, 1)
+    done = Progress(iteration=4, consumed_train_samples=32, consumed_train_tokens=32 * 64)
+    assert length_of_run(config, None, done) == expected
+
+
 def test_iterations_with_a_growing_batch_are_the_samples_they_take():
     """Steps of 2, 2, 2, 3, 3, 4, 4, 4 and 4 samples."""
     ramp = "--rampup-batch-size 2 1 11 --lr-decay-style cosine"

@@ -69,6 +69,9 @@ def make(kind, folder, special=(END,)):
     elif kind == "GPT2BPETokenizer":
         train_bpe(list(special)).model.save(str(folder))
         data.vocab_file, data.merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
+    elif kind.startswith("TokenizerFromFile"):
+        train_bpe(list(special)).save(str(folder / "tokenizer.json"))
+        data.tokenizer_model = str(folder / "tokenizer.json")
     elif kind == "TikTokenizer":
         pieces = [bytes([i]) for i in range(256)] + [b"th", b"the", b"at"]
         entries = [
@@ -89,6 +92,8 @@ KINDS = [
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
     "TikTokenizer",
+    "TokenizerFromFile",
+    "TokenizerFromFileWithFIM",
     "ByteLevelTokenizer",
 ]
 
@@ -140,6 +145,21 @@ def test_tiktoken_vocabulary_is_cut_as_in_megatron(tmp_path):
     data.tiktoken_pattern = "v3"
     with pytest.raises(Refusal, match="--tiktoken-pattern v3"):
         build_tokenizer(data, None)
+
+
+def test_a_file_of_the_tokenizers_library_as_in_bigcode(tmp_path):
+    """Ids and special tokens as transformers' PreTrainedTokenizerFast gives them, which BigCode's Megatron-LM wraps."""
+    from transformers import PreTrainedTokenizerFast
+
+    fim = [END, "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
+    for kind, special in (("TokenizerFromFile", [END]), ("TokenizerFromFileWithFIM", fim)):
+        data, _ = make(kind, tmp_path, special=())  # the file has none of them
+        ours = build_tokenizer(data, None)
+        theirs = PreTrainedTokenizerFast(tokenizer_file=data.tokenizer_model)
+        theirs.add_special_tokens({"additional_special_tokens": special})
+        assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.vocab[END])
+        for text in (*TEXTS, f"a{END}b<fim_pad>"):
+            assert ours.tokenize(text) == theirs.encode(text)
 
 
 def test_hugging_face_ids_with_holes(tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, TilesKernel, accumulation_dtype
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
+from megatron.context_parallel.layout.masks import Causal, Full, Mask, inside_tiles
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, parts
 from megatron.context_parallel.layout.to_device import to_device
@@ -207,6 +207,7 @@ class AttentionRule:
             device=q_SBHD.device,
             dtype=q_SBHD.dtype,
             head_dim=max(size, value_dim or size),
+            many_tiles=not isinstance(self.mask, Causal | Full),
             needs_mask=self.mask.fine or slopes is not None,
             needs_dropout=dropout is not None,
             needs_softcap=self.softcap is not None,

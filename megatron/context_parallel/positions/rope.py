@@ -8,6 +8,8 @@ arXiv:2309.00071, which also makes attention sharper).
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +117,8 @@ class Rope:
 
         Returns:
             As x. Sine, cosine and products are fp32 (fp64 for fp64), rounded to the dtype of x once, at the end:
-            megatron-core rounds the sine and cosine as well, and each product. Backward keeps the angles alone.
+            megatron-core rounds the sine and cosine as well, and each product. Backward keeps the angles alone. On a
+            GPU one kernel does it all (rope_kernel.py) where Triton is installed, as it is with PyTorch for CUDA.
         """
         return _Rotate.apply(x, angles, self)
 
@@ -155,6 +158,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
+    if x.is_cuda and x.dtype != torch.float64 and _has_triton():
+        from megatron.context_parallel.positions.rope_kernel import rotated
+
+        return rotated(x, angles, rope.dim, rope.attention_factor, rope.interleaved, sign)
     out, wide = torch.empty_like(x), torch.promote_types(x.dtype, torch.float32)
     rows = max(PIECE.get(x.device.type, 2**24) // max(x[0].numel(), 1), 1)
     for part, target, angle in zip(x.split(rows), out.split(rows), angles.split(rows)):
@@ -165,6 +172,11 @@ def _rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
         to_second.copy_((second * cos).addcmul_(first, sin, value=sign))
         target[..., rope.dim :] = part[..., rope.dim :]
     return out
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

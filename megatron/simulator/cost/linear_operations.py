@@ -15,9 +15,8 @@ from megatron.simulator.cost.operations import BF16, FP32, collective, gemm, mem
 from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Collective, Kernel, Transfer
 
-# Bytes of a number that is rotated, by PyTorch's operations in fp32 (context_parallel/positions/rope.py): widen 6,
-# times cosine 8, plus the other one times sine 12, narrow 6.
-ROTARY_BYTES = 32
+# Bytes of a number that is rotated: read and written once, by one kernel (context_parallel/positions/rope_kernel.py).
+ROTARY_BYTES = 2 * BF16
 
 
 def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:

@@ -51,13 +51,13 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
 
 
 def attention_rate(kernel: Kernel, machine: Machine) -> float:
-    """FLOP/s by the machine's table; a kernel without a shape counts as a long one."""
+    """FLOP/s by the machine's table and the share of it that its kernel gets; one without a shape counts as long."""
     rates = machine.attention_backward if kernel.backward else machine.attention
     if not kernel.shape:
-        return rates.points[-1][1]
+        return rates.points[-1][1] * machine.attention_share
     queries, keys, heads, head_size = kernel.shape
     pairs = kernel.flops / ((10 if kernel.backward else 4) * heads * head_size)
-    return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size)
+    return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size) * machine.attention_share
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -126,6 +126,8 @@ def dry_run(
         Refusal: what the run itself would refuse; FP8 on a machine without it.
     """
     check_fp8(config.model, machine)
+    if machine and config.attention.attention_kernel not in ("auto", "math"):
+        machine = replace(machine, attention_kernel=config.attention.attention_kernel)
     depths = stage_layers(config)
     counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
     kinds = list(ranks_of(config, world_size))

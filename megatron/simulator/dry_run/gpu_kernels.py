@@ -29,9 +29,13 @@ FUSED = (
 
 
 @contextmanager
-def gpu_kernels(recorder: Recorder) -> Iterator[None]:
+def gpu_kernels(recorder: Recorder, fused_rope: bool = True) -> Iterator[None]:
     """Within, the kernels that a GPU fuses are recorded as one each, and their insides take no memory; attention runs
-    on the kernel that stands for a GPU's."""
+    on the kernel that stands for a GPU's.
+
+    Args:
+        fused_rope: the rotation of queries and keys is one of them.
+    """
     with ExitStack() as stack:
         for module, names in FUSED:
             for name in names:
@@ -39,12 +43,19 @@ def gpu_kernels(recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
         stack.enter_context(patch.object(adam, "_single_tensor_adam", _adam(recorder, adam._single_tensor_adam)))
         stack.enter_context(sharded_streams(recorder))
+        if fused_rope:
+            stack.enter_context(patch.object(rope, "_rotated", _as_one(recorder, _rotate)))
         # Not the pieces that suit a CPU's caches.
         stack.enter_context(patch.dict(rope.PIECE, clear=True))
         stack.enter_context(patch.dict(math_kernel.SCORE_BYTES, cpu=math_kernel.SCORE_BYTES["cuda"]))
         stack.enter_context(patch.dict(dropout.ELEMENTS_AT_ONCE, cpu=dropout.ELEMENTS_AT_ONCE["cuda"]))
         stack.enter_context(patch.object(kernels, "select", kernels.select_simulated))
         yield
+
+
+def _rotate(x: Tensor, angles: Tensor, how: rope.Rope, sign: int) -> Tensor:
+    """Triton's kernel (context_parallel/positions/rope_kernel.py)."""
+    return torch.empty_like(x)
 
 
 def _as_one(recorder: Recorder, function: Callable) -> Callable:

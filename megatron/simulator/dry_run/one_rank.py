@@ -63,6 +63,8 @@ def run_rank(
     on_gpu: bool = False,
     stretch: Stretch | None = None,
     fp8: Fp8 | None = None,
+    recorder: Callable[..., Recorder] = Recorder,
+    fused_rope: bool = True,
 ) -> RankStep:
     """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
 
@@ -72,6 +74,8 @@ def run_rank(
         on_gpu: simulate a GPU's kernels, streams and fused operations; else what a CPU does.
         stretch: run so many micro-batches, and take a stretch of them for the rest; None: all.
         fp8: how tensors are held under --fp8-format; default as before Blackwell.
+        recorder: makes what watches the step.
+        fused_rope: GPUs have Triton, whose kernel rotates queries and keys; else PyTorch's operations do.
 
     Raises:
         Refusal: kernel or grid cannot be had.
@@ -89,16 +93,16 @@ def run_rank(
     model.transformer_impl, model.fp8_format = "local", None  # core's layers stand for Transformer Engine's
     cpu.run_core_on_cpu()
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
-    recorder = Recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
-    with simulated_world(world_size, rank), gpu_kernels(recorder) if on_gpu else nullcontext():
-        runtime = start(config, where, simulated_offload(recorder, on_gpu))
-        recorder.axes.update(axes_of(runtime.grid))
+    watch = recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
+    with simulated_world(world_size, rank), gpu_kernels(watch, fused_rope) if on_gpu else nullcontext():
+        runtime = start(config, where, simulated_offload(watch, on_gpu))
+        watch.axes.update(axes_of(runtime.grid))
         data = config.data
         # Layers read these numbers: real tensors, outside of fake ones.
         real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.drops else {}
         if runtime.by_documents:  # each sample is one, which takes the most work and memory
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
-        with fake_tensors(recorder.waited, gloo=not on_gpu):
+        with fake_tensors(watch.waited, gloo=not on_gpu):
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
             )
@@ -108,15 +112,15 @@ def run_rank(
             for chunk in wrapped:
                 chunk.train()
             if fp8:
-                in_fp8(wrapped, fp8, recorder)
+                in_fp8(wrapped, fp8, watch)
             batches = [_batches(config, real) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
-            with ExitStack() as stack, recorder:
-                profile = MemoryProfile(recorder, wrapped, optimizer)
+            with ExitStack() as stack, watch:
+                profile = MemoryProfile(watch, wrapped, optimizer)
 
                 def mark(phase: str) -> None:
                     profile.mark(phase)
-                    recorder.mark(phase)
+                    watch.mark(phase)
 
                 stack.enter_context(patch.object(step, "told", outside_fakes(step.told)))
                 run = all_batches = micro_batches(config, runtime.grid.data.size)
@@ -134,15 +138,15 @@ def run_rank(
                     mark,
                 )
                 timeline = profile.finish()
-            host_peak = max(recorder.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
+            host_peak = max(watch.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
             repeat = None
             if stretch:
-                repeat = find_repeat(recorder.trace, stretch)
+                repeat = find_repeat(watch.trace, stretch)
                 marks = [events - profile.first_event for _, events, name in profile.phases if name == "forward"]
                 begin, end = marks[stretch.first], marks[stretch.first + stretch.passes]
                 timeline = with_growth(timeline, begin, end, stretch.times)
             dissolve(wrapped, optimizer)
-        return RankStep(rank, peaks_by_phase(timeline), host_peak, recorder.trace, timeline, repeat)
+        return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat)
 
 
 def of_all(mean_loss: Callable, run: int, all_batches: int) -> Callable:

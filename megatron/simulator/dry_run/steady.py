@@ -3,8 +3,8 @@
 
 Under 1F1B a stage begins with forward passes alone, then alternates, then ends with backward passes alone (Megatron-LM,
 arXiv:2104.04473). The first backward pass makes what the next ones add to, and the last one sends gradients. What lies
-between repeats: one forward and one backward pass; with virtual stages, those of as many micro-batches as there are
-stages, on every virtual stage.
+between repeats: one forward and one backward pass; with virtual stages, those of a group of micro-batches, as many as
+there are stages unless the flags say otherwise, on every virtual stage.
 """
 
 from __future__ import annotations
@@ -55,17 +55,20 @@ def stretch_of(config: Config, stage: int, micro_batches: int) -> Stretch | None
     """The micro-batches that stand for all on a pipeline stage; None where that saves nothing."""
     stages = config.parallel.pipeline_model_parallel_size
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or stages
+    if virtual and micro_batches % group:  # the last group is smaller
+        return None
     if virtual:
-        passes = stages * virtual
-        alone = 2 * (stages - stage - 1) + (virtual - 1) * stages  # forward passes before the first backward pass
+        passes = group * virtual
+        alone = 2 * (stages - stage - 1) + (virtual - 1) * group  # forward passes before the first backward pass
         groups = max(3, -(-(alone + 2 * passes + 1) // passes))  # the first of each kind, the stretch, the last
-        run, first = groups * stages, alone + passes
+        run, first = groups * group, alone + passes
     else:
         passes, alone = 1, stages - stage - 1
         run, first = alone + 3, alone + 1
     if run >= micro_batches:
         return None
-    return Stretch(run, first, passes, (micro_batches - run) // (stages if virtual else 1))
+    return Stretch(run, first, passes, (micro_batches - run) // (group if virtual else 1))
 
 
 def find_repeat(trace: Trace, stretch: Stretch) -> Repeat:

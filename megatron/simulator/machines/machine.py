@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import exp, log
+
+from megatron.context_parallel.attention.kernels.preference import preferred
+
+IN_PYTORCH = ("cudnn", "flash")
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,9 @@ class Machine:
         collective: seconds any transfer takes at least, beside its links' latency.
         head_size: share of the attention rates by head size.
         dtype: that the rates are for; those of another differ as its peak does.
+        capability: of the GPU, major and minor version.
+        kernels: share of the attention rates that each attention kernel gets; 1 where a name is missing.
+        attention_kernel: that runs; ``auto``: the first that PyTorch brings for the capability.
     """
 
     name: str
@@ -117,6 +125,17 @@ class Machine:
     head_size: Rate = Rate(((128.0, 1.0),), power=0.0)
     dtype: str = "bf16"
     calibration: Calibration = Calibration()
+    capability: tuple[int, int] = (8, 0)
+    kernels: dict[str, float] = field(default_factory=dict, hash=False)
+    attention_kernel: str = "auto"
+
+    @cached_property
+    def attention_share(self) -> float:
+        """Of the attention rates, by the kernel that runs."""
+        name = self.attention_kernel
+        if name == "auto":
+            name = next(name for name in preferred(self.capability) if name in IN_PYTORCH)
+        return self.kernels.get(name, 1.0)
 
     @property
     def usable_memory(self) -> float:

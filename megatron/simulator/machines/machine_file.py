@@ -18,8 +18,9 @@ MACHINES = Path(__file__).parent
 Json = dict[str, Any]
 
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
-REQUIRED = [f.name for f in fields(Machine) if f.name not in ("sources", "collective", "head_size", "dtype")]
-REQUIRED.remove("calibration")
+OPTIONAL = ("sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel")
+REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
+KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
 
 
 def known() -> list[str]:
@@ -176,6 +177,25 @@ def dtype_name(path: Path, name: str, value: Any) -> str:
     return value
 
 
+def capability(path: Path, name: str, value: Any) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or any(type(part) is not int or part < 0 for part in value):
+        raise Refusal(f"{path}: {name}: must be [major, minor], such as [9, 0], not {value!r}")
+    return value[0], value[1]
+
+
+def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise Refusal(f"{path}: {name}: must be an object with shares by kernel, not {value!r}")
+    refuse_unknown(path, f"{name}.", value, list(KERNELS))
+    return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in value.items()}
+
+
+def kernel_name(path: Path, name: str, value: Any) -> str:
+    if value not in ("auto", *KERNELS):
+        raise Refusal(f"{path}: {name}: must be auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}, not {value!r}")
+    return value
+
+
 def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = ()) -> Callable:
     """A reader of a JSON object as a dataclass."""
 
@@ -217,5 +237,8 @@ READERS: dict[str, Callable] = {
     "collective": seconds,
     "head_size": rate,
     "dtype": dtype_name,
+    "capability": capability,
+    "kernels": kernel_shares,
+    "attention_kernel": kernel_name,
     "calibration": record(Calibration, {f.name: share for f in fields(Calibration)}),
 }

@@ -81,6 +81,7 @@ def _known(config: Config) -> None:
         "--hidden-dropout": model.hidden_dropout > 0,
         "--qk-layernorm": model.qk_layernorm,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
+        "--embed-layernorm": model.embed_layernorm,
     }
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")

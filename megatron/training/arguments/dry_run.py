@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.weighted_paths import WEIGHTED
 from megatron.training.refusal import Refusal
 
 
@@ -31,7 +32,7 @@ def settle(config: Config) -> Config:
         raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
-    if not any((data.data_path, data.train_data_path, data.mock_data)):
+    if not any((data.data_path, data.train_data_path, data.mock_data, *(getattr(data, name) for name in WEIGHTED))):
         data.mock_data = True
     if run.train_iters is None and run.train_samples is None and run.train_tokens is None:
         run.train_iters = 1

@@ -34,6 +34,7 @@ def translate(config: Config, given: Collection[str]) -> None:
     _layers(config, express)
     _grid(config, express)
     _rope(config, express)
+    _checkpoints(config)
     config.elsewhere = ElsewhereConfig()
 
 
@@ -231,3 +232,15 @@ def _rope(config: Config, express: _Express) -> None:
             raise Refusal(f"{flag} {value:g} is not the {core} of Llama 3.1, the scaling built here: use {core}")
     if other.rope_scaling_type == "llama3":
         express("model.use_rope_scaling", True, "--rope-scaling-type llama3")
+
+
+def _checkpoints(config: Config) -> None:
+    """MindSpeed-LLM converts a Hugging Face folder before it trains, and stops where --load names none."""
+    if not config.elsewhere.enable_hf2mg_convert:
+        return
+    if config.checkpoint.load is None:
+        raise Refusal("--enable-hf2mg-convert reads the folder that --load names: add --load, or leave it out")
+    config.checkpoint.exit_on_missing_checkpoint = True
+    config.notes.append(
+        f"--enable-hf2mg-convert: a Hugging Face folder in --load {config.checkpoint.load} is read as it is"
+    )

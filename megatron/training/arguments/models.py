@@ -108,6 +108,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
         sinks=model.softmax_type == "learnable",
+        embed_norm=model.embed_layernorm,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import gcd, lcm
+from math import gcd
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.arguments.stages import chunk_layers
+from megatron.training.arguments.weighted_paths import WEIGHTED, weighted_groups
 from megatron.training.refusal import Gather, Refusal
 
 # Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
@@ -20,7 +21,8 @@ POSITIVE = {
     "fp8_amax_history_len yarn_original_max_position_embeddings",
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-    "num_virtual_stages_per_pipeline_rank ddp_bucket_size distributed_timeout_minutes",
+    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage "
+    "ddp_bucket_size distributed_timeout_minutes",
     "attention": "recompute_num_layers",
     "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
     "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
@@ -193,12 +195,38 @@ def check_batch(config: Config, data_parallel: int) -> None:
                 f"{flag} {size} is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} "
                 f"data-parallel ranks: use a multiple of {unit}, {near(size, unit)}"
             )
-        stages = parallel.pipeline_model_parallel_size
-        if virtual and size // unit % stages:
+    if virtual:
+        _groups(config, unit)
+    elif parallel.microbatch_group_size_per_virtual_pipeline_stage is not None:
+        config.notes.append("--microbatch-group-size-per-virtual-pipeline-stage says nothing without virtual stages")
+        parallel.microbatch_group_size_per_virtual_pipeline_stage = None
+
+
+def _groups(config: Config, unit: int) -> None:
+    """Interleaved 1F1B takes micro-batches in groups, the last of which may be smaller, but not than the pipeline."""
+    data, parallel = config.data, config.parallel
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    stages, given = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_virtual_pipeline_stage
+    group = given or stages
+    if group < stages:
+        raise Refusal(f"{flag} {group} is below --pipeline-model-parallel-size {stages}: use at least {stages}")
+    sizes = {"--global-batch-size": [data.global_batch_size]}
+    if data.rampup_batch_size:
+        start, step, _ = data.rampup_batch_size
+        sizes["--rampup-batch-size"] = list(range(start, data.global_batch_size, step))
+    for source, size in ((source, size) for source, running in sizes.items() for size in running):
+        count = size // unit
+        if count >= group and (count % group == 0 or count % group >= stages):
+            continue
+        if given is None:
             raise Refusal(
-                f"{flag} {size} is {size // unit} micro-batches, and virtual pipeline stages need a multiple of "
-                f"--pipeline-model-parallel-size {stages}: use a multiple of {lcm(unit, unit * stages)}"
+                f"{source} {size} is {count} micro-batches, and virtual pipeline stages need a multiple of "
+                f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * stages}, or give {flag}"
             )
+        raise Refusal(
+            f"{source} {size} is {count} micro-batches, which {flag} {group} cuts into groups of less than "
+            f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * group}"
+        )
 
 
 def check_duration(config: Config) -> None:
@@ -303,10 +331,16 @@ def check_data(config: Config) -> None:
     """Settle where the data and the tokenizer come from."""
     data, model = config.data, config.model
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
-    if sum((bool(data.data_path), splits, data.mock_data)) != 1:
+    weighted = [name for name in WEIGHTED if getattr(data, name)]
+    for split in ("train", "valid", "test"):
+        if getattr(data, f"{split}_weighted_split_paths"):
+            weighted_groups(data, split)
+    if weighted and data.split is not None:
+        raise Refusal(f"--split shares out --data-path; with --{weighted[0].replace('_', '-')}, leave it out")
+    if sum((bool(data.data_path), splits, data.mock_data, bool(weighted))) != 1:
         raise Refusal(
             "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
-            "or --mock-data"
+            "or --train-weighted-split-paths and the like, or --mock-data"
         )
     if splits and data.split is not None:
         raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
@@ -327,6 +361,7 @@ def check_checkpoint(config: Config) -> None:
     needs = (
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
         ("--log-progress", config.logging.log_progress, save, "--save"),
+        ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
         ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),

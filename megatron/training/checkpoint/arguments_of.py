@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from megatron.training.arguments.config import ModelConfig
+from megatron.training.checkpoint.hugging_face import kinds, llama
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import namespace, settings_of
-from megatron.training.checkpoint.places import checkpoint_path
+from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.refusal import Refusal
 
 OWN = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform", "fp8_format")
@@ -30,6 +31,10 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
     path = checkpoint_path(Path(folder), step)
     if path is None:
         return None
+    known = {field.name for field in fields(ModelConfig)} - set(OWN)
+    if is_hugging_face(path):
+        model = kinds.described(llama.read_config(path / "config.json"), path / "config.json").settings
+        return {name: value for name, value in asdict(model).items() if name in known}
     common = unpickle.read(path / "common.pt")
     if not isinstance(common, dict):
         raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
@@ -37,7 +42,6 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
         args = namespace(common.get("args"), path)
         length = {"seq_length": args["seq_length"]} if isinstance(args.get("seq_length"), int) else {}
         return settings_of(args, path) | length
-    known = {field.name for field in fields(ModelConfig)} - set(OWN)
     saved = common["config"]
     model = {name: value for name, value in saved.get("model", {}).items() if name in known}
     if not model:

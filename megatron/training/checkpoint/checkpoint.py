@@ -32,9 +32,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate import Refusal
+from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
-from megatron.training.checkpoint.places import TRACKER, checkpoint_path
+from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path, universal_path
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
     Places,
@@ -65,6 +66,7 @@ SHAPES = (
     "add_qkv_bias",
     "qk_layernorm",
     "softmax_type",
+    "embed_layernorm",
     "untie_embeddings_and_output_weights",
 )
 
@@ -179,7 +181,8 @@ def find(settings: CheckpointConfig) -> Path | None:
         Refusal: it was asked for by name and is not there.
     """
     if settings.load:
-        found = checkpoint_path(Path(settings.load), settings.ckpt_step)
+        look = universal_path if settings.universal_checkpoint else checkpoint_path
+        found = look(Path(settings.load), settings.ckpt_step)
         if found:
             return found
         if settings.exit_on_missing_checkpoint:
@@ -205,10 +208,10 @@ def load(
         Refusal: the checkpoint is of another model.
     """
     settings = config.checkpoint
-    theirs = incoming.open_theirs(path)
+    theirs = open_foreign(path)
     common = theirs.common if theirs else dist_checkpointing.load_common_state_dict(str(path))
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
-    weights_only = settings.finetune or pretrained
+    weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
     _check_model(theirs.model if theirs else common.get("config", {}).get("model", {}), config, path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if theirs:
@@ -261,7 +264,9 @@ def progress_in(path: Path, settings: CheckpointConfig) -> Progress:
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
     if settings.finetune or pretrained:
         return Progress()
-    theirs = incoming.open_theirs(path)
+    theirs = open_foreign(path)
+    if theirs and theirs.weights_alone:
+        return Progress()
     return _progress(theirs, {} if theirs else dist_checkpointing.load_common_state_dict(str(path)))
 
 

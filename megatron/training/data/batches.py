@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.weighted_paths import portion
 from megatron.training.data import files as data_files
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import Tokenizer
@@ -41,19 +42,20 @@ Batch = dict[str, torch.Tensor]
 
 
 def build_datasets(
-    config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int], *, needed: bool = True
+    config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int], *, needed: bool = True, number: int = 0
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Train, valid and test datasets with at least ``samples`` samples each; None where 0 are asked for.
 
     Valid and test are None, too, where the flags name no data for them: then there is no evaluation, as in Megatron.
     Every rank calls it; a rank with ``needed=False`` (a middle pipeline stage) only takes part in the barrier.
+    ``number``: which of several sets of valid and test data.
     """
     data = config.data
     if data.mock_data:
         if any((data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)):
             raise Refusal("--mock-data and --data-path exclude each other")
         return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(samples))
-    blend, blends = data_files.parse_blends(data)
+    blend, blends = data_files.parse_blends(data, number)
     settings = {
         "random_seed": config.run.seed,
         "sequence_length": data.seq_length,
@@ -99,7 +101,13 @@ def _sources(core: GPTDatasetConfig, split: int) -> tuple[data_files.Blend | Non
     """The blend of a split, the share of its documents, and the flag that gave it."""
     if core.blend:
         return core.blend, core.split_matrix[split], "--data-path"
-    return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-data-path"
+    flag = "weighted-split-paths" if any(map(_portions, core.blend_per_split)) else "data-path"
+    return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-{flag}"
+
+
+def _portions(blend: data_files.Blend | None) -> bool:
+    """Whether prefixes of a blend come with portions of their documents."""
+    return blend is not None and any(portion(prefix)[1] for prefix in blend[0])
 
 
 def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
@@ -109,12 +117,14 @@ def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], defa
     """
     files: dict[str, data_files.DataFile] = {}
     for i, name in enumerate(SPLITS):
-        blend, share, flag = _sources(core, i)
-        if samples[i] and (blend is None or share is None):
+        blend, whole, flag = _sources(core, i)
+        if samples[i] and (blend is None or whole is None):
             if i == 0:
                 raise Refusal(f"no training data: give {'train a share in --split' if core.blend else flag}")
             samples[i] = 0
-        for prefix in blend[0] if samples[i] else ():
+        for given in blend[0] if samples[i] else ():
+            prefix, part = portion(given)
+            share = part or whole
             if prefix not in files:
                 files[prefix] = data_files.open_prefix(prefix, flag)
                 data_files.check_token_ids(files[prefix], tokenizer.vocab_size, tokenizer.source)
@@ -164,11 +174,20 @@ def _build(core: GPTDatasetConfig, samples: list[int], cache: str) -> list[Datas
     for surplus in (core.mid_level_dataset_surplus, 0.5, parts + 1):
         config.mid_level_dataset_surplus = surplus
         try:
-            return LocalBuilder(GPTDataset, samples, lambda: True, config).build()
+            kind = PortionDataset if any(map(_portions, core.blend_per_split or ())) else GPTDataset
+            return LocalBuilder(kind, samples, lambda: True, config).build()
         except (IndexError, FileNotFoundError):  # too little was drawn; nothing cached, for that reason
             if surplus > parts:
                 raise
     return []
+
+
+class PortionDataset(GPTDataset):
+    """A dataset whose path may come with a portion of its documents: what core tells two of one file apart by."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        return GPTDataset.build_low_level_dataset(portion(dataset_path)[0], config)
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):
@@ -188,6 +207,13 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
             build = self._build_megatron_dataset_splits
             built = list(pool.map(lambda job: build(job[0], split, job[1], False), zip(prefixes, sizes_per_dataset)))
         return [list(datasets) for datasets in zip(*built)]
+
+    def _build_megatron_dataset_splits(self, path: str, split: list, *args: Any) -> list:
+        """As core's; a portion that comes with the path is taken in place of the share of each split."""
+        part = portion(path)[1]
+        return super()._build_megatron_dataset_splits(
+            path, [share and part for share in split] if part else split, *args
+        )
 
 
 class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.training.arguments.config import DataConfig
+from megatron.training.arguments.weighted_paths import weighted_groups
 from megatron.training.refusal import Refusal
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
@@ -58,8 +59,24 @@ def parse_blend(values: list[str], flag: str) -> Blend:
     return prefixes, weights
 
 
-def parse_blends(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | None]:
-    """The blend of --data-path, or one blend each for train, valid and test; never both."""
+def named_sets(data: DataConfig, split: str) -> list[str]:
+    """Names of the data that ``split`` is evaluated on one by one; none where there is one set alone."""
+    groups = weighted_groups(data, split)
+    return [group.name for group in groups] if len(groups) > 1 else []
+
+
+def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[Blend | None] | None]:
+    """The blend of --data-path, or one blend each for train, valid and test; never both.
+
+    Args:
+        number: which of several sets of valid and test data.
+    """
+    groups = [weighted_groups(data, split) for split in ("train", "valid", "test")]
+    if any(groups):
+        chosen = [group[number] if number < len(group) else None for group in groups]
+        return None, [
+            group and (group.prefixes, group.weights if len(group.prefixes) > 1 else None) for group in chosen
+        ]
     paths = [data.train_data_path, data.valid_data_path, data.test_data_path]
     flags = ["--train-data-path", "--valid-data-path", "--test-data-path"]
     given = [flag for flag, path in zip(flags, paths) if path is not None]

@@ -21,6 +21,7 @@ from megatron.training.refusal import Refusal
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 END_OF_TEXT = "<|endoftext|>"
+FIM_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     if kind == "GPT2BPETokenizer":
         vocab_file = _existing(data.vocab_file, "--vocab-file", kind)
         return _gpt2_bpe(kind, vocab_file, _existing(data.merge_file, "--merge-file", kind))
+    if kind.startswith("TokenizerFromFile"):
+        path = _existing(data.tokenizer_model, "--tokenizer-model", kind)
+        return _from_file(kind, path, (END_OF_TEXT, *(FIM_TOKENS if kind.endswith("WithFIM") else ())))
     if kind == "TikTokenizer":
         path = _existing(data.tokenizer_model, "--tokenizer-model", kind)
         return _tiktoken(kind, path, data.tiktoken_pattern or "v2", data.tiktoken_num_special_tokens, vocab_size)
@@ -180,6 +184,28 @@ def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str) -> Tokenizer:
     eod = _eod(model.token_to_id(END_OF_TEXT), kind, vocab_file, f"{END_OF_TEXT} entry")
     size = max(model.get_vocab().values()) + 1
     return Tokenizer(kind, f"{kind} {vocab_file}", size, eod, lambda text: model.encode(text).ids, model.decode)
+
+
+def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:
+    """A tokenizer.json, with these special tokens, at the end where it has them not, as BigCode's Megatron-LM."""
+    from tokenizers import Tokenizer as Model
+
+    try:
+        model = Model.from_file(path)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise Refusal(f"--tokenizer-model {path}: no file of the tokenizers library: {reason}") from error
+    model.add_special_tokens(list(special))
+    size = max(model.get_vocab().values()) + 1
+    eod = model.token_to_id(END_OF_TEXT)
+    return Tokenizer(
+        kind,
+        f"{kind} {path}",
+        size,
+        eod,
+        lambda text: model.encode(text).ids,
+        lambda ids: model.decode(ids, skip_special_tokens=False),
+    )
 
 
 def _tiktoken(kind: str, path: str, pattern: str, num_special: int, vocab_size: int | None) -> Tokenizer:

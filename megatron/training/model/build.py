@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from megatron.context_parallel.core.dropout import EMBEDDING, HiddenDropout, ModelDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
+from megatron.context_parallel.core.normed_words import NormedWords
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
@@ -178,6 +179,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         sequence_parallel=parallel.sequence_parallel,
         pipeline_model_parallel_size=grid.pipeline.size,
         virtual_pipeline_model_parallel_size=virtual_stages(config),
+        microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         account_for_embedding_in_pipeline_split=parallel.account_for_embedding_in_pipeline_split,
@@ -300,6 +302,8 @@ def _build_chunk(
         position_embedding_type="learned_absolute" if learned and not partitioned else "none",
         vp_stage=stage,
     )
+    if model.embed_layernorm and first:
+        chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core)
     if partitioned and first:
         chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)
     if config.chunks.offload_checkpoints:

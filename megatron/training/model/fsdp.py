@@ -94,6 +94,8 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     # reads the output layer's weight without calling it: these stay with the root, which is gathered all step long.
     streamed = chunk.chunks is not None and chunk.chunks.streamed
     if not chunk.share_embeddings_and_output_weights and not streamed:
+        if norm := getattr(getattr(chunk.embedding, "word_embeddings", None), "norm", None):
+            make_unit(norm, free=free)  # by itself: its gradient does need its weight
         make_unit(chunk.embedding, free=free)
         chunk.embedding.set_unshard_in_backward(False)  # a lookup's gradient does not need the table
     if not chunk.share_embeddings_and_output_weights and not chunk.loss_chunks:

@@ -11,13 +11,13 @@ from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnava
 from megatron.context_parallel.attention.kernels.cpu import CpuKernel
 from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.attention.kernels.flash import FlashKernel
-from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel
+from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel, installed_version
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+from megatron.context_parallel.attention.kernels.preference import preferred
 from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
 
 __all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
 
-# The order in which `auto` prefers them.
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), TritonKernel(), MathKernel())
@@ -36,10 +36,14 @@ def available(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
+    *,
+    many_tiles: bool = False,
     **needs: bool,
 ) -> list[str]:
-    """Names of the kernels that can run such tensors, best first; ``needs`` are some of :data:`NEEDS`."""
-    return [name for name in KERNELS if _why_not(name, torch.device(device), dtype, head_dim, needs) is None]
+    """Names of the kernels that can run such tensors, best first (preference.py); ``needs``: some of :data:`NEEDS`."""
+    device = torch.device(device)
+    order = _order(device, many_tiles)
+    return [name for name in order if _why_not(name, device, dtype, head_dim, needs) is None]
 
 
 def select(
@@ -48,13 +52,17 @@ def select(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
+    many_tiles: bool = False,
     **needs: bool,
 ) -> Kernel:
     """The kernel named ``name``; ``auto`` takes the first of `available`. ``needs`` are some of :data:`NEEDS`.
 
+    Args:
+        many_tiles: see `preference.preferred`.
+
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
     """
-    usable = available(device, dtype, head_dim, **needs)
+    usable = available(device, dtype, head_dim, many_tiles=many_tiles, **needs)
     if name == "auto" and usable:
         return KERNELS[usable[0]]
     if name in usable:
@@ -75,9 +83,11 @@ def select_simulated(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
+    many_tiles: bool = False,
     **needs: bool,
 ) -> Kernel:
-    """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel.
+    """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel,
+    and the machine's file says how fast the one that would run is.
 
     Raises KernelUnavailable for what no GPU runs.
     """
@@ -87,6 +97,14 @@ def select_simulated(
     if name == "cpu" or (name not in ("auto", "triton", "math") and unfused):
         raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
     return KERNELS["math" if name == "math" or unfused else "flash"]
+
+
+def _order(device: torch.device, many_tiles: bool) -> list[str]:
+    capability = None
+    if device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+    order = preferred(capability, flash_attn=installed_version(capability), many_tiles=many_tiles)
+    return [name for name in order if name in KERNELS]
 
 
 def _why_not(

@@ -126,6 +126,17 @@ def _library(hopper: bool) -> ModuleType | str:
     return reason
 
 
+def installed_version(capability: tuple[int, int] | None) -> int | None:
+    """Of the package that runs on such a GPU: 3, 2, or None where neither imports."""
+    if capability is None:
+        return None
+    hopper = capability == (9, 0)
+    found = _library(hopper)
+    if isinstance(found, str):
+        return None
+    return 3 if hopper and found is not _library(False) else 2
+
+
 def _library_for(q: Tensor) -> ModuleType:
     found = _library(q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
     if isinstance(found, str):

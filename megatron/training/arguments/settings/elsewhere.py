@@ -53,7 +53,9 @@ class ElsewhereConfig:
         type=str,
         flags=["--deepspeed_config", "--deepspeed-config"],
     )
-    deepspeed_mpi: bool = flag(False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"])
+    deepspeed_mpi: bool = flag(
+        False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"], aliases=["--use-mpi"]
+    )
     no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
     num_key_value_heads: int | None = flag(
         None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int
@@ -73,6 +75,7 @@ class ElsewhereConfig:
         type=str,
         choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"],
     )
+    enable_hf2mg_convert: bool = flag(False, "MindSpeed: --load names a Hugging Face folder, which is read as it is")
     rope_scaling_type: str | None = flag(None, "MindSpeed: llama3 is --use-rope-scaling", type=str, choices=["llama3"])
     low_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 1", type=float)
     high_freq_factor: float | None = flag(None, "of --rope-scaling-type llama3: 4", type=float)

@@ -18,6 +18,7 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
+    universal_checkpoint: bool = flag(False, "DeepSpeed: --load names the folder of a universal checkpoint")
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
     finetune: bool = flag(False, "load the weights only and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "weights to start from where --load has no checkpoint", type=str)
@@ -50,7 +51,7 @@ class LoggingConfig:
     tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
     tensorboard_queue_size: int = flag(1000, "TensorBoard events held in memory")
     wandb_project: str | None = flag(None, "Weights & Biases project", type=str, aliases=["--wandb-project-name"])
-    wandb_exp_name: str | None = flag(None, "Weights & Biases run name", type=str)
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run name", type=str, aliases=["--wandb-name"])
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str)
     wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str, aliases=["--wandb-entity-name"])
     peak_tflops: float | None = flag(

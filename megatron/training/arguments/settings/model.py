@@ -76,6 +76,7 @@ class ModelConfig:
         "attention's softmax: off-by-one adds 1 to its sum, learnable a sink, one learned score a head",
         choices=["vanilla", "off-by-one", "learnable"],
     )
+    embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
     untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")
     attention_dropout: float = flag(0.1, "dropout on attention probabilities, by position: the same on every grid")

@@ -53,6 +53,9 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleaved 1F1B: layers a virtual stage", type=int)
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages a rank", type=int)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None, "interleaved 1F1B: micro-batches in a row on a virtual stage; default as many as stages", type=int
+    )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", type=int)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", type=int)
     account_for_embedding_in_pipeline_split: bool = flag(False, "the first stage has one layer less")

@@ -90,6 +90,21 @@ class DataConfig:
     train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
     valid_data_path: list[str] | None = flag(None, "validation data, in place of --data-path", type=str, nargs="*")
     test_data_path: list[str] | None = flag(None, "test data, in place of --data-path", type=str, nargs="*")
+    train_weighted_split_paths: list[str] | None = flag(
+        None, 'BigScience: train data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
+    )
+    train_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
+    valid_weighted_split_paths: list[str] | None = flag(
+        None,
+        'BigScience: valid data as "NAME: WEIGHT START:STOP PATH, ..."; several groups are evaluated one by one',
+        type=str,
+        nargs="*",
+    )
+    valid_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
+    test_weighted_split_paths: list[str] | None = flag(
+        None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ...", likewise', type=str, nargs="*"
+    )
+    test_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
     split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
     data_cache_path: str | None = flag(None, "folder of the index caches", type=str)
     mock_data: bool = flag(False, "random tokens in place of a dataset")
@@ -113,13 +128,17 @@ class DataConfig:
             "HuggingFaceTokenizer",
             "GPT2BPETokenizer",
             "TikTokenizer",
+            "TokenizerFromFile",
+            "TokenizerFromFileWithFIM",
             "ByteLevelTokenizer",
             "NucleotideTokenizer",
             "CodonTokenizer",
             "NullTokenizer",
         ],
     )
-    tokenizer_model: str | None = flag(None, "tokenizer file or folder", type=str, aliases=["--tokenizer-name-or-path"])
+    tokenizer_model: str | None = flag(
+        None, "tokenizer file or folder", type=str, aliases=["--tokenizer-name-or-path", "--tokenizer-file"]
+    )
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", type=str)
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", type=str)
     tiktoken_pattern: str | None = flag(None, "pre-tokenizer pattern of TikTokenizer", type=str)

@@ -31,7 +31,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --distribute-checkpointed-activations --partition-activations --contigious-checkpointing
         --synchronize-each-layer --profile-backward --reuse-fp32-param --swap-attention --recompute-in-advance
         --recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-norm
-        --recompute-norm-num-layers 1 --enable-recompute-layers-per-pp-rank --use-pin-memory
+        --recompute-norm-num-layers 1 --recompute-lgd --enable-recompute-layers-per-pp-rank --use-pin-memory
         --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings
         """,
     ),
@@ -63,13 +63,17 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("the mask is --attention-mask, causal without it", "--attention-mask-type 1"),
     ("nothing is generated in training", "--max-new-tokens 1"),
-    ("data files are read as they are; how to make them is no part of a run", "--handler-name 1"),
+    ("data files are read as they are; how to make them is no part of a run", "--handler-name 1 --workers 1"),
+    (
+        "config.json says what a Hugging Face folder holds, and no copy of it is made",
+        "--model-type-hf 1 --mg-cache-dir 1",
+    ),
     ("SIGTERM saves and stops a run", "--kill-switch-path 1 --kill-switch-file 1 --trigger-path 1"),
     (
         "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
         """
         --codecarbon-dir 1 --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1
-        --no-log-learnig-rate-to-tensorboard --profile_steps 1
+        --no-log-learnig-rate-to-tensorboard --profile_steps 1 --experiment_name 1
         """,
     ),
     (
@@ -95,17 +99,13 @@ HINTS: tuple[tuple[str, str], ...] = (
 )
 
 REFUSED: tuple[tuple[str, str], ...] = (
-    ("the norm of BLOOM's embeddings is not built here: leave it out", "--embed-layernorm"),
     (
-        "tools/convert_hf.py converts weights, once, for --load: leave it out",
-        "--enable-hf2mg-convert --model-type-hf 1",
+        "checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them: leave it out",
+        "--enable-mg2hf-convert --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1",
     ),
     (
         "use --train-data-path, --valid-data-path and --test-data-path, with weights and prefixes",
-        """
-        --train-weighted-split-paths-path 1 --valid-weighted-split-paths-path 1 --test-weighted-split-paths-path 1
-        --train-weighted-split-paths + --valid-weighted-split-paths + --test-weighted-split-paths + --data-file-list 1
-        """,
+        "--data-file-list 1",
     ),
     ("use --finetune, which begins at iteration 0", "--reset-progress --reset-iteration"),
     ("use --override-opt-param-scheduler", "--no-load-lr-state"),
@@ -115,7 +115,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "the loss here is the mean over all tokens that count: leave it out",
         "--norm-target-loss --loss-on-targets-only",
     ),
-    ("only weights of a checkpoint of megatron-core are read: leave it out", "--universal-checkpoint"),
     ("distillation is not built here: leave it out", "--kd --mos --load-teacher 1"),
     (
         "without --kd it is not read, and --kd is not built here: leave it out",
@@ -126,6 +125,19 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     ("1F1B and interleaved 1F1B are the schedules built here: leave it out", "--enable-zbh1-pipeline"),
     ("it is of --enable-zbh1-pipeline: leave it out", "--enable-zbh1-exact-semantics"),
+    (
+        "1F1B and interleaved 1F1B are the schedules built here: leave it out",
+        "--enable-zero-bubble --enable-zb-runtime --interleave-group-size 1 --enable-1f1b-v",
+    ),
+    ("stages hold as many layers as the flags say, none that do nothing: leave it out", "--allow-padding-num-layers"),
+    (
+        "gradients and activations are sent as they are, never compressed: leave it out",
+        """
+        --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1 --selective_grad_comp --selective_grad_comp_way 1
+        --inter_grad_comp --inter_grad_comp_rank 1 --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
+        """,
+    ),
+    ("use --device cpu", "--no-cuda"),
     (
         "this precision setting is not built here: leave it out",
         "--o2-optimizer --o2-gradient --embedding-weights-in-fp32",

@@ -30,7 +30,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs --delay-wgrad-compute
         --use-ring-exchange-p2p --defer-embedding-wgrad-compute --wgrad-deferral-limit 1 0
         --overlap-p2p-communication-warmup-flush --no-overlap-p2p-communication
-        --microbatch-group-size-per-virtual-pipeline-stage 1 --overlap-param-gather-with-optimizer-step
+        --overlap-param-gather-with-optimizer-step
         --no-align-grad-reduce --no-align-param-gather --no-scatter-gather-tensors-in-pipeline
         """,
     ),

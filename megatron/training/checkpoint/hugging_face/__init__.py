@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama checkpoints from Hugging Face's form to ours and back, bit for bit; `tools/convert_hf.py` is the program."""
+"""Models in Hugging Face's form: what their config.json says, their tensors beside ours, and --load of them."""

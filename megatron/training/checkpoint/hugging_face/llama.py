@@ -35,7 +35,8 @@ OFF = {
 FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
-        ("add_qkv_bias", "qk_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"), False
+        ("add_qkv_bias", "qk_layernorm", "embed_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"),
+        False,
     ),
     "rotary_percent": 1.0,
     "softmax_type": "vanilla",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama's weights: Hugging Face's names and layouts beside ours."""
+"""Weights of Llama and its kin: Hugging Face's names and layouts beside ours."""
 
 from __future__ import annotations
 
@@ -52,10 +52,13 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
 
         kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
         yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
-        for kind in kinds:
+        for kind in ["weight", "bias"] if model.add_bias_linear or model.add_qkv_bias else ["weight"]:
             tail = (hidden,) if kind == "weight" else ()
             qkv = [f"self_attn.{name}_proj.{kind}" for name in "qkv"]
             yield piece(f"self_attention.linear_qkv.{kind}", qkv, (heads, *tail), (groups, *tail), (groups, *tail))
+        for name in "qk" if model.qk_layernorm else "":
+            yield piece(f"self_attention.{name}_layernorm.weight", [f"self_attn.{name}_norm.weight"], (size,))
+        for kind in kinds:
             tail = (heads,) if kind == "weight" else ()
             yield piece(f"self_attention.linear_proj.{kind}", [f"self_attn.o_proj.{kind}"], (hidden, *tail))
         yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))

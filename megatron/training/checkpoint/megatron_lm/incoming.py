@@ -25,6 +25,7 @@ from megatron.training.checkpoint.megatron_lm.args import model_described, model
 from megatron.training.checkpoint.megatron_lm.buckets import Buckets, Saved
 from megatron.training.checkpoint.megatron_lm.source import STATE, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
+from megatron.training.checkpoint.megatron_lm.whole import WholeTensors
 from megatron.training.refusal import Refusal, together
 
 DISTRIBUTED = "optimizer.distributed."  # keys of what belongs to a group of ranks there
@@ -33,12 +34,13 @@ NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # multipliers of a group that does n
 
 @dataclass
 class Theirs:
-    """A checkpoint of Megatron-LM, opened."""
+    """A checkpoint of Megatron-LM, opened; or another program's in its terms."""
 
     path: Path
     common: dict[str, Any]
     args: dict[str, Any]
-    stored: StoredTensors
+    stored: StoredTensors | WholeTensors
+    weights_alone: bool = False  # a model to begin with, at iteration 0
 
     @property
     def has_optimizer(self) -> bool:
@@ -86,7 +88,8 @@ def check_vocabulary(theirs: Theirs, vocab_size: int, config: Config) -> None:
         )
     if vocab_size != rows:
         config.notes.append(
-            f"Megatron-LM counts the {rows - vocab_size} rows that pad its vocabulary in the loss; here they are not"
+            f"the {rows - vocab_size} rows that pad the vocabulary of {theirs.path} count in the loss there; here they "
+            "do not"
         )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron.training.checkpoint.megatron_lm.buckets import Buckets
 from megatron.training.checkpoint.megatron_lm.stored import Shape, StoredTensors, copy_overlap
+from megatron.training.checkpoint.megatron_lm.whole import WholeTensors
 from megatron.training.refusal import Refusal
 
 STATE = "optimizer.state."
@@ -38,7 +39,7 @@ OLDER = {
 class Source:
     """Where parts come from; ``asked`` collects the names of weights that were asked for, or whose states were."""
 
-    stored: StoredTensors
+    stored: StoredTensors | WholeTensors
     buckets: Buckets | None = None
     asked: set[str] = field(default_factory=set)
 
@@ -133,7 +134,7 @@ class Source:
         return stacked + [one.replace("decoder.layers.", f"decoder.layers.{offset[0]}.") for one in stacked]
 
 
-def weights_in(stored: StoredTensors) -> Iterator[str]:
+def weights_in(stored: StoredTensors | WholeTensors) -> Iterator[str]:
     """The names of all weights that are there."""
     return (key for key in stored if not key.startswith("optimizer."))
 

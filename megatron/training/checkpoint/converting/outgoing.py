@@ -41,7 +41,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
-    from megatron.training.checkpoint.hugging_face.lazy_save import sharded
+    from megatron.training.checkpoint.converting.lazy_save import sharded
 
 ROWS = "embedding.word_embeddings.weight"
 

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.checkpoint.hugging_face import files, llama, tensors
-from megatron.training.checkpoint.hugging_face.files import Entry, Header
+from megatron.training.checkpoint.hugging_face import files, kinds, llama, tensors
 from megatron.training.checkpoint.hugging_face.folders import (
     EMBEDDING,
     HEADERS,
-    IGNORED,
     LM_HEAD,
     OTHERS,
     Done,
@@ -34,7 +32,6 @@ from megatron.training.checkpoint.hugging_face.folders import (
     dtype_name,
     new_folder,
     one_process,
-    some,
     write_json,
 )
 from megatron.training.checkpoint.hugging_face.tensors import Piece
@@ -46,7 +43,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
-    from megatron.training.checkpoint.hugging_face.lazy_save import LazySave, sharded
+    from megatron.training.checkpoint.converting.lazy_save import LazySave, sharded
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 STATELESS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -67,7 +64,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     model, vocab_size = llama.settings(config, where)
     headers = files.read_folder(source)
     pieces = list(tensors.pieces(model, vocab_size))
-    others, stored = _check_source(source, headers, pieces, tied=not model.untie_embeddings_and_output_weights)
+    others, stored = kinds.check_source(source, headers, pieces, tied=not model.untie_embeddings_and_output_weights)
     dtype = dtype or stored
     with new_folder(target) as folder, files.reading(source, headers) as read:
         if LM_HEAD in others:
@@ -97,28 +94,6 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
         "train it with, beside data, batch and schedule:",
         _command(model, vocab_size, dtype, target, along),
     ]
-
-
-def _check_source(
-    source: Path, headers: dict[str, Header], pieces: list[Piece], tied: bool
-) -> tuple[dict[str, Entry], torch.dtype]:
-    """(tensors beyond the model's that may be there, dtype of the model's)."""
-    there = {name: entry for header in headers.values() for name, entry in header.entries.items()}
-    wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
-    if missing := sorted(wanted.keys() - there.keys()):
-        raise Refusal(f"{source}: {len(missing)} tensors that config.json asks for are missing: {some(missing)}")
-    others = {name: entry for name, entry in there.items() if name not in wanted}
-    if odd := sorted(name for name in others if not (name.endswith(IGNORED) or (tied and name == LM_HEAD))):
-        raise Refusal(f"{source}: {len(odd)} tensors are none of the Llama that config.json describes: {some(odd)}")
-    for name, shape in wanted.items():
-        if there[name].shape != shape:
-            raise Refusal(f"{source}: {name} is {list(there[name].shape)}, and {list(shape)} by config.json")
-    dtypes = sorted({there[name].dtype for name in wanted})
-    if len(dtypes) > 1 or dtypes[0] not in files.TORCH_DTYPES:
-        raise Refusal(
-            f"{source}: weights in {', '.join(dtypes)} are not supported: all in BF16, all in F16 or all in F32"
-        )
-    return others, files.TORCH_DTYPES[dtypes[0]]
 
 
 def _save(

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.checkpoint.convert.names import Name, core_name, joined, pipe_names, reordered
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
-from megatron.training.checkpoint.places import TRACKER
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.older.names import Name, core_name, joined, pipe_names, reordered
 from megatron.training.refusal import Refusal
 
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?$")
@@ -41,7 +41,7 @@ def open_source(folder: Path, step: int | None) -> Weights:
     """What ``folder`` holds. Raises Refusal where that is none of the forms above, or does not hang together."""
     path = _path(folder, step)
     if (path / "zero").is_dir():
-        return _universal(path)
+        return universal_weights(path)
     if any(path.glob("mp_rank_*/model_optim_rng.pt")):
         return _torch(path)
     if (path / "metadata.json").exists():
@@ -131,25 +131,30 @@ def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _flat(value, f"{prefix}{name}.")
 
 
-def _universal(path: Path) -> Weights:
+def universal_weights(path: Path) -> Weights:
+    """A universal checkpoint's. Raises Refusal where it does not say of which model they are."""
     if not (path / STATES).exists():
         raise Refusal(f"{path}: {STATES} is missing, which says of which model the weights are")
     states = unpickle.read(path / STATES)
     args = namespace(states.get("args") if isinstance(states, dict) else None, path / STATES)
     model = model_of(args, path)
-    names = sorted(file.parent.name for file in (path / "zero").glob("*/fp32.pt"))
-    piped = pipe_names(names)
-    found: dict[Name, Callable[[], Tensor]] = {}
-    for name in names:
-        core = piped.get(name, Name(name)) if piped else core_name(name)
-        if core is not None:
-            found[core] = _whole(path / "zero" / name / "fp32.pt")
+    found = {name: whole(path / "zero" / folder / "fp32.pt") for folder, name in universal_names(path).items()}
     if not model.untie_embeddings_and_output_weights:
         found.pop(Name("output_layer.weight"), None)
     return Weights(path, args, found)
 
 
-def _whole(file: Path) -> Callable[[], Tensor]:
+def universal_names(path: Path) -> dict[str, Name]:
+    """The weight that each folder of a universal checkpoint is of."""
+    names = sorted(file.parent.name for file in (path / "zero").glob("*/fp32.pt"))
+    piped = pipe_names(names)
+    cores = {name: piped.get(name, Name(name)) if piped else core_name(name) for name in names}
+    return {name: core for name, core in cores.items() if core is not None}
+
+
+def whole(file: Path) -> Callable[[], Tensor]:
+    """What makes a weight, or a state of one, from its file."""
+
     def read() -> Tensor:
         held = unpickle.read(file)
         tensor = held.get("param") if isinstance(held, dict) else held

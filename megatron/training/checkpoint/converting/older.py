@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.checkpoint.convert.names import LAYERS, Name
-from megatron.training.checkpoint.convert.sources import Weights, open_source
 from megatron.training.checkpoint.hugging_face.folders import Done, dtype_name, new_folder, one_process, some
 from megatron.training.checkpoint.hugging_face.llama import command_line, program
 from megatron.training.checkpoint.megatron_lm.args import model_of
-from megatron.training.checkpoint.places import TRACKER
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.older.names import LAYERS, Name
+from megatron.training.checkpoint.older.sources import Weights, open_source
 from megatron.training.model.names import VOCABULARY
 from megatron.training.refusal import Refusal
 
@@ -31,7 +31,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    from megatron.training.checkpoint.hugging_face.lazy_save import LazySave
+    from megatron.training.checkpoint.converting.lazy_save import LazySave
     from megatron.training.checkpoint.sharded_state import METADATA
 
 STATELESS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -80,6 +80,8 @@ def shapes(model: ModelConfig, weights: Weights) -> dict[Name, torch.Size]:
     wide = 2 * ffn if model.swiglu else ffn
     norms = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
     found: dict[Name, tuple[int, ...]] = {Name(VOCABULARY[0]): (rows, hidden)}
+    if model.embed_layernorm:
+        found |= {Name(f"embedding.word_embeddings.norm.{part}"): (hidden,) for part in ("weight", "bias")}
     if model.position_embedding_type == "learned_absolute":
         found[Name("embedding.position_embeddings.weight")] = (model.max_position_embeddings, hidden)
     for layer in range(model.num_layers):

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the stages, each in a process of its own with a limit on its time. See benchmarks/gpu.sh."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing as mp
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.pictures import draw_all
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.sizes import GPU, TINY
+from benchmarks.gpu.stage import BROKEN, Stage, read, reason, write
+
+STAGES = {
+    "tests": ("run_tests", "tests/gpu, by pytest or without it"),
+    "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator"),
+    "attention": ("attention", "every kernel at hand from 8K to 512K as a share of the GEMM rate; masks beside causal"),
+    "step": ("step", "a training step of Llama-3-8B's shape: MFU, where the time goes"),
+    "fpdt": ("fpdt", "FPDT against full recompute by chunk, copies that are hidden"),
+    "longest": ("longest", "the longest context on this GPU within its host memory"),
+    "simulator": ("predict", "the simulator's prediction beside all of these"),
+}
+GRACE = 20.0  # seconds that a stage may run over before it is stopped
+RESTARTS = 3  # of a stage whose GPU context was lost
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    device = args.device if args.device != "auto" else ("cuda" if gpus() else "cpu")
+    failed = []
+    for name in args.stage or STAGES:
+        before = read(args.output, name)
+        if before and before.get("finished") and not args.again:
+            print(f"[{name}] is done: {args.output / name}.json; --again repeats it", flush=True)
+            continue
+        if args.again:
+            (args.output / f"{name}.json").unlink(missing_ok=True)
+        why = run_stage(name, args, device)
+        if why:
+            failed.append(name)
+            print(f"[{name}] failed: {why}", flush=True)
+            report = read(args.output, name) or {}
+            if "device" in report:  # else it did not even begin
+                write(args.output, name, report | {"failed": why})
+        write_report(args.output, list(STAGES))
+    path = write_report(args.output, list(STAGES))
+    pictures = draw_all(args.output)
+    print(f"wrote {', '.join(map(str, [path, *pictures]))}", flush=True)
+    return int(bool(failed))
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    stages = "\n".join(f"  {name:10} {what}" for name, (_, what) in STAGES.items())
+    parser = argparse.ArgumentParser(
+        prog="gpu.sh",
+        description="What only a GPU can tell, in stages; a stage that is done is not repeated, one that was stopped "
+        f"goes on.\n\nstages:\n{stages}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("output", type=Path, metavar="OUT", help="folder of the JSON files, report.md and pictures")
+    parser.add_argument("--stage", action="append", choices=list(STAGES), help="this one; more than once for several")
+    parser.add_argument("--again", action="store_true", help="repeat what is done")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU does in seconds, as always on a CPU")
+    parser.add_argument("--minutes", type=float, default=9.0, help="that a stage may take (9)")
+    args = parser.parse_args(argv)
+    if args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g}: give a number above 0")
+    return args
+
+
+def gpus() -> int:
+    """Without a CUDA context in this process, which holds none while stages measure memory."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return torch.cuda.device_count()
+
+
+def run_stage(name: str, args: argparse.Namespace, device: str) -> str | None:
+    """Why it failed, or None."""
+    context = mp.get_context("fork" if device == "cpu" else "spawn")
+    for attempt in range(1 + RESTARTS):
+        tiny = args.tiny or device == "cpu"
+        process = context.Process(target=inside, args=(name, args.output, device, tiny, args.minutes, attempt > 0))
+        process.start()
+        process.join(60 * args.minutes + GRACE)
+        if process.is_alive():
+            process.terminate()  # which ends the programs that it has started
+            process.join(10)
+            process.kill()
+            process.join()
+            return f"stopped after {args.minutes:g} minutes"
+        if process.exitcode != BROKEN:
+            break
+    report = read(args.output, name) or {}
+    if process.exitcode:
+        return report.get("failed") or f"its process ended with code {process.exitcode}"
+    return None
+
+
+def inside(name: str, folder: Path, device: str, tiny: bool, minutes: float, keep_failed: bool) -> None:
+    """Main function of a stage's process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    stage = Stage(name, folder, about(where, tiny), minutes, keep_failed)
+    stage.write()
+    try:
+        importlib.import_module(f"benchmarks.gpu.{STAGES[name][0]}").run(stage, TINY if tiny else GPU, where)
+    except Exception as error:
+        stage.report["failed"] = reason(error)
+        stage.write()
+        raise
+    stage.finish()
+
+
+def about(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """What the figures hang on."""
+    from megatron.platform.cpu import processor_name
+
+    cuda = device.type == "cuda"
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if cuda else processor_name(),
+        "tiny": tiny,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "host_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+    if cuda:
+        found |= {
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

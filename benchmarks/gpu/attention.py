@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every attention kernel at hand against the GEMM rate, forward and backward; masks beside causal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import megatron.context_parallel as cp
+from benchmarks.gpu.rates import dtype_of, gemm_rate
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.stage import Case, Figures, Stage
+from benchmarks.parallel_attention import largest_error, log_normal
+from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.positions.dropout import Dropout
+from megatron.simulator.machines.measure import seconds_of
+
+TOLERANCE = 2e-2  # bf16 keeps 8 bits
+GUESS = 2e14  # FLOP/s, to say how long a case may take before any is measured
+
+
+def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
+    """Short sequences of all kernels before long ones: what there is no time for is the longest."""
+    rate = gemm_rate(stage.folder, sizes, device)
+    stage.report["gemm_flops_per_second"] = rate
+    names = usable(sizes, device)
+    stage.report["kernels"] = names
+    stage.report["why_not"] = missing(sizes, device)
+    causal = [
+        Case(
+            f"{name} {length}", partial(bare, name, length, names[0], sizes, device, rate), seconds(sizes, length), name
+        )
+        for length in sizes.lengths
+        for name in names
+    ]
+    masked = []
+    for length in sizes.masked:
+        for name, rule in rules(sizes, length).items():
+            for kernel in ("auto", *(["triton"] if "triton" in names else [])):
+                run_it = partial(masked_case, rule, kernel, length, sizes, device)
+                expected = 4 * seconds(sizes, length)
+                masked.append(Case(f"{name}, {kernel}, {length}", run_it, expected, f"{name}, {kernel}"))
+    cut = len(names) * sum(length <= max(sizes.masked) for length in sizes.lengths)
+    stage.run(causal[:cut] + masked + causal[cut:])
+
+
+def usable(sizes: Sizes, device: torch.device) -> list[str]:
+    """Kernels that can run here, best first; the slow one of reference only where there is no other."""
+    names = kernels.available(device, dtype_of(device), sizes.model.head_dim)
+    return [name for name in names if name != "math"] or names
+
+
+def missing(sizes: Sizes, device: torch.device) -> Figures:
+    """Why the others cannot."""
+    how = {"device": device, "dtype": dtype_of(device), "head_dim": sizes.model.head_dim}
+    why = {name: kernel.why_not(**how) for name, kernel in kernels.KERNELS.items()}
+    return {name: reason for name, reason in why.items() if reason}
+
+
+def seconds(sizes: Sizes, length: int) -> float:
+    return 3 * sizes.window + 2 * flops(sizes, length * (length + 1) / 2) * 3.5 / GUESS
+
+
+def flops(sizes: Sizes, pairs: float) -> float:
+    """Of the forward pass; the backward pass has 2.5 times as many."""
+    return 4.0 * pairs * sizes.model.heads * sizes.model.head_dim
+
+
+def inputs(sizes: Sizes, length: int, device: torch.device) -> list[Tensor]:
+    """q, k, v and the gradient of the output, [s, 1, heads, d]."""
+    model, draw = sizes.model, torch.Generator(device).manual_seed(7)
+    heads = (model.heads, model.kv_heads, model.kv_heads, model.heads)
+    make = partial(torch.randn, generator=draw, device=device, dtype=dtype_of(device))
+    return [make(length, 1, n, model.head_dim) for n in heads]
+
+
+def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device, rate: float) -> Figures:
+    """A kernel on a causal sequence; on the shortest one also how far it is from the first kernel."""
+    tensors, found = inputs(sizes, length, device), {}
+    if length == min(sizes.lengths) and name != first:
+        mine, theirs = (
+            [forward(), *backward()] for forward, backward in (passes(kernel, *tensors) for kernel in (name, first))
+        )
+        found["error"] = error = largest_error(mine, theirs)
+        if not error <= TOLERANCE:
+            raise ValueError(f"differs from {first} by {error:.1e}: not measured")
+    forward, backward = (seconds_of(run, device, sizes.window) for run in passes(name, *tensors))
+    work = flops(sizes, length * (length + 1) / 2)
+    return found | {
+        "kernel": name,
+        "length": length,
+        "forward": {"seconds": forward, "flops_per_second": work / forward, "of_gemm": work / forward / rate},
+        "backward": {
+            "seconds": backward,
+            "flops_per_second": 2.5 * work / backward,
+            "of_gemm": 2.5 * work / backward / rate,
+        },
+    }
+
+
+def passes(
+    name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Callable[[], Tensor], Callable[[], list[Tensor]]]:
+    """A kernel's forward pass, returning out, and its backward pass, returning dq, dk and dv; all [s, b, heads, d].
+
+    One that takes all tiles at once has no passes of its own: there, all of cp.attention stands for it.
+    """
+    kernel = kernels.KERNELS[name]
+    if not hasattr(kernel, "forward"):
+        leaves, layout = [x.detach().requires_grad_() for x in (q, k, v)], cp.SequenceLayout(len(q), abstract_grid())
+        whole = partial(cp.attention, *leaves, layout=layout, kernel=name)
+        kept = whole()
+        return lambda: whole().detach(), lambda: list(torch.autograd.grad(kept, leaves, dout, retain_graph=True))
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in (q, k, v, dout))
+    how = {"causal": True, "mask": None, "scale": q.size(3) ** -0.5}
+    out, lse = kernel.forward(q, k, v, **how)
+    return (
+        lambda: kernel.forward(q, k, v, **how)[0].permute(2, 0, 1, 3),
+        lambda: [x.permute(2, 0, 1, 3) for x in kernel.backward(dout, q, k, v, out, lse, **how)],
+    )
+
+
+def rules(sizes: Sizes, length: int) -> dict[str, Figures]:
+    """Arguments of cp.attention, by name."""
+    ends = log_normal(sizes.documents, length)
+    found: dict[str, Figures] = {"causal": {"mask": cp.Causal()}}
+    found |= {f"window {left + 1}": {"mask": cp.Window(left)} for left in sizes.windows}
+    found[f"{len(ends)} documents"] = {"mask": cp.Documents(ends)}
+    found["ALiBi"] = {"mask": cp.Causal(), "alibi_slopes": cp.alibi_slopes(sizes.model.heads)}
+    found["dropout 0.1"] = {"mask": cp.Causal(), "dropout": Dropout(0.1, 1234, 1, samples=(0,))}
+    return found
+
+
+def masked_case(rule: Figures, kernel: str, length: int, sizes: Sizes, device: torch.device) -> Figures:
+    """The whole of cp.attention, as a program calls it, forward and backward."""
+    layout = cp.SequenceLayout(length, abstract_grid())
+    q, k, v, dout = inputs(sizes, length, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def both() -> None:
+        out = cp.attention(*leaves, layout=layout, kernel=kernel, **rule)
+        torch.autograd.grad(out, leaves, dout)
+
+    took, peak = seconds_of(both, device, sizes.window), None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        both()
+        peak = torch.cuda.max_memory_allocated(device)
+    pairs = pairs_of(rule["mask"], length)
+    return {
+        "length": length,
+        "seconds": took,
+        "pairs_of_causal": pairs / (length * (length + 1) / 2),
+        "flops_per_second": 3.5 * flops(sizes, pairs) / took,
+        "device_peak_bytes": peak,
+    }
+
+
+def pairs_of(mask: Mask, length: int) -> int:
+    """Pairs of query and key that it allows."""
+    whole = (0, length)
+    return sum(piece.pairs for band in mask.bands(whole, whole) for piece in band.clip(whole))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT against plain recompute: chunk sweep, copies that are hidden."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.program import Plan
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.stage import Case, Figures, Stage, read
+from benchmarks.gpu.step import expected, measured
+
+
+def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
+    length, layers = sizes.fpdt_length, sizes.fpdt_layers
+    middle = sizes.fpdt_chunks[len(sizes.fpdt_chunks) // 2]
+    plans = [Plan(layers, length, "recompute"), Plan(layers, length, "fpdt", middle)]
+    plans += [Plan(layers, length, mode, middle) for mode in ("fpdt on the device", "fpdt streamed")]
+    plans += [Plan(layers, length, "fpdt", chunk) for chunk in sizes.fpdt_chunks if chunk != middle]
+    cases = []
+    for plan in plans:
+        profiled = plan.mode == "fpdt" and plan.chunk == middle
+        work = partial(measured, plan, sizes, device.type, stage, min(sizes.repeats, 2), profiled)
+        name = f"{plan.mode}, chunks of {plan.chunk}" if plan.chunk else plan.mode
+        cases.append(Case(name, work, expected(plan, sizes, 4 + profiled), "sweep"))
+    stage.run(cases)
+    stage.report["copies"] = copies(stage, middle)
+
+
+def copies(stage: Stage, chunk: int) -> Figures | None:
+    """How long the copies of the middle chunk size take by the measured rate, and what of that its steps feel: they are
+    slower by so much than with chunks on the device."""
+    cases = stage.report["cases"]
+    there, here = (cases.get(f"{mode}, chunks of {chunk}", {}) for mode in ("fpdt", "fpdt on the device"))
+    host = ((read(stage.folder, "rates") or {}).get("cases", {}).get("host", {})).get("bytes_per_second")
+    if not host or "seconds" not in there or "seconds" not in here:
+        return None
+    took = max(there["to_host"], there["to_device"]) / host  # the directions run side by side
+    felt = max(0.0, there["seconds"] - here["seconds"])
+    by_profile = there.get("profile", {}).get("hidden_copies")
+    hidden = 1 - min(felt / took, 1.0) if took else None
+    return {"copy_seconds": took, "felt_seconds": felt, "hidden": hidden, "hidden_by_profiler": by_profile}

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The longest context on one GPU within its host memory: doubled until a step fails, or there is no time for the next.
+
+Hidden states are streamed and layers computed again: the least memory. Two layers, for at a million tokens one takes
+more than a minute; what more layers would need is the formula's to say.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.program import START, Plan, Program
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.stage import Case, Figures, Stage
+from benchmarks.gpu.step import FULL, expected, log_of, step_flops, workload
+from megatron.formulas.host import host_memory
+from megatron.formulas.memory import device_memory
+
+MODE, LAYERS = "fpdt streamed, recompute", 2
+DOUBLINGS = 8
+HOST = 0.9  # of the host's memory that a plan may fill by the formula
+
+
+def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
+    """One step each, which allocates too."""
+    length, chunk = sizes.longest
+    longest, ended = 0, "the search reached its end"
+    for _ in range(DOUBLINGS if device.type == "cuda" else 2):
+        plan = Plan(LAYERS, length, MODE, chunk)
+        name = f"{length} tokens"
+        stage.run([Case(name, partial(one_step, plan, sizes, device.type, stage), expected(plan, sizes, 1) + 30)])
+        found = stage.report["cases"].get(name, {})
+        if "failed" in found:
+            ended = f"{length} tokens: {found['failed']}"
+            break
+        longest, length = length, 2 * length
+        if growth(found) > stage.left():
+            ended = (
+                f"{length} tokens would take about {growth(found):.0f} s, of the stage {stage.left():.0f} s are left"
+            )
+            break
+    stage.report["longest"] = {"tokens": longest, "layers": LAYERS, "chunk": chunk, "ended": ended}
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        stage.report["longest"]["by_formula"] = by_formula(sizes, FULL * room, HOST * stage.report["host_memory"])
+
+
+def growth(found: Figures) -> float:
+    """Seconds of twice the context, whose attention is four times the work."""
+    return found["took"] + 3 * found["seconds"]
+
+
+def one_step(plan: Plan, sizes: Sizes, device: str, stage: Stage) -> Figures:
+    limit = min(START + expected(plan, sizes, 4), stage.left())
+    with Program(plan, sizes, device, log_of(stage)) as program:
+        found = program.ask("meter", limit)
+    seconds = found["metered_seconds"]
+    figures = {"seconds": seconds, "tokens_per_second": plan.length / seconds}
+    return plan.figures() | found | figures | {"flops_per_second": step_flops(plan, sizes) / seconds}
+
+
+def by_formula(sizes: Sizes, device: float, host: float) -> dict[str, int]:
+    """The longest power of two whose memory fits, with as many layers as the search has and with all of the model's
+    (whose states alone may not)."""
+    found = {}
+    for layers in (LAYERS, sizes.model.layers):
+        length = sizes.longest[0]
+        while fits(Plan(layers, length, MODE, sizes.longest[1]), sizes, device, host):
+            length *= 2
+        found[f"{layers} layers"] = length // 2 if length > sizes.longest[0] else 0
+    return found
+
+
+def fits(plan: Plan, sizes: Sizes, device: float, host: float) -> bool:
+    work, strategy = workload(plan, sizes), plan.strategy()
+    needed = host_memory(work, strategy, 2, streamed=True).total
+    return device_memory(work, strategy).total <= device and needed <= host

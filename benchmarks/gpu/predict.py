@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator's prediction beside everything that was measured, by this machine's own file and by the shipped one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.program import Plan
+from benchmarks.gpu.rates import MACHINE, shipped
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.stage import Case, Figures, Stage, read
+from benchmarks.gpu.step import workload
+from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.cost.operations import tile
+from megatron.simulator.cost.seconds import kernel_seconds
+from megatron.simulator.machines.machine import Machine
+from megatron.simulator.machines.machine_file import load
+
+
+def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
+    """A case for each one of the other stages that has a time."""
+    machines = machines_of(stage.folder, stage.report["device"])
+    stage.report["machines"] = {what: machine.name for what, machine in machines.items()}
+    cases = []
+    for name, found in finished(stage.folder, "attention").items():
+        if "kernel" in found:
+            cases += [
+                Case(f"{name} {way}", partial(of_kernel, found, way, sizes, machines))
+                for way in ("forward", "backward")
+            ]
+    for source in ("step", "fpdt", "longest"):
+        for name, found in finished(stage.folder, source).items():
+            cases.append(Case(f"{source}: {name}", partial(of_step, found, sizes, machines)))
+    stage.run(cases)
+
+
+def machines_of(folder: Path, device: str) -> dict[str, Machine]:
+    found = {}
+    if (folder / MACHINE).exists():
+        found["measured"] = load(folder / MACHINE)
+    if shipped(device):
+        found["shipped"] = load(shipped(device))
+    if not found:
+        raise FileNotFoundError(f"{folder / MACHINE}: run the stage rates first")
+    return found
+
+
+def finished(folder: Path, stage: str) -> dict[str, Figures]:
+    cases = (read(folder, stage) or {}).get("cases", {})
+    return {name: found for name, found in cases.items() if "failed" not in found}
+
+
+def beside(measured: float, predicted: dict[str, float]) -> Figures:
+    """Both, and their ratio."""
+    ratio = {f"{what}_over_measured": seconds / measured for what, seconds in predicted.items()}
+    return {"seconds": measured, "predicted": predicted, **ratio}
+
+
+def of_kernel(found: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
+    """By the rate of that kernel, where the machine's file tells it from the others'."""
+    length, model = found["length"], sizes.model
+    machines = {what: replace(machine, attention_kernel=found["kernel"]) for what, machine in machines.items()}
+    one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=way == "backward")
+    return beside(found[way]["seconds"], {what: kernel_seconds(one, machine) for what, machine in machines.items()})
+
+
+def of_step(found: Figures, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
+    plan = Plan(found["layers"], found["length"], found["mode"], found["chunk"])
+    work, strategy = workload(plan, sizes), plan.strategy()
+    estimates = {what: estimate(work, strategy, machine) for what, machine in machines.items()}
+    parts = {what: one.parts for what, one in estimates.items()}
+    return beside(found["seconds"], {what: one.seconds for what, one in estimates.items()}) | {"parts": parts}

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a step's time goes, by torch.profiler: kernels by what they do, how idle the device is, copies that are hidden.
+
+On a CPU the operations of the main thread stand for the kernels.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Spans = list[tuple[float, float]]
+TOP = 12
+
+# The first that a kernel's name matches, in any case; flash kernels are built from CUTLASS, so they come first.
+GROUPS = {
+    "copies to the host": r"memcpy dtoh",
+    "copies to the device": r"memcpy htod",
+    "copies within": r"memcpy|memset|aten::copy_|aten::_to_copy|aten::zero_|aten::fill_|aten::cat|CatArray|direct_copy",
+    "communication": r"nccl|c10d::|gloo",
+    "RoPE": r"rotate|rotary|rope",
+    "attention": r"^(forward|query|key|delta)_kernel|flash|fmha|sdpa|attention|cudnn_generated_fort_native",
+    "GEMM": r"gemm|nvjet|cutlass|xmma|cublas|_mma_|aten::(mm|bmm|addmm|baddbmm|linear|matmul)\b|splitk",
+    "norm": r"rms_?norm|layer_?norm|rsqrt",
+    "optimizer": r"adam|multi_tensor",
+}
+OTHER = "elementwise"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A kernel, or copy: microseconds since some moment."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def group_of(name: str) -> str:
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
+    """Of one run: seconds by group and of the ``TOP`` kernels, ``idle`` ones, and the share of host copies hidden."""
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with profile(activities=activities) as found:
+        begin = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize(device)
+        wall = time.perf_counter() - begin
+    if cuda:
+        wanted = torch.autograd.DeviceType.CUDA
+        events = found.events()
+        return summary([Ran(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type == wanted])
+    rows = [(row.key, row.self_cpu_time_total / 1e6, row.count) for row in found.key_averages()]
+    rows = [row for row in rows if row[0].startswith(("aten::", "c10d::"))]
+    return told(rows, max(0.0, wall - sum(seconds for _, seconds, _ in rows)), wall)
+
+
+def summary(ran: list[Ran]) -> dict:
+    """Of a device's kernels; streams run side by side, so that groups may add up to more than the step."""
+    if not ran:
+        return {"seconds": 0.0, "groups": {}, "top": []}
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for each in ran:
+        totals[each.name][0] += (each.end - each.begin) / 1e6
+        totals[each.name][1] += 1
+    span = (max(each.end for each in ran) - min(each.begin for each in ran)) / 1e6
+    busy = length(union((each.begin, each.end) for each in ran)) / 1e6
+    rows = [(name, seconds, count) for name, (seconds, count) in totals.items()]
+    return told(rows, span - busy, span) | {"hidden_copies": hidden(ran)}
+
+
+def told(rows: list[tuple[str, float, int]], idle: float, wall: float) -> dict:
+    groups: dict[str, float] = defaultdict(float)
+    for name, seconds, _ in rows:
+        groups[group_of(name)] += seconds
+    top = sorted(rows, key=lambda row: -row[1])[:TOP]
+    return {
+        "seconds": wall,
+        "groups": dict(sorted(groups.items(), key=lambda item: -item[1])) | {"idle": idle},
+        "top": [{"name": name[:160], "group": group_of(name), "seconds": s, "count": n} for name, s, n in top],
+    }
+
+
+def hidden(ran: list[Ran]) -> float | None:
+    """The share of the time of copies from and to the host during which a kernel runs; None without such copies."""
+    there = {group: group.startswith("copies to") for group in (*GROUPS, OTHER)}
+    copies = union((each.begin, each.end) for each in ran if there[group_of(each.name)])
+    kernels = union((each.begin, each.end) for each in ran if not there[group_of(each.name)])
+    whole = length(copies)
+    if not whole:
+        return None
+    return (whole + length(kernels) - length(union([*copies, *kernels]))) / whole
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Spans:
+    """Spans that do not overlap, in order."""
+    found: Spans = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans)

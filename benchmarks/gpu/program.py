@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training program in a process of its own, asked for one step at a time, each with a limit on its time."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks import fpdt_worker
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.stage import Figures, reason
+from megatron.formulas.strategy import Strategy
+
+START = 150.0  # seconds that imports, the model and the first answer may take beside their work
+MODES = {
+    "none": [],
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+    "fpdt": ["--fpdt"],
+    "fpdt on the device": ["--fpdt", "--no-fpdt-offload"],
+    "fpdt streamed": ["--fpdt", "--fpdt-stream-hidden"],
+}
+MODES["fpdt streamed, recompute"] = [*MODES["fpdt streamed"], *MODES["recompute"]]  # the least memory
+LOSS_ROWS = 2048  # of a chunk of the loss: logits are never whole
+
+
+class Failed(RuntimeError):
+    """The program ended, or took too long; says why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, on one device: a model of so many layers, a mode of ``MODES``, a chunk with FPDT."""
+
+    layers: int
+    length: int
+    mode: str
+    chunk: int = 0
+
+    @property
+    def streamed(self) -> bool:
+        return self.mode.startswith("fpdt streamed")
+
+    @property
+    def loss_chunks(self) -> int:
+        return max(1, self.length // LOSS_ROWS)
+
+    def strategy(self) -> Strategy:
+        """The same in the words of formulas and the simulator."""
+        return Strategy(
+            recompute="full" if self.mode.endswith("recompute") else "none",
+            fpdt_chunk=self.chunk,
+            fpdt_offload=self.mode != "fpdt on the device",
+            offload_checkpoints=self.streamed,
+            loss_chunks=self.loss_chunks,
+        )
+
+    def figures(self) -> Figures:
+        return {"layers": self.layers, "length": self.length, "mode": self.mode, "chunk": self.chunk}
+
+
+def flags(plan: Plan, sizes: Sizes, device: str) -> list[str]:
+    """The training program's."""
+    model = sizes.model
+    settings = {
+        "--num-layers": plan.layers,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.ffn,
+        "--num-attention-heads": model.heads,
+        "--num-query-groups": model.kv_heads,
+        "--kv-channels": model.head_dim,
+        "--vocab-size": model.vocab - 1,  # one more for the end of a document
+        "--make-vocab-size-divisible-by": 1,
+        "--rotary-base": 500000,
+        "--seq-length": plan.length,
+        "--max-position-embeddings": plan.length,
+        "--micro-batch-size": 1,
+        "--global-batch-size": 1,
+        "--train-iters": 1000,
+        "--lr": 1e-4,
+        "--tokenizer-type": "NullTokenizer",
+        "--num-workers": 0,
+        "--eval-iters": 0,
+        "--loss-chunks": plan.loss_chunks,
+        "--device": device,
+    }
+    words = [str(word) for pair in settings.items() for word in pair]
+    words += ["--group-query-attention", "--mock-data", "--no-progress"] + ["--bf16"] * (device == "cuda")
+    if plan.chunk:
+        words += ["--fpdt-chunk-size", str(plan.chunk)]
+    return words + MODES[plan.mode]
+
+
+class Program:
+    """One that is ready after its first answer; use it with ``with``.
+
+    On a CPU a fork, which has imported everything; CUDA asks for a new process.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sizes, device: str, log: Path) -> None:
+        context = mp.get_context("fork" if device == "cpu" else "spawn")
+        self.pipe, theirs = context.Pipe()
+        words = flags(plan, sizes, device)
+        self.process = context.Process(target=serve, args=(theirs, words, str(log)), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, what: str, seconds: float) -> Figures:
+        """The answer to ``step``, ``meter`` or ``profile``.
+
+        Raises:
+            Failed: the program has ended, or has not answered after ``seconds``.
+        """
+        try:
+            self.pipe.send(what)
+            if not self.pipe.poll(max(seconds, 0.0)):
+                raise Failed(f"no answer to {what} after {seconds:.0f} s")
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            killed = " (killed: out of host memory?)" if self.process.exitcode == -9 else ""
+            raise Failed(f"the program ended with code {self.process.exitcode}{killed}") from None
+        if "failed" in answer:
+            raise Failed(answer["failed"])
+        return answer
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.pipe.send(None)
+            self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+
+
+def serve(pipe: Connection, words: list[str], log: str) -> None:
+    """Main function of the process; what it prints goes to ``log``."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(target, stream)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    print("flags:", *words)
+
+    def requests() -> Iterator[str]:
+        while (request := pipe.recv()) is not None:
+            yield request
+
+    try:
+        fpdt_worker.serve(words, requests(), pipe.send)
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send({"failed": reason(error)})

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEMM and copy rates; and from them machine.json, a file that --gpu and the simulator take (docs/hardware.md)."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.stage import Case, Figures, Stage, read
+from megatron.context_parallel.attention import kernels
+from megatron.simulator.machines import measure
+from megatron.simulator.machines.machine_file import known
+from megatron.training.report.flops import GPU_PEAKS
+
+MACHINE = "machine.json"
+
+
+def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
+    """Square products, the products of a layer, copies, the shortest kernel, short attention."""
+    dtype = dtype_of(device)
+    cases = [Case(f"gemm {size}", partial(square, size, dtype, device, sizes.window)) for size in sizes.gemm]
+    for name, (n, k) in products(sizes).items():
+        cases.append(
+            Case(f"{name} {n} x {k}", partial(product, sizes.gemm[-1] // 2, n, k, dtype, device, sizes.window))
+        )
+    cases += [
+        Case("memory", partial(memory, sizes, device)),
+        Case("host", partial(host, sizes, device)),
+        Case("launch", lambda: {"seconds": measure.launch_seconds(device, sizes.window)}),
+    ]
+    model = sizes.model
+    for length in sizes.rates:
+        work = partial(measure.attention_rates, length, model.heads, model.head_dim, dtype, device, sizes.window)
+        cases.append(Case(f"attention over {length}", partial(both_rates, work)))
+    how = {"device": device, "dtype": dtype, "head_dim": model.head_dim}
+    stage.report["attention_kernel"] = kernels.select("auto", **how).name
+    stage.run(cases)
+    machine = machine_of(stage.report, device)
+    (stage.folder / MACHINE).write_text(json.dumps(machine, indent=1) + "\n")
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def products(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """(columns, inner size) of a layer's linear maps and of the logits."""
+    model = sizes.model
+    return {
+        "qkv": ((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden),
+        "attention out": (model.hidden, model.heads * model.head_dim),
+        "mlp up": (2 * model.ffn, model.hidden),
+        "mlp down": (model.hidden, model.ffn),
+        "logits": (model.vocab, model.hidden),
+    }
+
+
+def square(size: int, dtype: torch.dtype, device: torch.device, window: float) -> Figures:
+    return {"size": size, "flops_per_second": measure.gemm_rate(size, dtype, device, window)}
+
+
+def product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, window: float) -> Figures:
+    """[m, k] times [k, n], as a linear layer has its weight: transposed."""
+    a, weight = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    seconds = measure.seconds_of(lambda: a @ weight.t(), device, window)
+    return {"m": m, "n": n, "k": k, "flops_per_second": 2 * m * n * k / seconds}
+
+
+def memory(sizes: Sizes, device: torch.device) -> Figures:
+    return {"bytes_per_second": measure.memory_bandwidth(sizes.copy_bytes, device, sizes.window)}
+
+
+def host(sizes: Sizes, device: torch.device) -> Figures:
+    """The slower direction."""
+    bandwidth, latency = measure.host_copy(sizes.copy_bytes, device, sizes.window)
+    return {"bytes_per_second": bandwidth, "latency": latency}
+
+
+def both_rates(work: partial) -> Figures:
+    forward, backward = work()
+    return {"size": work.args[0], "forward": forward, "backward": backward}
+
+
+def best_gemm(folder: Path) -> float | None:
+    """FLOP/s of the fastest square product, once it is measured."""
+    cases = (read(folder, "rates") or {}).get("cases", {})
+    rates = [f["flops_per_second"] for name, f in cases.items() if name.startswith("gemm ") and "failed" not in f]
+    return max(rates, default=None)
+
+
+def gemm_rate(folder: Path, sizes: Sizes, device: torch.device) -> float:
+    """The rate that kernels are held against: the rates stage's, or measured here."""
+    return best_gemm(folder) or measure.gemm_rate(sizes.gemm[-1], dtype_of(device), device, sizes.window)
+
+
+def machine_of(report: Figures, device: torch.device) -> Figures:
+    """The fields of a machine's file: what was measured, over the shipped machine of this name or, else, H100."""
+    cases = {name: figures for name, figures in report["cases"].items() if "failed" not in figures}
+    gemm = rising(cases, "gemm ", "flops_per_second")
+    forward, backward = (rising(cases, "attention over ", way) for way in ("forward", "backward"))
+    kernel = report["attention_kernel"]
+    cuda = device.type == "cuda"
+    own, other = ("bf16", "fp32") if cuda else ("fp32", "bf16")
+    rates = [rate for points in (gemm, forward, backward) for _, rate in points]
+    name = report["device"]
+    sheet = next((1e12 * peak for word, peak in GPU_PEAKS.items() if cuda and word.lower() in name.lower()), 0.0)
+    fields: Figures = {
+        "extends": shipped(name) or "H100-80G",
+        "name": name,
+        "gpus": 1,
+        "dtype": own,
+        "attention_kernel": kernel,
+        "kernels": {kernel: 1.0},
+        "gemm": gemm,
+        "attention": forward,
+        "attention_backward": backward,
+    }
+    if rates:
+        fields["peak"] = {own: max(*rates, sheet), other: max(*rates, sheet) / 2}
+    if "memory" in cases:
+        fields |= {"memory_bandwidth": cases["memory"]["bytes_per_second"], "calibration": {"memory": 1.0, "host": 1.0}}
+    if "host" in cases:
+        fields["host_link"] = {"bandwidth": cases["host"]["bytes_per_second"], "latency": cases["host"]["latency"]}
+    if "launch" in cases:
+        fields["launch"] = cases["launch"]["seconds"]
+    if cuda:
+        fields["memory"] = torch.cuda.get_device_properties(device).total_memory
+        fields["capability"] = report["capability"]
+    said = f"measured on {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    measured = [
+        key
+        for key, value in fields.items()
+        if value and key not in ("extends", "name", "gpus", "dtype", "attention_kernel")
+    ]
+    return {key: value for key, value in fields.items() if value} | {"sources": dict.fromkeys(measured, said)}
+
+
+def rising(cases: Figures, kind: str, rate: str) -> list[list[float]]:
+    return sorted([f["size"], f[rate]] for name, f in cases.items() if name.startswith(kind))
+
+
+def shipped(device: str) -> str | None:
+    """The shipped machine whose GPU this is."""
+    return next((name for name in known() if name.split("-")[0].lower() in device.lower()), None)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages found, as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.gpu.stage import Figures, clock, read
+
+GIB = 2**30
+STEP_HEAD = ["", "layers", "step, s", "tokens/s", "device, GiB", "host, GiB"]
+
+
+def write_report(folder: Path, names: list[str]) -> Path:
+    """report.md of all stages that have figures."""
+    reports = {name: report for name in names if (report := read(folder, name))}
+    lines: list[str] = []
+    if reports:
+        about = next(iter(reports.values()))
+        lines.append(f"# {about['device']}{', tiny' if about['tiny'] else ''}")
+        lines.append(
+            f"torch {about['torch']}, {about['cores']} cores, {about['host_memory'] / GIB:.0f} GiB of host memory"
+        )
+    for name, report in reports.items():
+        lines += ["", f"## {name}", "", *TELL[name](report), *left_out(report)]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def good(report: Figures) -> dict[str, Figures]:
+    return {name: found for name, found in report["cases"].items() if "failed" not in found}
+
+
+def left_out(report: Figures) -> Iterator[str]:
+    """What failed, and why."""
+    failed = {name: found["failed"] for name, found in report["cases"].items() if "failed" in found}
+    if report.get("failed"):
+        yield from ("", f"**The stage failed: {report['failed']}**")
+    elif not report["finished"]:
+        yield from ("", "**The stage was stopped before its end; run it again for the rest.**")
+    if failed:
+        yield from ("", *(f"- {name}: {why}" for name, why in failed.items()))
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows] if rows else []
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def tests(report: Figures) -> list[str]:
+    rows, wrong = [], []
+    for name, found in good(report).items():
+        skipped = "; ".join(f"{count}: {why}" for why, count in found["skipped"].items())
+        rows.append([name, str(found["passed"]), str(len(found["wrong"])), skipped, clock(found["took"])])
+        wrong += [f"- **{test}**: {why}" for test, why in found["wrong"].items()]
+    return [*table(["file", "passed", "wrong", "skipped", "took"], rows), *([""] if wrong else []), *wrong]
+
+
+def rates(report: Figures) -> list[str]:
+    rows = []
+    for name, found in good(report).items():
+        if "flops_per_second" in found:
+            rows.append([name, tera(found["flops_per_second"])])
+        elif "forward" in found:
+            rows.append([f"{name}, forward and backward", f"{tera(found['forward'])}, {tera(found['backward'])}"])
+        elif "bytes_per_second" in found:
+            rows.append([name, f"{found['bytes_per_second'] / 1e9:,.1f} GB/s"])
+        else:
+            rows.append([name, f"{1e6 * found['seconds']:.1f} µs"])
+    return table(["", "rate"], rows)
+
+
+def attention(report: Figures) -> list[str]:
+    bare = [found for found in good(report).values() if "kernel" in found]
+    rows = []
+    for found in sorted(bare, key=lambda found: found["length"]):
+        ways = [found[way] for way in ("forward", "backward")]
+        texts = [text for way in ways for text in (tera(way["flops_per_second"]), share(way["of_gemm"]))]
+        rows.append([f"{found['length']:,}", found["kernel"], *texts])
+    masked = {name: found for name, found in good(report).items() if "kernel" not in found}
+    causal = {found["length"]: found["seconds"] for name, found in masked.items() if name.startswith("causal, auto")}
+    more = []
+    for name, found in masked.items():
+        of_causal = ratio(found["seconds"], causal.get(found["length"]))
+        more.append([name, f"{1e3 * found['seconds']:.2f}", share(found["pairs_of_causal"]), of_causal])
+    why = [f"- {name}: {reason}" for name, reason in report.get("why_not", {}).items()]
+    return [
+        f"Beside a GEMM rate of {tera(report.get('gemm_flops_per_second', 0))}. Not here:",
+        *why,
+        "",
+        *table(["tokens", "kernel", "forward", "of GEMM", "backward", "of GEMM"], rows),
+        "",
+        *table(["mask, kernel, tokens", "ms, both ways", "pairs of causal", "time of causal"], more),
+    ]
+
+
+def step(report: Figures) -> list[str]:
+    rows, groups = [], []
+    for name, found in good(report).items():
+        rows.append([name, *figures_of(found), share(found["mfu"]), share(found["of_gemm_rate"])])
+        profile = found.get("profile", {})
+        whole = profile.get("seconds")
+        if whole:
+            groups.append(
+                [
+                    name,
+                    ", ".join(
+                        f"{group} {share(s / whole)}" for group, s in profile["groups"].items() if s > 0.001 * whole
+                    ),
+                ]
+            )
+            groups += [
+                ["", f"{top['name'][:70]}: {share(top['seconds'] / whole)}, {top['count']} times"]
+                for top in profile["top"][:5]
+            ]
+    return [*table([*STEP_HEAD, "MFU", "of the GEMM rate"], rows), "",
+            *table(["", "where the time goes"], groups)]  # fmt: skip
+
+
+def figures_of(found: Figures) -> list[str]:
+    device = (found["states"] + found["activations"]) / GIB
+    sizes = [f"{device:.1f}", f"{found['host'] / GIB:.1f}"]
+    return [str(found["layers"]), f"{found['seconds']:.3f}", f"{found['tokens_per_second']:,.0f}", *sizes]
+
+
+def fpdt(report: Figures) -> list[str]:
+    cases = good(report)
+    reference = cases.get("recompute", {}).get("seconds")
+    rows = [[name, *figures_of(found), ratio(reference, found["seconds"])] for name, found in cases.items()]
+    lines = table([*STEP_HEAD, "speed of recompute"], rows)
+    if report.get("copies"):
+        found = report["copies"]
+        lines += ["", f"Copies of {found['copy_seconds']:.3f} s a step, {share(found['hidden'])} of it hidden (felt: "
+                  f"{found['felt_seconds']:.3f} s); by the profiler {share(found['hidden_by_profiler'])}."]  # fmt: skip
+    return lines
+
+
+def longest(report: Figures) -> list[str]:
+    lines = table(STEP_HEAD, [[name, *figures_of(found)] for name, found in good(report).items()])
+    if report.get("longest"):
+        found = report["longest"]
+        text = f"Longest context that ran: {found['tokens']:,} tokens, layers: {found['layers']}; {found['ended']}."
+        fits = ", ".join(f"{tokens:,} tokens with {layers}" for layers, tokens in found.get("by_formula", {}).items())
+        lines += ["", text + (f" By the formula memory has room for {fits}." if fits else "")]
+    return lines
+
+
+def simulator(report: Figures) -> list[str]:
+    machines = report.get("machines", {})
+    rows = [
+        [name, f"{found['seconds']:.4g}", *(ratio(found["predicted"].get(what), found["seconds"]) for what in machines)]
+        for name, found in good(report).items()
+    ]
+    return table(["", "measured, s", *(f"predicted/measured, {what} machine" for what in machines)], rows)
+
+
+def tera(rate: float) -> str:
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate > 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
+
+
+def share(x: float | None) -> str:
+    return "" if x is None else f"{100 * x:.1f} %"
+
+
+def ratio(a: float | None, b: float | None) -> str:
+    return f"{a / b:.3f}" if a and b else ""
+
+
+TELL = {
+    "tests": tests,
+    "rates": rates,
+    "attention": attention,
+    "step": step,
+    "fpdt": fpdt,
+    "longest": longest,
+    "simulator": simulator,
+}

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that the kernels of one layer read and write, forward and backward, by what they are for.
+
+Two dry runs that differ by a layer; what the longer one reads and writes more is the layer's. What an operation is for
+is told by the file that called it last, where that says it, and else by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from copy import deepcopy
+from typing import Any
+
+from megatron.simulator.cost.trace import Kernel, Phase
+from megatron.simulator.dry_run.one_rank import run_rank
+from megatron.simulator.dry_run.recorder import Recorder
+from megatron.training.arguments.config import Config
+
+LAYERS = (2, 3)
+ROOM = "megatron/context_parallel/"
+# By the file, from there, that called it last; the first that fits.
+FILES = {
+    "positions/rope": "RoPE",
+    "attention/ulysses": "all-to-all: packing, unpacking",
+    "attention/merge": "attention: merges, sums, casts",
+    "attention/attend": "attention: merges, sums, casts",
+    "attention/ring": "ring: buffers",
+    "attention/gather": "ring: buffers",
+    "attention/": "attention: copies around its kernels",
+    "fpdt/": "FPDT: copies, sums",
+}
+# Elsewhere by the operation, as the recorder names it.
+NAMES = {
+    "rms_norm": "norm",
+    "rms_norm_backward": "norm",
+    "native_layer_norm": "norm",
+    "native_layer_norm_backward": "norm",
+    "swiglu": "activation",
+    "swiglu_back": "activation",
+    "bias_swiglu": "activation",
+    "bias_swiglu_back": "activation",
+    "bias_dropout_add_fused_train": "residual",
+    "bias_dropout_add_fused_inference": "residual",
+    "add": "residual",  # of the gradients of both branches
+    "cat": "QKV: split, joined",
+    "clone": "QKV: split, joined",
+    "add_": "weight gradients: fp32 sums",
+}
+REST = "other"
+
+Traffic = dict[str, dict[str, float]]
+"""Bytes by group, in each of "forward" and "backward"."""
+
+
+class TrafficRecorder(Recorder):
+    """A recorder that also says what each kernel of its trace is for.
+
+    Attributes:
+        bytes: by (phase, group).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self._read = 0
+        self._phase = ""
+
+    def note(self, *args: Any) -> None:
+        super().note(*args)
+        self._tell()
+
+    def fused(self, *args: Any) -> Any:
+        out = super().fused(*args)
+        self._tell()
+        return out
+
+    def _tell(self) -> None:
+        """What is new in the trace, which the operation that runs has brought."""
+        for event in self.trace.events[self._read :]:
+            if isinstance(event, Phase):
+                self._phase = event.name
+            elif isinstance(event, Kernel):
+                self.bytes[self._phase, group_of(event)] += event.bytes * event.count
+        self._read = len(self.trace.events)
+
+
+def group_of(kernel: Kernel) -> str:
+    """Of the kernel that is just being recorded."""
+    if kernel.kind != "memory":
+        return "GEMM" if kernel.kind == "gemm" else "attention: its kernels"
+    frame = sys._getframe(1)
+    while frame is not None:
+        _, room, file = frame.f_code.co_filename.rpartition(ROOM)
+        if room:
+            for begins, group in FILES.items():
+                if file.startswith(begins):
+                    return group
+        frame = frame.f_back
+    return NAMES.get(kernel.name, REST)
+
+
+def layer_traffic(config: Config, world_size: int, rank: int, vocab_size: int, *, fused_rope: bool = True) -> Traffic:
+    """Bytes of one layer on a rank of a simulated cluster of GPUs.
+
+    Args:
+        config: completed for ``world_size``, one pipeline stage.
+        fused_rope: by Triton's kernel; False: by PyTorch's operations, as where Triton is not installed.
+
+    Raises:
+        Refusal: what the run itself would refuse.
+    """
+    few, more = (_bytes_of(config, layers, world_size, rank, vocab_size, fused_rope) for layers in LAYERS)
+    found: Traffic = defaultdict(dict)
+    for (phase, group), size in sorted(more.items(), key=lambda item: -item[1]):
+        if phase in ("forward", "backward") and (of_one := size - few[phase, group]):
+            found[group][phase] = of_one / (LAYERS[1] - LAYERS[0])
+    return dict(found)
+
+
+def _bytes_of(
+    config: Config, layers: int, world_size: int, rank: int, vocab_size: int, fused_rope: bool
+) -> Counter[tuple[str, str]]:
+    config = deepcopy(config)
+    config.model.num_layers = layers
+    made: list[TrafficRecorder] = []
+
+    def recorder(*args: Any, **kwargs: Any) -> TrafficRecorder:
+        made.append(TrafficRecorder(*args, **kwargs))
+        return made[0]
+
+    run_rank(config, world_size, rank, vocab_size, on_gpu=True, recorder=recorder, fused_rope=fused_rope)
+    return made[0].bytes

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--load`` of a Hugging Face folder: the first loss is transformers' own, on any grid, without a conversion."""
+
+import json
+import math
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron.training.arguments.parser import parse
+from tests.distributed.training_runs import make_job, train_job
+
+SIZES = {"hidden_size": 64, "vocab_size": 301}
+LLAMA_SIZES = SIZES | {
+    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+GQA = "--group-query-attention --num-query-groups 2 --ffn-hidden-size 96"
+KINDS = {
+    "llama": (LLAMA_SIZES, GQA),
+    "qwen2": (LLAMA_SIZES, f"{GQA} --add-qkv-bias"),
+    "qwen3": (LLAMA_SIZES | {"head_dim": 16}, f"{GQA} --qk-layernorm --kv-channels 16"),
+    "bloom": (SIZES | {"n_layer": 4, "n_head": 8}, "--position-embedding-type alibi --embed-layernorm"),
+}
+COMMON = "--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 1 --vocab-size 300 --load"
+T2, P2, U2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--ulysses-parallel-size 2"
+GRIDS = {
+    "one process": (1, ""),
+    "TP 2 x U 2": (4, f"{T2} {U2} --sequence-parallel"),
+    "PP 2, ZeRO 1": (2, f"{P2} --zero-stage 1"),
+    "R 2, ZeRO 3": (2, "--ring-parallel-size 2 --zero-stage 3"),
+    "TP 2, FPDT": (2, f"{T2} --sequence-parallel --fpdt --fpdt-chunk-size 32"),
+}
+CASES = [
+    *(("llama", grid) for grid in GRIDS),
+    ("qwen2", "one process"),
+    ("qwen3", "TP 2 x U 2"),
+    ("bloom", "one process"),
+    ("bloom", "TP 2 x U 2"),
+]
+
+
+def save(folder: Path, kind: str) -> Path:
+    """A random model whose every weight shows."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind][0]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(*((0.5, 1.5) if name.endswith("weight") else (-0.3, 0.3)))
+            else:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One folder a kind, made when it is asked for."""
+    return cache(lambda kind: save(tmp_path_factory.mktemp(kind), kind))
+
+
+def first_loss(flags: str, llama: bool) -> tuple[float, int, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The loss of the first step, where it began, and on one process what it read."""
+    from megatron.training.job import batches_for
+
+    job = make_job(flags, llama)
+    batches = batches_for(job, job.datasets[0], 0, 0) if torch.distributed.get_world_size() == 1 else iter(())
+    read = [(batch["tokens"], batch["labels"]) for batch, _ in zip(batches, range(job.batch_sizes.get()))]
+    return train_job(job, 1)[0][0], job.progress.iteration - 1, read
+
+
+def flags_of(kind: str, folder: Path, grid: str = "") -> str:
+    return f"{KINDS[kind][1]} {grid} {COMMON} {shlex.quote(str(folder))}"
+
+
+@pytest.fixture(scope="module")
+def told(pool, folders, shared):
+    """transformers' loss on what the first step reads."""
+
+    def ask(kind: str) -> float:
+        read = pool.run(first_loss, 1, flags_of(kind, folders(kind)), kind != "bloom")[0][2]
+        model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager")
+        with torch.no_grad():
+            losses = [
+                torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+                for tokens, labels in read
+            ]
+        return float(torch.stack(losses).mean())
+
+    return lambda kind: shared(("hugging face's loss", kind), lambda: ask(kind))
+
+
+@pytest.mark.parametrize("kind, grid", CASES)
+def test_the_first_loss_is_that_of_transformers(pool, folders, told, kind, grid):
+    world, flags = GRIDS[grid]
+    loss, first, _ = pool.run(first_loss, world, flags_of(kind, folders(kind), flags), kind != "bloom")[0]
+    assert loss == pytest.approx(told(kind), rel=1e-5) and first == 0
+    assert abs(told(kind) - math.log(301)) > 0.05  # a new model's
+
+
+def refusal(pool, flags: str) -> str:
+    with pytest.raises(Exception) as raised:
+        pool.run(first_loss, 1, flags, True)
+    return next(line for line in str(raised.value).splitlines() if line.startswith("megatron.training.refusal.Refusal"))
+
+
+def test_refusals(pool, folders, tmp_path):
+    folder = folders("llama")
+    wide = flags_of("llama", folder).replace("size 96", "size 128")
+    assert "is of another model: --ffn-hidden-size 96 there, 128 here" in refusal(pool, wide)
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    assert "model_type 'gpt2' is not read here: only llama, qwen2, qwen3 and bloom" in refusal(
+        pool, flags_of("llama", other)
+    )
+    (other / "config.json").write_text(json.dumps(config))
+    assert "other formats than safetensors are not read" in refusal(pool, flags_of("llama", other))
+    weights = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    weights.pop("model.norm.weight")
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    assert "1 tensors that config.json asks for are missing: model.norm.weight" in refusal(
+        pool, flags_of("llama", other)
+    )
+    assert "a vocabulary of" in refusal(pool, flags_of("llama", folder).replace("--vocab-size 300", "--vocab-size 310"))
+
+
+def test_the_model_from_config_json(folders):
+    from megatron.training.checkpoint.arguments_of import shape_of
+
+    words = "--seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 300".split()
+    config = parse([*words, "--load", str(folders("bloom")), "--use-checkpoint-args"], None, 1, shape_of)
+    assert (config.model.num_layers, config.model.embed_layernorm) == (4, True)
+    assert config.model.position_embedding_type == "alibi"

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/gpu.sh in its tiny size on a CPU: every stage, what it leaves, going on, and stages that fail."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import attention, pictures, program, rates, run_tests, step
+from benchmarks.gpu.profile import Ran, group_of, hidden, summary, union
+from benchmarks.gpu.sizes import GPU, TINY
+from benchmarks.gpu.stage import BROKEN, Case, Stage, read
+from megatron.simulator.machines.machine_file import load
+
+ABOUT = {"device": "a CPU", "tiny": True, "torch": "2", "cores": 2, "host_memory": 2**30}
+
+
+def run(folder: Path, *words: str) -> int:
+    return gpu.main(["--device", "cpu", *words, str(folder)])
+
+
+def test_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else find(name))
+    assert run(tmp_path) == 0, capfd.readouterr().out
+    found = {name: read(tmp_path, name) for name in gpu.STAGES}
+    for name, report in found.items():
+        assert report["finished"] and report["tiny"] and report["cases"], name
+        assert not [figures for figures in report["cases"].values() if "failed" in figures], (name, report["cases"])
+    skipped = [sum(case["skipped"].values()) for case in found["tests"]["cases"].values()]
+    assert found["tests"]["runner"] == "by_ourselves" and min(skipped) > 10
+    machine = load(tmp_path / "machine.json")
+    assert machine.dtype == "fp32" and len(machine.gemm.points) == len(TINY.gemm) and machine.gpus == 1
+    cpu = found["attention"]["cases"]["cpu 256"]
+    assert cpu["backward"]["of_gemm"] == pytest.approx(
+        2.5
+        * attention.flops(TINY, 256 * 257 / 2)
+        / cpu["backward"]["seconds"]
+        / found["attention"]["gemm_flops_per_second"]
+    )
+    window = found["attention"]["cases"]["window 16, auto, 128"]
+    assert window["pairs_of_causal"] == (16 * 17 / 2 + 112 * 16) / (128 * 129 / 2)
+    for case in found["step"]["cases"].values():
+        profile = case["profile"]
+        assert sum(profile["groups"].values()) == pytest.approx(profile["seconds"], rel=0.05)
+        assert {"GEMM", "attention", "elementwise", "idle"} <= set(profile["groups"])
+    assert found["fpdt"]["copies"]["copy_seconds"] > 0 and 0 <= found["fpdt"]["copies"]["hidden"] <= 1
+    assert found["longest"]["longest"]["tokens"] == 2 * TINY.longest[0]
+    for name, case in found["simulator"]["cases"].items():
+        assert case["measured_over_measured"] == case["predicted"]["measured"] / case["seconds"] > 0, name
+    assert len(found["simulator"]["cases"]) == 4 + 2 + 5 + 2
+    text = (tmp_path / "report.md").read_text()
+    assert all(f"## {name}" in text for name in gpu.STAGES) and "MFU" in text
+    assert all((tmp_path / f"{name}.png").stat().st_size > 5000 for name in pictures.DRAW)
+
+    before = (tmp_path / "rates.json").read_text()
+    assert run(tmp_path, "--stage", "rates") == 0 and (tmp_path / "rates.json").read_text() == before
+    assert run(tmp_path, "--stage", "rates", "--again") == 0 and (tmp_path / "rates.json").read_text() != before
+
+
+def test_a_stage_that_fails_leaves_its_reason_and_the_next_goes_on(tmp_path, monkeypatch, capfd) -> None:
+    assert run(tmp_path, "--stage", "simulator", "--stage", "rates") == 1
+    assert "run the stage rates first" in read(tmp_path, "simulator")["failed"]
+    assert read(tmp_path, "rates")["finished"]
+    assert "**The stage failed: FileNotFoundError" in (tmp_path / "report.md").read_text()
+
+
+def test_a_stage_that_hangs_is_stopped_and_keeps_what_it_has(tmp_path, monkeypatch, capfd) -> None:
+    def run_stage(stage, sizes, device):
+        stage.keep("one", {"seconds": 1})
+        time.sleep(60)
+
+    monkeypatch.setattr(rates, "run", run_stage)
+    monkeypatch.setattr(gpu, "GRACE", 0.5)
+    assert run(tmp_path, "--stage", "rates", "--minutes", "0.05") == 1
+    found = read(tmp_path, "rates")
+    assert found["cases"]["one"]["seconds"] == 1 and not found["finished"] and "stopped after" in found["failed"]
+
+
+def test_a_lost_gpu_starts_the_stage_again_where_it_was(tmp_path, monkeypatch, capfd) -> None:
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    def run_stage(stage, sizes, device):
+        stage.run([Case("one", lambda: {"seconds": 1}), Case("two", lost), Case("three", lambda: {"seconds": 3})])
+
+    monkeypatch.setattr(rates, "run", run_stage)
+    assert run(tmp_path, "--stage", "rates") == 0
+    found = read(tmp_path, "rates")["cases"]
+    assert found["three"]["seconds"] == 3 and "illegal memory access" in found["two"]["failed"]
+
+
+def test_cases_by_the_time_that_is_left(tmp_path, capsys) -> None:
+    ran = []
+
+    def take(name: str, seconds: float):
+        def work():
+            ran.append(name)
+            time.sleep(seconds)
+            return {}
+
+        return work
+
+    stage = Stage("rates", tmp_path, ABOUT, 10 / 60)
+    cases = [Case("short", take("short", 0.2), 0.01, "slow"), Case("long", take("long", 0), 100, "slow")]
+    stage.run([*cases, Case("other", take("other", 0), 1, "quick")])
+    assert ran == ["short", "other"] and "left out" in stage.report["cases"]["long"]["failed"]
+    assert "left: long" in capsys.readouterr().out
+
+
+def test_what_is_kept_of_a_stage_that_was_stopped(tmp_path, capsys) -> None:
+    def stage_of(about=ABOUT, **how):
+        return Stage("rates", tmp_path, about, 1, **how)
+
+    first = stage_of()
+    first.run([Case("good", lambda: {"seconds": 1}), Case("bad", lambda: 1 / 0)])
+    assert first.report["cases"]["bad"]["failed"] == "ZeroDivisionError: division by zero"
+    assert set(stage_of().known) == {"good"} and set(stage_of(keep_failed=True).known) == {"good", "bad"}
+    assert not stage_of(ABOUT | {"device": "another"}).known
+    with pytest.raises(SystemExit) as ended:
+        first.run([Case("lost", lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: 700")))])
+    assert ended.value.code == BROKEN
+    first.finish()
+    assert not stage_of().known  # --again begins anew
+
+
+def test_out_of_memory_takes_fewer_layers(tmp_path, monkeypatch, capsys) -> None:
+    seen = []
+
+    def steps_of(plan, *rest):
+        seen.append(plan.layers)
+        if plan.layers > 6:
+            raise program.Failed("out of memory")
+        return {}
+
+    monkeypatch.setattr(step, "steps_of", steps_of)
+    stage = Stage("step", tmp_path, ABOUT, 1)
+    step.measured(program.Plan(9, 128, "none"), TINY, "cuda", stage, 1, False)
+    assert seen == [9, 7, 5]
+    monkeypatch.setattr(step, "steps_of", lambda *_: (_ for _ in ()).throw(program.Failed("out of memory")))
+    with pytest.raises(program.Failed):  # and not for ever
+        step.measured(program.Plan(2, 128, "none"), TINY, "cuda", stage, 1, False)
+
+
+def test_as_many_layers_as_fit(monkeypatch) -> None:
+    class Card:
+        total_memory = 85e9
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    layers = [
+        step.fitting(GPU, program.Plan(32, length, step.MODE[how]), torch.device("cuda")).layers
+        for length, how in GPU.steps
+    ]
+    assert layers[0] > layers[1] >= 2 and layers[2] > layers[1] and layers[3] >= 4, layers
+
+
+def test_a_program_that_ends_or_hangs_says_why(tmp_path) -> None:
+    plan = program.Plan(1, 128, "none")
+    with (
+        pytest.raises(program.Failed, match="--fpdt-chunk-size"),
+        program.Program(program.Plan(1, 128, "none", chunk=64), TINY, "cpu", tmp_path / "log") as wrong,
+    ):
+        wrong.ask("step", 60)
+    with (
+        pytest.raises(program.Failed, match="no answer to step"),
+        program.Program(plan, TINY, "cpu", tmp_path / "log") as slow,
+    ):
+        slow.ask("step", 0)
+    assert not slow.process.is_alive()
+    with pytest.raises(program.Failed, match="code -9"), program.Program(plan, TINY, "cpu", tmp_path / "log") as killed:
+        killed.process.kill()
+        killed.ask("step", 60)
+
+
+# ---- the profile
+
+
+def test_kernels_by_what_they_do() -> None:
+    assert {name: group_of(name) for name in KERNELS} == KERNELS
+
+
+KERNELS = {
+    "void flash_fwd_kernel<cutlass::bfloat16_t>": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
+    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": "GEMM",
+    "sm90_xmma_gemm_bf16bf16_bf16f32": "GEMM",
+    "Memcpy DtoH (Device -> Pinned)": "copies to the host",
+    "Memcpy HtoD (Pinned -> Device)": "copies to the device",
+    "Memcpy DtoD (Device -> Device)": "copies within",
+    "ncclDevKernel_SendRecv": "communication",
+    "_rotate_kernel": "RoPE",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
+    "aten::mm": "GEMM",
+    "aten::mul": "elementwise",
+    "aten::_fused_rms_norm": "norm",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>": "optimizer",
+}
+
+
+def test_idle_time_and_hidden_copies() -> None:
+    ran = [
+        Ran("nvjet", 0, 40),
+        Ran("nvjet", 50, 100),
+        Ran("Memcpy HtoD", 30, 50),  # half of it beside nothing
+        Ran("Memcpy DtoH", 60, 80),  # all of it beside a product
+    ]
+    found = summary(ran)
+    assert found["seconds"] == pytest.approx(100e-6) and found["groups"]["idle"] == pytest.approx(0)
+    assert found["groups"]["GEMM"] == pytest.approx(90e-6) and found["top"][0]["count"] == 2
+    assert found["hidden_copies"] == hidden(ran) == pytest.approx(30 / 40)
+    assert hidden(ran[:2]) is None and summary([])["groups"] == {}
+    assert summary([Ran("nvjet", 0, 10), Ran("nvjet", 30, 40)])["groups"]["idle"] == pytest.approx(20e-6)
+    assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
+
+
+# ---- tests/gpu without pytest
+
+
+def test_tests_without_pytest(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some_of_ours.py").write_text(
+        "import pytest\n"
+        "seen = []\n"
+        "class A: x = 1\n"
+        "@pytest.mark.parametrize('a, b', [(1, 2), (3, 4)])\n"
+        "@pytest.mark.parametrize('c', [5, 6], ids=str)\n"
+        "def test_good(a, b, c, monkeypatch):\n"
+        "    monkeypatch.setattr(A, 'x', a)\n"
+        "    assert (a, b) in [(1, 2), (3, 4)] and c in (5, 6) and A.x == a\n"
+        "def test_put_back(): assert A.x == 1\n"
+        "def test_wrong(): assert A.x == 2, 'no'\n"
+        "def test_skipped(): pytest.skip('not here')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "tests"))
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path / "tests")
+    stage = Stage("tests", tmp_path, ABOUT, 1)
+    found = run_tests.by_ourselves(tmp_path / "tests" / "test_some_of_ours.py", stage)
+    assert found == {"passed": 5, "skipped": {"not here": 1}, "wrong": {"test_wrong[]": "AssertionError: no"}}
+
+
+def test_our_runner_knows_what_the_tests_use() -> None:
+    known = {"mark.parametrize", "mark.skipif", "skip"}
+    for file in run_tests.FOLDER.glob("test_*.py"):
+        tree = ast.parse(file.read_text())
+        used = {ast.unparse(node).removeprefix("pytest.") for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("pytest.")}  # fmt: skip
+        assert used - {"mark"} <= known, file
+        fixtures = {a.arg for f in tree.body if isinstance(f, ast.FunctionDef) and f.name.startswith("test_")
+                    and not f.decorator_list for a in f.args.args}  # fmt: skip
+        assert fixtures <= {"monkeypatch"}, file
+
+
+def test_results_of_pytest() -> None:
+    text = """<testsuite><testcase name="a"/><testcase name="b"><skipped message="no GPU"/></testcase>
+    <testcase name="c"><failure message="assert 1 == 2&#10;more">text</failure></testcase>
+    <testcase name="d"><error message="it broke"/></testcase></testsuite>"""
+    found = run_tests.counted(ElementTree.fromstring(text).iter("testcase"))
+    assert found == {"passed": 1, "skipped": {"no GPU": 1}, "wrong": {"c": "assert 1 == 2", "d": "it broke"}}
+
+
+def test_the_machine_of_a_gpu_extends_the_shipped_one(monkeypatch) -> None:
+    class Card:
+        total_memory = 85e9
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    cases = {"gemm 8192": {"size": 8192, "flops_per_second": 7e14}, "memory": {"bytes_per_second": 3e12}}
+    report = {
+        "device": "NVIDIA H200",
+        "capability": [9, 0],
+        "attention_kernel": "cudnn",
+        "cases": cases | {"host": {"failed": "out of memory"}},
+    }
+    found = rates.machine_of(report, torch.device("cuda"))
+    assert found["extends"] == "H200-141G" and found["peak"]["bf16"] == 989.4e12 and found["memory"] == 85e9
+    assert "host_link" not in found and "attention" not in found and json.dumps(found)
