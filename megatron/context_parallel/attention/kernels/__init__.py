@@ -104,7 +104,8 @@ def _order(device: torch.device, many_tiles: bool) -> list[str]:
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
     order = preferred(capability, flash_attn=installed_version(capability), many_tiles=many_tiles)
-    return [name for name in order if name in KERNELS]
+    known = [name for name in order if name in KERNELS]
+    return [*known, *(name for name in KERNELS if name not in known)]  # a program's own come last
 
 
 def _why_not(
