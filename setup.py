@@ -4,7 +4,7 @@
 from setuptools import find_namespace_packages, setup
 
 # PyTorch for GPUs brings a Triton of its own. Tests need one without a GPU too: they interpret and compile its kernels.
-TRITON = ['triton>=3.4; sys_platform == "linux"']
+TRITON = ['triton>=3,<3.10; sys_platform == "linux"']  # torch for GPUs brings its own; the kernels want 3.4
 TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", *TRITON]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 

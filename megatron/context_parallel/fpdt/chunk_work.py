@@ -115,7 +115,7 @@ class ChunkWork:
                 hidden = self._output(out, x, chunk)
             if self.layer.ffn:
                 dy = self.ffn_grad(hidden.detach(), dy, chunk)
-        return self._grads(hidden, [out, x], dy)
+        return self.parameter_grads.differentiate(hidden, [out, x], dy)
 
     def ffn_grad(self, hidden: Tensor, dy: Tensor, chunk: int) -> Tensor:
         """The gradient of the FFN's input."""
@@ -124,10 +124,7 @@ class ChunkWork:
             x = hidden[start:stop].requires_grad_()
             with torch.enable_grad():
                 y = self._ffn(x, chunk, start)
-            wanted = [x, *self.parameter_grads.wanted]
-            dx, *grads = torch.autograd.grad(y, wanted, dy[start:stop], allow_unused=True)
-            dhidden[start:stop] = dx
-            self.parameter_grads.add(grads)
+            (dhidden[start:stop],) = self.parameter_grads.differentiate(y, [x], dy[start:stop])
         return dhidden
 
     def project_grad(self, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
@@ -142,7 +139,7 @@ class ChunkWork:
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             qkv = self.layer.project(x, chunk)
-        (dx,) = self._grads(qkv, [x], sent)
+        (dx,) = self.parameter_grads.differentiate(qkv, [x], sent)
         return dx
 
     def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
@@ -157,10 +154,3 @@ class ChunkWork:
 
     def _ffn_spans(self, hidden: Tensor) -> list[Span]:
         return even_spans(hidden.size(0), self.layer.ffn_pieces if self.layer.ffn else 1)
-
-    def _grads(self, y: Tensor | tuple[Tensor, ...], inputs: list[Tensor], dy: object) -> tuple[Tensor, ...]:
-        """The gradients of ``inputs``; those of the parameters are added to their sums."""
-        wanted = [*inputs, *self.parameter_grads.wanted]
-        grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
-        self.parameter_grads.add(grads[len(inputs) :])
-        return grads[: len(inputs)]

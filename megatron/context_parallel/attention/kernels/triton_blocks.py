@@ -48,7 +48,7 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
         (100, 256): Blocks(64, 32, 8, 2),
     },
     "queries": {
-        (80, 64): Blocks(128, 64, 8, 2),
+        (80, 64): Blocks(128, 32, 8, 2),
         (80, 128): Blocks(64, 64, 8, 2),
         (80, 256): Blocks(32, 32, 8, 1),
         (90, 64): Blocks(128, 64, 8, 2),
