@@ -168,6 +168,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
+        softmax_type=model.softmax_type,
         gated_linear_unit=gated,
         activation_func=ACTIVATIONS[activation(model)],
         # Weights are drawn after construction, see weights.py.

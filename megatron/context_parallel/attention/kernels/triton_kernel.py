@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import to_device
+from megatron.context_parallel.attention.kernels.base import AnyMask, check_tile, to_device
 from megatron.context_parallel.attention.kernels.triton_blocks import Pass, blocks
 from megatron.context_parallel.attention.kernels.triton_tiles import Side, groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
@@ -53,6 +54,8 @@ class TritonKernel:
             return "needs fp32, bf16 or fp16"
         if head_dim > LARGEST_HEAD:
             return f"needs a head dimension of at most {LARGEST_HEAD}"
+        if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+            return "needs a GPU"  # said without the second that importing Triton takes
         if interpreted():
             return None if device.type == "cpu" else "is interpreted (TRITON_INTERPRET), which needs tensors on the CPU"
         if device.type != "cuda" or not torch.cuda.is_available():
@@ -60,6 +63,69 @@ class TritonKernel:
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "needs a GPU of compute capability 8.0 or newer"
         return None
+
+    def attend(self, tiles: tuple[Tile, ...], *tensors: Tensor, **options: Any) -> None:
+        """:func:`attend_tiles`."""
+        attend_tiles(tiles, *tensors, **options)
+
+    def attend_grad(self, tiles: tuple[Tile, ...], *tensors: Tensor, **options: Any) -> None:
+        """:func:`attend_tiles_grad`."""
+        attend_tiles_grad(tiles, *tensors, **options)
+
+    def delta(self, out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
+        """:func:`delta`."""
+        return delta(out_SBHD, dout_SBHD)
+
+    def forward(
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        _check_plain(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        q, k, v = (x.permute(2, 0, 1, 3) for x in (q_BHSD, k_BHSD, v_BHSD))
+        out = torch.zeros(*q.shape[:3], v.size(3), dtype=torch.float32, device=q.device)
+        lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+        attend_tiles(_one_tile(q, k, causal), q, k, v, scale=scale, out_SBHD=out, lse_SBH=lse)
+        return out.to(q.dtype).permute(1, 2, 0, 3), lse.permute(1, 2, 0)
+
+    def backward(
+        self,
+        dout_BHSD: Tensor,
+        q_BHSD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        out_BHSD: Tensor,
+        lse_BHS: Tensor,
+        *,
+        causal: bool,
+        mask: AnyMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _check_plain(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        dout, q, k, v, out = (x.permute(2, 0, 1, 3) for x in (dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD))
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+        attend_tiles_grad(
+            _one_tile(q, k, causal),
+            q,
+            k,
+            v,
+            dout=dout,
+            lse=lse_BHS.permute(2, 0, 1),
+            delta_SBH=delta(out, dout),
+            scale=scale,
+            **dict(zip(("dq", "dk", "dv"), sums)),
+        )
+        return tuple(total.to(x.dtype).permute(1, 2, 0, 3) for total, x in zip(sums, (q, k, v)))
+
+
+def _check_plain(kernel: TritonKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: AnyMask) -> None:
+    check_tile(kernel, q, k, v, causal=causal, mask=mask)
+    if mask is not None:
+        raise ValueError("the attention kernel triton knows masks by position: attend() takes them, forward() none")
+
+
+def _one_tile(q_SBHD: Tensor, k_SBHD: Tensor, causal: bool) -> tuple[Tile, ...]:
+    rows = (0, q_SBHD.size(0)), (0, k_SBHD.size(0))
+    return (Tile(*rows, "causal" if causal else "full", False, *((span,) for span in rows)),)
+
 
 
 def attend_tiles(
