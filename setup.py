@@ -3,7 +3,10 @@
 
 from setuptools import find_namespace_packages, setup
 
-TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis"]
+# PyTorch for GPUs brings a Triton of its own, which stays. Tests need one without a GPU too: they interpret and compile
+# kernels, which want 3.4.
+TRITON = ['triton>=3,<3.10; sys_platform == "linux"']
+TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", *TRITON]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
 setup(
@@ -49,6 +52,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
+        "triton": TRITON,
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *DOCS, "ruff>=0.6"],

@@ -6,8 +6,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.context_parallel.fpdt.offload import IN_FLIGHT
 from megatron.formulas.chunks import chunks_of
-from megatron.formulas.layer import Layer, ffn_run, matrices, ring_blocks
+from megatron.formulas.layer import Layer, ffn_run, matrices, ring_blocks, sums_of_its_own
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.sizes import WIDE, heads_of, sizes_of
 from megatron.formulas.strategy import Strategy, Workload
@@ -30,21 +31,25 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
 
     run = ffn_run(workload, strategy, itemsize, fused)
     first, second = matrices(workload, strategy, itemsize)
-    mlp = (first + second) * wide
-    every = WIDE * stage_parameters(shape, strategy.tensor, 1, 0).layer_numel
+    summed = WIDE * sums_of_its_own(strategy)
+    numel = stage_parameters(shape, strategy.tensor, 1, 0).layer_numel
+    mlp, every = (first + second) // itemsize * summed, numel * summed
 
+    # A GPU's copies take their time: what went to the host last is on the device still.
+    leaving = IN_FLIGHT if fused and offload and count > 1 else 0
     # The FFN of a chunk: its input and its gradient beside one run.
     if by_keys:  # all chunks go through it first; dout and the residual of the chunk before are still there
-        ffn = load * coming * outside + (outside + hidden if count > 1 else 0)
+        ffn = (load * coming + leaving) * outside + (outside + hidden if count > 1 else 0)
         weights = mlp + (every - mlp) // 2
         pair = load * coming * ((3 + wide) * q + lse) + (q + hidden)
         pair += load * coming * kv + 2 * wide * kv + q + kv
-        pair += ring_blocks(kv, strategy.ring, itemsize) if on_ring else 0
+        pair += (ring_blocks(kv, strategy.ring, itemsize) if on_ring else 0) + leaving * wide * q
     else:
         ffn = load * (coming * (2 * q + lse) + (kv * (1 + wide) if count > 1 else 0))
         weights = every if count > 1 else mlp
+        ffn += leaving * wide * kv
         pair = load * coming * (2 * q + lse + (1 + wide) * kv) + q + hidden + wide * q + q + 2 * wide * kv
-    backward = 2 * sizes.hidden + max(ffn + 2 * hidden + run + weights, pair + every)
+    backward = 2 * sizes.hidden + max(ffn + 2 * hidden + run + weights, pair + every, numel * itemsize)
     saved = 2 * sizes.local_q + sizes.local_kv + sizes.lse
     if not offload:
         waiting = wide * sizes.local_kv * (count - 1) // count

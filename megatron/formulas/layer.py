@@ -47,7 +47,7 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
     if chunks.ffn:
         run = ffn_run(workload, strategy, itemsize, fused)
         kept = attention + 2 * sizes.hidden
-        backward = kept + sizes.hidden + run + (first + second) * WIDE // itemsize
+        backward = kept + sizes.hidden + run + (first + second) * WIDE // itemsize * sums_of_its_own(strategy)
         forward_ffn = run - first - second
     else:
         inside, peak = mlp_kept(workload, strategy, fused, itemsize)
@@ -105,9 +105,14 @@ def matrices(workload: Workload, strategy: Strategy, itemsize: int) -> tuple[int
     return (2 if shape.gated else 1) * second, second
 
 
+def sums_of_its_own(strategy: Strategy) -> bool:
+    """Whether chunks sum weights' gradients beside the buffers of data parallelism: FSDP has none to add them to."""
+    return strategy.zero > 1
+
+
 def ffn_run(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Most that one run of a chunked FFN holds in the backward pass, where it is computed again, and the gradients of
-    the MLP's matrices from this run and the one before."""
+    """Most that one run of a chunked FFN holds in the backward pass, where it is computed again, with the gradients of
+    the MLP's matrices."""
     sizes, chunks = sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
     inside, peak = mlp_kept(workload, strategy, fused, itemsize)
     first, second = matrices(workload, strategy, itemsize)
@@ -116,9 +121,8 @@ def ffn_run(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) 
     wide = 2 if workload.shape.gated else 1
     activation = ends + inside + max(peak, sizes.ffn + gathered)
     matrix = ends + wide * sizes.ffn + sizes.whole + gathered
-    before = first + second if chunks.ffn > 1 else 0
     rows, run = chunks.all_rows, chunks.ffn_rows
-    return before + max(activation * run // rows + second, matrix * run // rows + first + second)
+    return max(activation * run // rows + second, matrix * run // rows + first + second)
 
 
 def _gathered(workload: Workload, strategy: Strategy, itemsize: int) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron.context_parallel.fpdt.chunked_loss import PARTS, pieces_together
 from megatron.formulas.chunked_layer import chunked_layer
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.host import host_memory
@@ -141,9 +142,11 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
         if strategy.tensor > 1 and strategy.sequence_parallel:
             after += sizes.hidden
         return norm + max(logits, after)
-    piece = sizes.logits * chunks.loss_rows // chunks.all_rows
-    piece *= (6 if narrow else 2) if chunks.loss > 1 else (3 if narrow else 1)  # the piece before is still there
-    return norm + sizes.hidden + weight * WIDE + max(piece, piece // 2 + weight * itemsize if narrow else 0)
+    piece, rows = (size * chunks.loss_rows // chunks.all_rows for size in (sizes.logits, sizes.whole))
+    together = min(pieces_together(rows // shape.hidden // itemsize, shape.hidden, itemsize), chunks.loss)
+    computing = piece * (3 if narrow else 1) + (piece * together if together > 1 else 0)
+    adding = piece * together + (weight * itemsize // PARTS if narrow else 0)
+    return norm + sizes.hidden + weight * WIDE + max(computing, adding)
 
 
 @dataclass(frozen=True)

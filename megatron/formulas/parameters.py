@@ -76,6 +76,7 @@ def stage_parameters(shape: Shape, tensor: int, pipeline: int, stage: int, *, pa
     qkv, ffn = (heads + 2 * groups) * d // tensor, shape.ffn // tensor
     layer = (
         *norm,
+        *(((heads // tensor, 1),) if shape.sinks else ()),
         (h, heads * d // tensor),
         *bias(h),
         (qkv, h),

@@ -91,7 +91,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     except ValueError as error:
         raise Refusal(str(error)) from None
     config.attention.attention_kernel = kernel.name
-    if where.on_gpu and config.model.attention_dropout:
+    if where.on_gpu and config.model.attention_dropout and kernel.name == "math":
         config.notes.append(
             f"--attention-dropout {config.model.attention_dropout:g}: on a GPU the math kernel computes it, which is "
             "slow at long sequences (docs/dropout.md)"

@@ -150,12 +150,15 @@ def _run_schedule(
     forward_only: bool,
     mark: Mark | None = None,
 ) -> list[Tensor]:
-    return get_forward_backward_func()(
-        forward_step_func=partial(forward_step, runtime, mark=mark),
-        data_iterator=batches,
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=num_microbatches,
-        seq_length=config.data.seq_length,
-        micro_batch_size=config.data.micro_batch_size,
-        forward_only=forward_only,
-    )
+    # Streamed layers get gradients in host memory, for which autograd takes the calling thread, while parameters (and
+    # with them DDP's reductions) take the GPU's: which collective comes first would be chance, another on each rank.
+    with torch.autograd.set_multithreading_enabled(not config.chunks.fpdt_stream_hidden):
+        return get_forward_backward_func()(
+            forward_step_func=partial(forward_step, runtime, mark=mark),
+            data_iterator=batches,
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=config.data.seq_length,
+            micro_batch_size=config.data.micro_batch_size,
+            forward_only=forward_only,
+        )

@@ -2,6 +2,9 @@
 """What the fork server of the pool imports once, for all workers: add here what many distributed tests import."""
 
 import gc
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # kernels on CPU tensors; Triton looks when it is first imported
 
 import einops  # noqa: F401
 import megatron.core.dist_checkpointing.exchange_utils  # noqa: F401

@@ -14,8 +14,9 @@ from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.host_pool import is_host_buffer
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.layout.grid import abstract_grid
+from tests.adversary import Adversary
 from tests.distributed.test_attention import dense_attention
-from tests.pairs import by_pairs, pairs
+from tests.pairs import also_in_full, by_pairs, pairs
 from tests.properties import examples
 
 MASKS = {"causal": cp.Causal(), "full": cp.Full()}
@@ -82,6 +83,8 @@ def compare(heads, kv_heads, length, batch, mask, layout, offload, streamed=Fals
     y = attend(made | mine | {"x": x}, heads, kv_heads, x, layout, MASKS[mask], offload, streamed)[0]
     assert is_host_buffer(y) == streamed
     grads = torch.autograd.grad(y, [x, *mine.values()], layout.shard(made["dy"]))
+    if offload:
+        offload.streams.synchronize()
     assert is_host_buffer(grads[0]) == streamed
     sums = list(grads[1:])
     if layout.grid.context.size > 1:
@@ -100,6 +103,18 @@ def compare_on_grid(ulysses, ring, heads, kv_heads, length, batch, chunks, balan
     if offloaded:
         assert offload.copies.to_host and offload.copies.to_device
         assert offload.pool.in_use == 0, "host buffers leak"
+    return found
+
+
+def compare_on_schedules(schedules, ulysses, ring, heads, kv_heads, length, batch, chunks, balance, mask, streamed):
+    """The largest errors of all schedules of the copies (tests/adversary.py), another one on each rank."""
+    grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
+    layout = cp.SequenceLayout(length, grid, balance, chunks=chunks)
+    found = []
+    for seed in range(schedules):
+        streams = Adversary(seed * grid.context.size + grid.context.rank)
+        found += compare(heads, kv_heads, length, batch, mask, layout, streams.offload(), streamed)
+        streams.finish()
     return found
 
 
@@ -146,7 +161,23 @@ def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batc
         store != "device",
         store == "stream",
     )
-    assert max(error for rank in found for error in rank) < 1e-10, found
+    assert all(error < 1e-10 for rank in found for error in rank), found
+
+
+@pytest.mark.parametrize(
+    "schedules, ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store",
+    [
+        (3, 2, 1, 8, 2, 1, 5, "zigzag", "causal", "stream"),
+        (3, 1, 2, 8, 8, 1, 3, "zigzag", "causal", "host"),
+        *also_in_full(*((50, *case) for case in CASES if case[-1] != "device")),
+    ],
+)
+def test_when_copies_happen_changes_nothing(
+    pool, schedules, ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store
+):
+    case = (ulysses, ring, heads, kv_heads, 16 * ulysses * ring, batch, chunks, balance, mask, store == "stream")
+    found = pool.run(compare_on_schedules, ulysses * ring, schedules, *case, timeout=180)
+    assert all(error < 1e-10 for rank in found for error in rank), found
 
 
 @examples(60)
@@ -163,7 +194,7 @@ def test_any_length_in_any_number_of_chunks(length, data, heads, batch, mask, st
     layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)
     offload = None if store == "device" else Offload(CPU)
     found = compare(*heads, length, batch, mask, layout, offload, store == "stream")
-    assert max(found) < 1e-10, found
+    assert all(error < 1e-10 for error in found), found
     assert offload is None or offload.pool.in_use == 0
 
 

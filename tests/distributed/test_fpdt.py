@@ -20,7 +20,7 @@ from tests.distributed.test_training import (
     check,
     cp,
 )
-from tests.distributed.training_runs import run_training
+from tests.distributed.training_runs import run_training, run_training_with_fused_sums, schedules_that_differ
 from tests.pairs import also_in_full, grid_pairs
 
 TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
@@ -123,6 +123,40 @@ def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world
 @pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
+
+
+@pytest.mark.parametrize(
+    "world, grid", [(1, fpdt(22, STREAM)), *also_in_full((2, f"{T2} {SP} {fpdt(22, FULL)}"), (1, "--ffn-chunks 3"))]
+)
+def test_layers_that_add_to_the_buffers_themselves(pool, on_one_process, world, grid):
+    model = f"{GQA} --num-layers 2 "
+    losses, _, grads = on_one_process(model, True)
+    for mine, _, my_grads in pool.run(run_training_with_fused_sums, world, f"{model} {grid}", 3):
+        assert mine == pytest.approx(losses[:3], rel=1e-5)
+        for name, grad in my_grads.items():
+            assert float((grad - grads[name]).abs().max() / grads[name].abs().max()) < 1e-5, name
+
+
+def offloads(case: tuple[int, str, str]) -> bool:
+    """Whether anything goes to the host."""
+    return HOST in case[2] or ("--fpdt " in case[2] and DEVICE not in case[2])
+
+
+@pytest.mark.parametrize(
+    "schedules, world, model, grid, llama",
+    [
+        (4, 1, GQA, f"{fpdt(13, FULL, HOST)}", True),
+        (4, 2, GQA, f"{cp(1, 2)} {fpdt(22, STREAM)}", True),
+        *also_in_full(
+            *((50, *case, True) for case in filter(offloads, LLAMA_CASES)),
+            *((50, *case, False) for case in filter(offloads, GPT_CASES)),
+        ),
+    ],
+)
+def test_when_copies_happen_changes_no_gradient(pool, schedules, world, model, grid, llama):
+    flags = f"{model if llama else f'{GPT} {model}'} --num-layers {4 if V2 in grid else 2} {grid}"
+    for copies, differ in pool.run(schedules_that_differ, world, flags, llama, schedules, timeout=600):
+        assert copies and not differ, differ
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """A grid from what a program has already, a device mesh or process groups, is the grid that initialize_grid makes."""
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.layout.grid import make_grid
+from megatron.context_parallel.attention.ring import schedule
+from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.layout.grid import abstract_grid, make_grid
 from tests.distributed.pool import RankError
 
 
@@ -130,3 +133,23 @@ REFUSED = {
 def test_a_mesh_that_is_no_grid_is_refused(pool, make):
     with pytest.raises(RankError, match=re.escape(REFUSED[make])):
         pool.run(make, 4)
+
+
+def first_meetings():
+    """The groups whose ranks all meet while the grid is made, were the backend NCCL."""
+    met = []
+    with (
+        patch.object(dist, "get_backend_config", lambda group: "cuda:nccl"),
+        patch.object(dist, "barrier", lambda group, device_ids: met.append(group)),
+        patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        grid = cp.initialize_grid(ulysses=2, ring=2)
+    return [group is grid.ring.group for group in met]
+
+
+def test_the_ranks_of_a_ring_meet_before_their_first_transfer(pool):
+    """NCCL wants all of them at the first one, and a ring leaves out those who need nothing."""
+    layout = cp.SequenceLayout(64, abstract_grid(ring=4), "contiguous")
+    first = [schedule(ring_plan(layout, cp.Documents((32, 48, 64)), rank), grads=False)[0] for rank in range(4)]
+    assert [bool(step.keys_out.rows or step.keys_in.rows) for step in first] == [True, True, False, False]
+    assert pool.run(first_meetings, 4) == [[True]] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.offload import Offload
@@ -52,6 +53,13 @@ SCHEMES = {name: (name, "") for name in MASKS}
 SCHEMES |= {f"ALiBi, {name}": (name, "ALiBi") for name in ("causal", "full", "window 50", "documents", "function")}
 SCHEMES |= {f"dropout, {name}": (name, "dropout") for name in ("causal", "full", "window 50", "documents", "function")}
 SCHEMES |= {"dropout and ALiBi, window both sides": ("window both sides", "dropout and ALiBi")}
+SCHEMES |= {f"soft-cap, {name}": (name, "soft-cap") for name in ("causal", "window 50", "function")}
+SCHEMES |= {
+    f"sinks, {name}": (name, "sinks") for name in ("causal", "full", "window 20", "documents", "half sees nothing")
+}
+SCHEMES |= {f"narrow values, {name}": (name, "narrow values") for name in ("causal", "window and global", "documents")}
+SCHEMES |= {"wide values, full": ("full", "wide values")}
+SCHEMES |= {"all of these, window 50": ("window 50", "dropout, ALiBi, soft-cap, sinks, narrow values")}
 # (Ulysses, Ring, TP, balance, chunks)
 BACKENDS = {
     "one process": (1, 1, 1, "zigzag", 1),
@@ -66,16 +74,21 @@ BACKENDS = {
 }
 
 
-def dense(q, k, v, mask, slopes=None, dropout=None):
+def dense(q, k, v, mask, slopes=None, dropout=None, softcap=None, sinks=None):
     """Plain attention on [s, b, h, d] in float64; queries without any key give 0."""
     group = q.size(2) // k.size(2)
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     at_q, at_k = torch.arange(q.size(0))[:, None], torch.arange(k.size(0))[None]
     allowed = mask.allowed(at_q, at_k)
     scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.size(3) ** -0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if slopes is not None:
         scores = scores - slopes.double()[:, None, None] * (at_q - at_k).abs()
-    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : k.size(0)]
     if dropout is not None:
         spans = [((0, len(x)),) for x in (q, k)]
         kept = TileDropout(dropout, q.size(2), *spans, q.device).rows(0, len(q), len(k))
@@ -89,12 +102,12 @@ def make_layout(backend, document_ends=(), grid=None):
     return cp.SequenceLayout(LENGTH, grid, balance, chunks=chunks, document_ends=document_ends)
 
 
-def inputs(heads, kv_heads, batch, keys=LENGTH):
+def inputs(heads, kv_heads, batch, keys=LENGTH, value_size=SIZE):
     draw = torch.Generator().manual_seed(3)
     q = torch.randn(LENGTH, batch, heads, SIZE, generator=draw, dtype=torch.float64)
-    k, v = (torch.randn(keys, batch, kv_heads, SIZE, generator=draw, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(keys, batch, kv_heads, d, generator=draw, dtype=torch.float64) for d in (SIZE, value_size))
     # A gradient whose memory lies in another order: wrong strides are the classic silent error.
-    dout = torch.randn(batch, SIZE, heads, LENGTH, generator=draw, dtype=torch.float64).permute(3, 0, 2, 1)
+    dout = torch.randn(batch, value_size, heads, LENGTH, generator=draw, dtype=torch.float64).permute(3, 0, 2, 1)
     return q, k, v, dout
 
 
@@ -103,41 +116,57 @@ def errors(pairs):
     return [float((mine.double() - full).abs().max() / full.abs().max().clamp_min(0.1)) for mine, full in pairs]
 
 
-def compare(scheme, backend, kernel, dtype, threshold=16384, batch=2, layout=None, gather=False):
-    """Largest errors of out, dq, dk, dv on this rank, each relative to its largest entry."""
+VALUE_SIZE = {"narrow values": 5, "wide values": 12}
+
+
+def compare(scheme, backend, kernel, dtype, threshold=16384, batch=2, layout=None, gather=False, recompute=False):
+    """Largest errors of out, dq, dk, dv, and the sinks' gradient on this rank, each relative to its largest entry."""
     name, more = SCHEMES[scheme]
     mask, slopes = MASKS[name], alibi_slopes(4) if "ALiBi" in more else None
     dropout = cp.Dropout(0.25, seed=5, stream=8, samples=tuple(range(20, 20 + batch))) if "dropout" in more else None
     layout = layout or make_layout(backend)
-    q, k, v, dout = inputs(4, 2, batch)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = dense(*whole, mask, slopes, dropout)
+    softcap = 1.5 if "soft-cap" in more else None
+    sinks = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=torch.float64) if "sinks" in more else None
+    value_size = next((size for name, size in VALUE_SIZE.items() if name in more), SIZE)
+    q, k, v, dout = inputs(4, 2, batch, value_size=value_size)
+    whole = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    expected = dense(*whole[:3], mask, slopes, dropout, softcap, *whole[3:])
     expected_grads = torch.autograd.grad(expected, whole, dout)
     local = [layout.shard(x).to(dtype).requires_grad_() for x in (q, k, v)]
     options = {"kernel": kernel, "alibi_slopes": slopes, "mask_cpu_threshold": threshold, "dropout": dropout}
+    options |= {"softcap": softcap}
+    leaves = local
+    if sinks is not None:
+        options["sinks"] = sinks.to(dtype).requires_grad_()
+        leaves = [*local, options["sinks"]]
     if layout.chunks > 1:
-        out = chunked(*local, layout, cp.AttentionRule(mask, **options))
+        out = chunked(*local, layout, cp.AttentionRule(mask, **options), recompute)
     else:
         out = cp.attention(*local, layout=layout, mask=mask, gather_keys=gather, **options)
-    grads = torch.autograd.grad(out, local, layout.shard(dout).to(dtype))
-    pairs = [(out, expected), *zip(grads, expected_grads)]
-    return errors((mine, layout.shard(full)) for mine, full in pairs)
+    grads = torch.autograd.grad(out, leaves, layout.shard(dout).to(dtype))
+    pairs = [(mine, layout.shard(full)) for mine, full in zip((out, *grads), (expected, *expected_grads[:3]))]
+    if sinks is not None:
+        total = grads[3].clone()
+        dist.all_reduce(total, group=layout.grid.context.group)
+        pairs.append((total, expected_grads[3]))
+    return errors(pairs)
 
 
-def chunked(q, k, v, layout, rule):
+def chunked(q, k, v, layout, rule, recompute=False):
     """FPDT's pipeline around bare attention: the layer's input is q, k and v side by side."""
-    heads, kv_heads = q.size(2), k.size(2)
     x = torch.cat([part.flatten(2) for part in (q, k, v)], dim=2)
+    sizes, heads = [part[0, 0].numel() for part in (q, k, v)], q.size(2)
+    width = heads * v.size(3)
 
     def project(part, chunk):
-        sizes = [heads * SIZE, kv_heads * SIZE, kv_heads * SIZE]
-        return tuple(piece.unflatten(2, (-1, SIZE)) for piece in part.split(sizes, dim=2))
+        return tuple(piece.unflatten(2, like.shape[2:]) for piece, like in zip(part.split(sizes, dim=2), (q, k, v)))
 
     def output(out, part, chunk):
-        return part + torch.cat([out.flatten(2), torch.zeros_like(part[:, :, : 2 * kv_heads * SIZE])], dim=2)
+        return part + torch.cat([out.flatten(2), torch.zeros_like(part)[:, :, : x.size(2) - width]], dim=2)
 
-    layer = cp.ChunkedLayer(project, output, [], layout, rule, offload=Offload(torch.device("cpu")))
-    return (layer(x) - x)[:, :, : heads * SIZE].unflatten(2, (heads, SIZE))
+    offload = Offload(torch.device("cpu"))
+    layer = cp.ChunkedLayer(project, output, [], layout, rule, offload=offload, recompute=recompute)
+    return (layer(x) - x)[:, :, :width].unflatten(2, (heads, -1))
 
 
 MATRIX = [(scheme, backend) for backend in BACKENDS for scheme in SCHEMES]
@@ -172,7 +201,7 @@ def results(pool):
 @pytest.mark.parametrize("scheme, backend", MATRIX)
 def test_float64_matches_dense_attention(results, scheme, backend):
     found = [rank[scheme] for rank in results(backend, "math", torch.float64)]
-    assert max(map(max, found)) < 1e-9, found
+    assert max(map(max, found)) < 1e-10, found
 
 
 def fast(scheme, backend):
@@ -194,7 +223,17 @@ def test_there_are_enough_cases():
 @pytest.mark.parametrize("threshold", [8, 16384])
 def test_masks_in_host_memory_and_on_the_device_are_the_same(pool, threshold):
     found = pool.run(compare, 4, "function", (2, 2, 1, "zigzag", 1), "cpu", torch.float64, threshold)
-    assert max(map(max, found)) < 1e-9
+    assert max(map(max, found)) < 1e-10
+
+
+def compare_recomputed(backend):
+    return compare("all of these, window 50", backend, "math", torch.float64, recompute=True)
+
+
+@pytest.mark.parametrize("backend", ["FPDT", "FPDT, USP"])
+def test_sinks_under_recompute(pool, backend):
+    found = pool.run(compare_recomputed, ranks(backend), backend)
+    assert max(map(max, found)) < 1e-10, found
 
 
 def compare_dealt(ends, ulysses, ring, chunks):
@@ -218,7 +257,7 @@ def compare_dealt(ends, ulysses, ring, chunks):
 @pytest.mark.parametrize("ulysses, ring, chunks", [(1, 4, 1), (2, 2, 1), (1, 2, 5)])
 def test_dealt_documents(pool, ends, ulysses, ring, chunks):
     found = pool.run(compare_dealt, ulysses * ring, ends, ulysses, ring, chunks)
-    assert max(map(max, found)) < 1e-9, found
+    assert max(map(max, found)) < 1e-10, found
 
 
 def compare_samples(ulysses, ring):
@@ -237,7 +276,7 @@ def compare_samples(ulysses, ring):
 
 
 def test_a_mask_for_each_sample(pool):
-    assert max(map(max, pool.run(compare_samples, 4, 2, 2))) < 1e-9
+    assert max(map(max, pool.run(compare_samples, 4, 2, 2))) < 1e-10
 
 
 CROSS = {
@@ -271,7 +310,7 @@ def compare_cross(mask, ulysses, ring, keys, balance):
 )
 def test_cross_attention(pool, mask, ulysses, ring, keys, balance):
     found = pool.run(compare_cross, ulysses * ring, mask, ulysses, ring, keys, balance)
-    assert max(map(max, found)) < 1e-9, found
+    assert max(map(max, found)) < 1e-10, found
 
 
 def refusals():
@@ -281,6 +320,10 @@ def refusals():
         cp.attention(q, k, v, layout=layout, mask=[cp.Causal()] * 3)
     with pytest.raises(ValueError, match="not one for each of 4 heads"):
         cp.attention(q, k, v, layout=layout, alibi_slopes=alibi_slopes(2))
+    with pytest.raises(ValueError, match="sinks .* are not one for each of 4 heads"):
+        cp.attention(q, k, v, layout=layout, sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match="softcap=0"):
+        cp.attention(q, k, v, layout=layout, softcap=0.0)
     with pytest.raises(ValueError, match="True = attend"):
         cp.attention(q, k, v, layout=layout, mask=cp.MaskFunction(lambda q, k: q - k))
     with pytest.raises(ValueError, match="query block 1 needs one"):

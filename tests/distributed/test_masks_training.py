@@ -87,6 +87,18 @@ LLAMA = [
     ),
     (f"{ALIBI} --attention-mask full", [(2, cp(1, 2)), (2, f"{FPDT} {cp(2, 1)}")]),
     (f"{ALIBI} {WINDOW} --reset-attention-mask", [(2, cp(1, 2)), (4, f"{cp(2, 2)} {ZERO1}")]),
+    (
+        "--softmax-type learnable",
+        [
+            (2, cp(1, 2)),
+            (4, f"{T2} {SP} {cp(2, 1)}"),
+            (4, f"{FPDT} {cp(2, 2)} {FULL}"),
+            (4, f"{P2} {cp(1, 2)} {SELECTIVE}"),
+            (4, f"{ZERO3} {cp(2, 2)}"),
+            (2, f"{FPDT_ALL} {cp(2, 1)}"),
+        ],
+    ),
+    ("--softmax-type off-by-one", [(2, cp(1, 2)), (2, f"{FPDT} {cp(2, 1)}")]),
 ]
 LEARNED = [
     (RESET, [(2, cp(1, 2)), (4, f"{T2} {SP} {cp(2, 1)}"), (2, f"{FPDT_ALL} {cp(2, 1)} --micro-batch-size 1")]),

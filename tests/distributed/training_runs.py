@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ RUN = (
 )
 
 
-def make_job(flags: str, llama: bool = True) -> Any:
+def make_job(flags: str, llama: bool = True, offload: Any = None) -> Any:
     """The job that ``pretrain_llama.py`` (or ``pretrain_gpt.py``) would train with these flags."""
     from megatron.training.arguments.parser import parse
     from megatron.training.job import prepare
@@ -35,7 +36,7 @@ def make_job(flags: str, llama: bool = True) -> Any:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA if llama else None, dist.get_world_size())
-    return prepare(config, start(config))
+    return prepare(config, start(config, offload=offload))
 
 
 def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -68,6 +69,51 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
 def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[float], list[float], dict]:
     """Losses, gradient norms and first gradients of a fresh run."""
     return train_job(make_job(flags, llama), steps)
+
+
+def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], list[float], dict]:
+    """As :func:`run_training`, with a stand-in for the kernel by which core's layers add to DDP's buffers on a GPU."""
+    from megatron.core.tensor_parallel import layers
+
+    calls = []
+
+    def add(x: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
+        calls.append(total)
+        total.addmm_(dy.t(), x)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    try:
+        job = make_job(flags)
+        for chunk in job.chunks:
+            for module in chunk.modules():
+                if hasattr(module, "gradient_accumulation_fusion"):
+                    module.gradient_accumulation_fusion = True
+        found = train_job(job, steps)
+    finally:
+        del layers.fused_weight_gradient_mlp_cuda
+    assert calls
+    return found
+
+
+def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int, list[str]]:
+    """The first step with copies to and from the host at once, and then by so many schedules (tests/adversary.py).
+
+    Returns how many copies a step has, and which gradients are not bit for bit the same in all of them.
+    """
+    from megatron.training.job import batches_for
+    from megatron.training.step import train_step
+    from tests.adversary import Adversary
+
+    streams, found = Adversary(1), []
+    job = make_job(flags, llama, streams.offload())
+    job.optimizer.step = lambda: (found.append(whole_gradients(job)), (False, 1.0, 0))[1]
+    for seed in range(1, schedules + 1):  # the first is as early as possible
+        streams.start_again(seed * dist.get_world_size() + dist.get_rank() if seed > 1 else 1)
+        batches = batches_for(job, job.datasets[0], 0, 0)
+        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+        streams.finish()
+    differ = {name for other in found for name, grad in other.items() if not torch.equal(grad, found[0][name])}
+    return streams.now // schedules, sorted(differ)
 
 
 def whole_gradients(job: Any) -> dict[str, torch.Tensor]:

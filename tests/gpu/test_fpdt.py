@@ -8,6 +8,7 @@ import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
+from megatron.context_parallel.fpdt.chunked_loss import _adds_wide, add_product
 from megatron.context_parallel.fpdt.host_pool import is_host_buffer
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -121,3 +122,17 @@ def test_host_buffers_are_pinned_and_exact():
     x = torch.randn(3, 1000, device="cuda", dtype=torch.bfloat16)
     offload.write(buffer, x)
     assert torch.equal(offload.load(buffer[1:]).wait(), x[1:])
+
+
+def test_narrow_matrices_are_added_to_a_wide_sum():
+    draw = torch.Generator("cuda").manual_seed(2)
+    a, b = (torch.randn(shape, generator=draw, device="cuda").bfloat16() for shape in [(2048, 512), (2048, 256)])
+    total = torch.ones(512, 256, device="cuda")
+    expected = total.double() + a.t().double() @ b.double()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    add_product(total, a.t(), b)
+    assert float((total - expected).abs().max() / expected.abs().max()) < 1e-2
+    if _adds_wide(total.device, torch.bfloat16, torch.float32):  # within the product: exact, and in place
+        assert float((total - expected).abs().max() / expected.abs().max()) < 1e-5
+        assert torch.cuda.max_memory_allocated() - before < total.nbytes

@@ -84,6 +84,7 @@ EFFECTS = f"""
 | --transformer-impl transformer_engine | layers.transformer_engine
 | --add-qkv-bias | core.add_qkv_bias
 | --qk-layernorm | core.qk_layernorm
+| --softmax-type learnable | core.softmax_type
 | --hidden-dropout 0.2 | dropout.hidden
 | --attention-dropout 0.2 | dropout.attention
 | --make-vocab-size-divisible-by 64 | rows

@@ -38,7 +38,8 @@ def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: in
     return Case(name, Workload(shape, 2048, batch), strategy, **more)
 
 
-# TP is compared on a simulated GPU: gloo reduces copies, which formulas leave out.
+# TP, and data parallelism with little else, are compared on a simulated GPU: gloo reduces copies, which formulas leave
+# out.
 USUAL = [
     case("gpt", OPT, S(zero=0)),
     case("zero 3, recomputed", GQA, S(zero=3, data=2, recompute="full"), 4),
@@ -49,7 +50,7 @@ USUAL = [
     case("everything", TWO, S(tensor=2, ulysses=2, ring=2, data=2), 2, rank=4, itemsize=2),
     case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
     case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2, recompute="full"), 2, itemsize=2),
-    case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1),
+    case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
 ]
@@ -148,7 +149,8 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 def test_a_gpus_kernels_hold_less() -> None:
     for one in CASES:
         eager, fused = (device_memory(one.workload, one.strategy, fused=fused).total for fused in (False, True))
-        assert fused <= eager
+        # Copies to the host are under way there, and hold what they read.
+        assert fused <= eager or (one.strategy.fpdt_chunk and one.strategy.fpdt_offload)
 
 
 def test_flops_are_the_programs_own() -> None:

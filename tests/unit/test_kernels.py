@@ -26,6 +26,7 @@ from megatron.context_parallel.attention.kernels import (
     flash_attn_kernel,
     math_kernel,
     select,
+    triton_kernel,
 )
 from megatron.context_parallel.attention.kernels.preference import preferred
 from tests.properties import examples
@@ -284,6 +285,8 @@ def test_tiles_that_break_the_contract(name):
         ("empty", (q[:, :, :0], k, v), {}),
         ("empty", (q, k[:, :, :0], v[:, :, :0]), {}),
     ]
+    if not kernel.supports_value_dim:
+        wrong.append(("value heads of the key heads' size", (q, k, v[..., :-1]), {}))
     if kernel.supports_mask:
         wrong.append(("boolean", (q, k, v), dict(mask=mask.double())))
         wrong.append(("broadcast", (q, k, v), dict(mask=mask[:, :-1])))
@@ -528,7 +531,9 @@ def test_auto_on_the_cpu():
         ("cudnn", {}, "needs a GPU"),
         ("flash_attn", {}, "needs a GPU"),
         ("flash", dict(needs_mask=True), "takes no mask"),
-        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, math"),
+        ("flash", dict(needs_softcap=True), "has no soft-cap"),
+        ("cudnn", dict(needs_value_dim=True), "takes no value heads of another size"),
+        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, triton, math"),
     ],
 )
 def test_refusals(name, options, reason):
@@ -557,6 +562,8 @@ def pretend_gpu(monkeypatch, install):
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        monkeypatch.setattr(triton_kernel, "missing_triton", lambda: None)
+        monkeypatch.setattr(triton_kernel, "interpreted", lambda: False)
 
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # as if not installed
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -567,22 +574,27 @@ def pretend_gpu(monkeypatch, install):
 def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
     bf16 = torch.bfloat16
     pretend_gpu()
-    assert available("cuda", bf16, 128) == ["cudnn", "flash", "math"]
-    assert available("cuda", bf16, 128, needs_mask=True) == ["math"]
-    assert available("cuda", bf16, 256) == ["cudnn", "flash", "math"]
-    assert available("cuda", bf16, 100) == available("cuda", torch.float32, 128) == ["math"]
+    assert available("cuda", bf16, 128) == ["cudnn", "flash", "triton", "math"]
+    for need in kernels.NEEDS:
+        assert available("cuda", bf16, 128, **{need: True}) == ["triton", "math"]
+    assert available("cuda", bf16, 256) == ["cudnn", "flash", "triton", "math"]
+    assert available("cuda", bf16, 100) == available("cuda", torch.float32, 128) == ["triton", "math"]
+    assert available("cuda", torch.float64, 128) == ["math"]
     with pytest.raises(KernelUnavailable, match='kernel="flash_attn": the package flash-attn is not installed'):
         select("flash_attn", device="cuda", dtype=bf16, head_dim=128)
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-    assert available("cuda", bf16, 128) == ["flash", "math"]
+    assert available("cuda", bf16, 128) == ["flash", "triton", "math"]
     monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert available("cuda", bf16, 128) == ["flash", "math"]
+    assert available("cuda", bf16, 128) == ["flash", "triton", "math"]
+    monkeypatch.setattr(triton_kernel, "missing_triton", lambda: "the package triton is not installed")
+    with pytest.raises(KernelUnavailable, match='kernel="triton": the package triton is not installed'):
+        select("triton", device="cuda", dtype=bf16, head_dim=128)
     monkeypatch.undo()
     pretend_gpu(capability=(8, 6), cudnn=90000)
     install("flash_attn.flash_attn_interface", flash_attn_2_6())
-    assert available("cuda", bf16, 128) == ["flash_attn", "flash", "cudnn", "math"]
-    assert available("cuda", bf16, 256) == ["flash_attn", "math"]
+    assert available("cuda", bf16, 128) == ["flash_attn", "flash", "cudnn", "triton", "math"]
+    assert available("cuda", bf16, 256) == ["flash_attn", "triton", "math"]
     pretend_gpu(capability=(7, 5))
     assert available("cuda", torch.float16, 64) == ["math"]
 

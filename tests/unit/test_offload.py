@@ -17,12 +17,13 @@ from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates, SavedInHost, Shelf
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.formulas.copies import copied_bytes
+from megatron.platform.streams import CudaStreams, Streams
 
 CPU = torch.device("cpu")
 
 
 def test_a_block_is_allocated_once_and_reused():
-    pool = HostPool(pinned=False)
+    pool = HostPool(Streams(CPU))
     first = pool.empty((4, 8), torch.float32)
     address = first.data_ptr()
     view = first[2:]
@@ -115,6 +116,16 @@ def test_saved_layer_inputs_wait_in_host_memory():
     assert offload.pool.in_use == 0
 
 
+def test_hooks_that_serve_several_passes_load_each_input_once():
+    offload, x = Offload(CPU), torch.randn(3, 4, requires_grad=True)
+    hooks = SavedInHost(offload, x.shape)
+    for passes in (1, 2, 3):
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            y = x.sin().sin()
+        torch.autograd.grad(y.sum(), x)
+        assert offload.copies.to_device == offload.copies.to_host == passes * 2 * 48
+
+
 def run_layer(heads, kv_heads, chunks, offload, streamed=False, train=True, length=40, batch=2, size=8, width=16):
     """One pass of an attention half in float32, forward and, if it trains, backward."""
     layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)
@@ -171,7 +182,7 @@ def test_host_bytes_are_the_same_after_three_passes_and_after_fifty(streamed):
     assert seen[2] == seen[49] and seen[49][1] == 0
 
 
-class FakeStreams:
+class FakeCuda:
     """A GPU's streams and pinned memory, written down."""
 
     def __init__(self, monkeypatch):
@@ -180,7 +191,7 @@ class FakeStreams:
         monkeypatch.setattr(cuda, "current_stream", lambda *_: FakeStream("compute", self.done))
         monkeypatch.setattr(cuda, "Stream", lambda *_: FakeStream("copy", self.done))
         monkeypatch.setattr(cuda, "stream", lambda _: nullcontext())
-        monkeypatch.setattr(cuda, "synchronize", lambda: self.done.append("synchronize"))
+        monkeypatch.setattr(cuda, "synchronize", lambda _: self.done.append("synchronize"))
         monkeypatch.setattr(cuda, "check_error", lambda code: None)
         monkeypatch.setattr(cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: self.done.append(("kept for", s.name)))
@@ -196,37 +207,35 @@ class FakeStream:
     def __init__(self, name, done):
         self.name, self.done = name, done
 
-    def wait_stream(self, other):
-        self.done.append((self.name, "waits for", other.name))
-
     def wait_event(self, event):
         self.done.append((self.name, "waits for", event))
 
     def record_event(self):
-        return "copied"
+        return self.name
 
 
 def test_memory_that_is_being_loaded_is_not_reused_before_the_copy_is_done(monkeypatch):
-    streams, offload = FakeStreams(monkeypatch), Offload(CPU, HostPool(pinned=False))
-    offload.on_gpu = True
+    cuda, streams = FakeCuda(monkeypatch), CudaStreams(torch.device("cuda", 0))
+    streams.device = CPU  # of what it allocates
+    offload = Offload(CPU, streams)
     host = offload.empty((3,), torch.float32)
-    streams.done.clear()
+    cuda.done.clear()
     offload.load(host)  # and dropped: compute never waits for it
-    assert streams.done == [("copy", "waits for", "compute"), ("kept for", "copy")]
+    assert cuda.done == [("copy", "waits for", "compute"), ("kept for", "copy")]
 
 
 def test_pinned_blocks_are_unregistered_when_their_pool_and_its_last_buffer_are_gone(monkeypatch):
-    streams, pool = FakeStreams(monkeypatch), HostPool(pinned=True)
+    cuda, pool = FakeCuda(monkeypatch), HostPool(CudaStreams(torch.device("cuda", 0)))
     first, second = pool.empty((4,), torch.float32), pool.empty((5,), torch.float32)
     addresses = [first.data_ptr(), second.data_ptr()]
-    assert streams.done == [("register", address) for address in addresses]
-    streams.done.clear()
+    assert cuda.done == [("register", address) for address in addresses]
+    cuda.done.clear()
     del pool, first
     gc.collect()
-    assert streams.done == []  # somebody still has a buffer
+    assert cuda.done == []  # somebody still has a buffer
     del second
     gc.collect()
-    assert streams.done == ["synchronize", *(("unregister", address) for address in addresses)]
+    assert cuda.done == ["synchronize", *(("unregister", address) for address in addresses)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

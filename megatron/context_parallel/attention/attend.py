@@ -12,6 +12,7 @@ up).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,29 +23,41 @@ from megatron.context_parallel.attention.gather import GatherSource
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock, RingSource
 from megatron.context_parallel.attention.tile import TileKernel
+from megatron.context_parallel.layout.spans import union
 from megatron.context_parallel.layout.tiles import Tile
 
 
 def tiled_attention(
-    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, source: RingSource | GatherSource, kernel: TileKernel
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    *,
+    source: RingSource | GatherSource,
+    kernel: TileKernel,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to every key that its source brings.
 
     Args:
-        q_SBHD: [s, b, heads, d]; k_SBHD, v_SBHD: [s, b, kv_heads, d], kv_heads divides heads.
+        q_SBHD: [s, b, heads, d]; k_SBHD: [s, b, kv_heads, d], kv_heads divides heads; v_SBHD: the same, or heads of
+            another size.
         source: where key blocks come from; its plan says which tiles to compute.
         kernel: computes one tile.
+        sinks: fp32 [heads], one more score of each query of a head.
 
     Returns:
-        out [s, b, heads, d], same dtype as q; 0 for queries without any key.
+        out [s, b, heads, d], heads of v's size, same dtype as q; 0 for queries without any key.
     """
-    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, source, kernel)
+    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, source, kernel)
 
 
 def attend(
     tiles: Iterable[Tile], q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, kernel: TileKernel, result: Accumulator
 ) -> None:
     """Merge the tiles between a query block [s, b, heads, d] and a key block [s, b, kv_heads, d] into ``result``."""
+    if kernel.at_once:
+        kernel.attend(tuple(tiles), q_SBHD, k_SBHD, v_SBHD, *result.sums())
+        return
     for tile in kernel.parts(tiles):
         result.add(tile.q, *kernel.forward(tile, q_SBHD, k_SBHD, v_SBHD))
 
@@ -56,8 +69,9 @@ def attend_grad(
     v_SBHD: Tensor,
     *,
     dout_SBHD: Tensor,
-    out_SBHD: Tensor,
+    out_SBHD: Tensor | None,
     lse_SBH: Tensor,
+    delta_SBH: Tensor | None,
     kernel: TileKernel,
     dq: GradientSum,
     dkv: KeyGradients | KeyBlock,
@@ -67,32 +81,87 @@ def attend_grad(
     Args:
         dout_SBHD: gradient of the final output, [s, b, heads, d].
         out_SBHD, lse_SBH: the *final* ones, of all tiles of these queries.
+        delta_SBH: of ``kernel.delta``, whose kernel then has no use for ``out``; else None.
     """
+    if kernel.at_once:
+        _attend_grad_at_once(
+            tuple(tiles), (q_SBHD, k_SBHD, v_SBHD), (dout_SBHD, lse_SBH, delta_SBH), kernel=kernel, dq=dq, dkv=dkv
+        )
+        return
     for tile in kernel.parts(tiles):
         dq_tile, *dkv_tile = kernel.backward(tile, q_SBHD, k_SBHD, v_SBHD, dout_SBHD, out_SBHD, lse_SBH)
         dq.add(tile.q, dq_tile)
         dkv.add(tile.k, *dkv_tile)
 
 
+def _attend_grad_at_once(
+    tiles: tuple[Tile, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    final: tuple[Tensor, Tensor, Tensor],
+    *,
+    kernel: TileKernel,
+    dq: GradientSum,
+    dkv: KeyGradients | KeyBlock,
+) -> None:
+    """Of all tiles in one call, into the sums themselves where keys and their gradients lie alike.
+
+    On a ring they need not: rows of keys go on that are needed later, rows of gradients that were needed before.
+    """
+    q, k, v = qkv
+    apart = {dkv.at(tile.k)[0] - tile.k[0] for tile in tiles}
+    if len(apart) == 1:
+        (moved,) = apart
+        first, stop = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+        if first:
+            tiles = tuple(replace(tile, k=(tile.k[0] - first, tile.k[1] - first)) for tile in tiles)
+        dk, dv = (total[first + moved : stop + moved] for total in dkv.sums())
+        kernel.attend_grad(tiles, (q, k[first:stop], v[first:stop]), *final, (dq.sum(), dk, dv))
+        return
+    fresh = KeyGradients(k, v, ((0, k.size(0)),))
+    dk, dv = fresh.sums()
+    kernel.attend_grad(tiles, qkv, *final, (dq.sum(), dk, dv))
+    for start, stop in union(tile.k for tile in tiles):
+        dkv.add((start, stop), dk[start:stop], dv[start:stop])
+
+
+def sinks_grad(sinks: Tensor, dout_SBHD: Tensor, out_SBHD: Tensor, lse_SBH: Tensor) -> Tensor:
+    """The gradient of ``sinks`` [heads] that some queries give, fp32 (fp64), from their *final* ``out`` and ``lse``.
+
+    A sink's share p of a softmax multiplies no value, so ``d sink = -p * delta``, where delta is the row sum of
+    dout * out.
+    """
+    wide = lse_SBH.dtype
+    delta = (dout_SBHD.to(wide) * out_SBHD.to(wide)).sum(-1)
+    return -(torch.exp(sinks.to(wide) - lse_SBH) * delta).sum((0, 1))
+
+
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, source: RingSource | GatherSource, kernel: TileKernel
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        source: RingSource | GatherSource,
+        kernel: TileKernel,
     ) -> Tensor:
-        result = Accumulator(q)
+        result = Accumulator(q, v.size(3))
         for block in source.blocks(k, v):
             attend(block.tiles, q, block.k, block.v, kernel=kernel, result=result)
-        out, lse = result.finish()
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = result.finish(sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.source, ctx.kernel = source, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
-        dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, ((0, k.size(0)),))
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        delta = ctx.kernel.delta(out, dout)
+        final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
+        dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, v, ((0, k.size(0)),))
         for block in ctx.source.blocks(k, v, dkv):
             attend_grad(block.tiles, q, block.k, block.v, **final, kernel=ctx.kernel, dq=dq, dkv=block)
-        return *(total.finish().to(q.dtype) for total in (dq, dkv.dk, dkv.dv)), None, None
+        dsinks = sinks_grad(sinks, dout, out, lse).to(sinks.dtype) if ctx.needs_input_grad[3] else None
+        return *(total.finish().to(q.dtype) for total in (dq, dkv.dk, dkv.dv)), dsinks, None, None

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.attention.merge import KeyGradients
+from megatron.context_parallel.attention.packed import packed, unpacked
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.attention.ring_plan import Hop
 from megatron.context_parallel.layout.masks import Mask
@@ -37,15 +37,15 @@ class GatherSource:
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
         """The one block; with ``own``, which then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
-        kv, rows = torch.stack((k, v), dim=1), ((0, self.axis.size * k.size(0)),)
+        kv, rows = packed(k, v), ((0, self.axis.size * k.size(0)),)
         whole = kv.new_empty((rows[0][1], *kv.shape[1:]))
         dist.all_gather_into_tensor(whole, kv, group=self.axis.group)
-        grads = None if own is None else KeyGradients(k, rows)
+        grads = None if own is None else KeyGradients(k, v, rows)
         nothing = {"forward": (), "grads_in": (), "grads_out": (), "grads_to": self.axis.rank}
         hop = Hop(source=self.axis.rank, held=rows, tiles=self.tiles, **nothing)
-        yield KeyBlock(*whole.unbind(1), hop, whole, grads)
+        yield KeyBlock(*unpacked(whole, k.size(3)), hop, whole, grads)
         if own is not None:
-            total = grads.side_by_side()
+            total = grads.packed()
             mine = total.new_empty((k.size(0), *total.shape[1:]))
             dist.reduce_scatter_tensor(mine, total, group=self.axis.group)
-            own.add((0, k.size(0)), *mine.unbind(1))
+            own.add((0, k.size(0)), *unpacked(mine, k.size(3)))

@@ -7,39 +7,53 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.attention.packed import packed, unpacked
 from megatron.context_parallel.layout.spans import Span, Spans, count, place
 
 
 class Accumulator:
     """Merges the outputs of tiles of one query block."""
 
-    def __init__(self, q_SBHD: Tensor, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None) -> None:
+    def __init__(
+        self, q_SBHD: Tensor, value_dim: int, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None
+    ) -> None:
         """``out_SBHD, lse_SBH``: what an earlier accumulator for these queries had so far; they are written to."""
-        self.shape, self.dtype, self.device = q_SBHD.shape, q_SBHD.dtype, q_SBHD.device
+        self.shape, self.dtype, self.device = (*q_SBHD.shape[:3], value_dim), q_SBHD.dtype, q_SBHD.device
         self.sum_dtype = accumulation_dtype(q_SBHD.dtype)
         self.out_SBHD, self.lse_SBH = out_SBHD, lse_SBH
 
     def add(self, rows: Span, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
         """Merge a tile: ``out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t))``."""
         tile_out, tile_lse = out_BHSD.permute(2, 0, 1, 3), lse_BHS.permute(2, 0, 1)
-        if self.out_SBHD is None:
-            if rows == (0, self.shape[0]):
-                self.out_SBHD, self.lse_SBH = tile_out, tile_lse
-                return
-            self._start()
-        if self.out_SBHD.dtype != self.sum_dtype:
-            self.out_SBHD = self.out_SBHD.to(self.sum_dtype)
-        out, lse = self.out_SBHD[rows[0] : rows[1]], self.lse_SBH[rows[0] : rows[1]]
+        if self.out_SBHD is None and rows == (0, self.shape[0]):
+            self.out_SBHD, self.lse_SBH = tile_out, tile_lse
+            return
+        out, lse = (x[rows[0] : rows[1]] for x in self.sums())
         # Where neither side has attended to anything both lse are -inf, and nothing changes.
         share = torch.sigmoid(tile_lse - lse).nan_to_num_(0.0)
         out -= share.unsqueeze(-1) * (out - tile_out)
         lse.copy_(torch.logaddexp(lse, tile_lse))
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """out [s, b, h, d] in the inputs' dtype, lse [s, b, h]; 0 and -inf for queries without any key."""
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """What there is so far, in fp32 (fp64), to be added to in place: out, and lse, 0 and -inf at first."""
         if self.out_SBHD is None:
             self._start()
-        return self.out_SBHD.to(self.dtype), self.lse_SBH
+        self.out_SBHD = self.out_SBHD.to(self.sum_dtype)
+        return self.out_SBHD, self.lse_SBH
+
+    def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out [s, b, h, d] in the inputs' dtype, lse [s, b, h]; 0 and -inf for queries without any key.
+
+        Args:
+            sinks: [h], one more score of every query, of a key whose value is 0; see ``AttentionRule``.
+        """
+        if self.out_SBHD is None:
+            self._start()
+        out, lse = self.out_SBHD, self.lse_SBH
+        if sinks is not None:
+            sinks = sinks.to(lse.dtype)
+            out, lse = out * torch.sigmoid(lse - sinks).unsqueeze(-1), torch.logaddexp(lse, sinks)
+        return out.to(self.dtype), lse
 
     def _start(self) -> None:
         self.out_SBHD = torch.zeros(self.shape, dtype=self.sum_dtype, device=self.device)
@@ -64,8 +78,12 @@ class GradientSum:
         if self.total is None and rows == (0, self.rows):
             self.total = grad_SBHD
         else:
-            self.total = self.finish().to(self.sum_dtype)
-            self.total[rows[0] : rows[1]] += grad_SBHD
+            self.sum()[rows[0] : rows[1]] += grad_SBHD
+
+    def sum(self) -> Tensor:
+        """What there is so far, in fp32 (fp64), to be added to in place."""
+        self.total = self.finish().to(self.sum_dtype)
+        return self.total
 
     def finish(self) -> Tensor:
         """The sum [rows, b, heads, d], 0 where no tile was; in the dtype of a tile if there was just one."""
@@ -78,25 +96,37 @@ class KeyGradients:
     """dk and dv of a key block.
 
     Args:
-        k_SBHD: its keys; b, heads, d, dtype and device count.
+        k_SBHD, v_SBHD: its keys and values; b, heads, sizes, dtype and device count.
         rows: the rows of the block that are kept.
-        total_S2BHD: the sum so far, fp32 (fp64) [kept rows, 2, b, heads, d]; None: nothing yet.
+        total: the sum so far, fp32 (fp64), packed: [kept rows, b, heads, sizes]; None: nothing yet.
     """
 
-    def __init__(self, k_SBHD: Tensor, rows: Spans, total_S2BHD: Tensor | None = None) -> None:
-        self.rows, self.total_S2BHD = rows, total_S2BHD
-        halves = (None, None) if total_S2BHD is None else total_S2BHD.unbind(1)
-        self.dk, self.dv = (GradientSum(k_SBHD, count(rows), half) for half in halves)
+    def __init__(self, k_SBHD: Tensor, v_SBHD: Tensor, rows: Spans, total: Tensor | None = None) -> None:
+        self.rows, self.total, self.key_dim = rows, total, k_SBHD.size(3)
+        parts = (None, None) if total is None else unpacked(total, self.key_dim)
+        self.dk, self.dv = (GradientSum(x, count(rows), part) for x, part in zip((k_SBHD, v_SBHD), parts))
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add gradients of ``rows``, which lie within one run of the kept ones."""
-        at = place(rows, self.rows)
+        at = self.at(rows)
         self.dk.add(at, dk_SBHD)
         self.dv.add(at, dv_SBHD)
 
-    def side_by_side(self) -> Tensor:
-        """The sums, fp32 (fp64) [kept rows, 2, b, heads, d], to be sent or put away."""
-        if self.total_S2BHD is None:
-            self.total_S2BHD = torch.stack((self.dk.finish(), self.dv.finish()), dim=1).to(self.dk.sum_dtype)
-            self.dk.total, self.dv.total = self.total_S2BHD.unbind(1)
-        return self.total_S2BHD
+    def at(self, rows: Span) -> Span:
+        """Where gradients of ``rows`` lie in the sums."""
+        return place(rows, self.rows)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """dk and dv so far, in fp32 (fp64), to be added to in place."""
+        return unpacked(self.packed(), self.key_dim)
+
+    def packed(self) -> Tensor:
+        """The sums, fp32 (fp64) [kept rows, b, heads, sizes], to be sent or put away."""
+        if self.total is None:
+            if self.dk.total is None:
+                shape = (*self.dk.like.shape[1:3], self.key_dim + self.dv.like.size(3))
+                self.total = self.dk.like.new_zeros((self.dk.rows, *shape), dtype=self.dk.sum_dtype)
+            else:
+                self.total = packed(self.dk.total, self.dv.total).to(self.dk.sum_dtype)
+            self.dk.total, self.dv.total = unpacked(self.total, self.key_dim)
+        return self.total

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.attention.merge import KeyGradients
+from megatron.context_parallel.attention.packed import packed, unpacked
 from megatron.context_parallel.attention.ring_plan import Hop, RingPlan
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span, Spans, count, place, positions_of
@@ -78,7 +79,7 @@ class KeyBlock:
     Attributes:
         k, v: [rows, b, heads, d].
         hop: whose rows they are, and the tiles.
-        kv: the same side by side, [rows, 2, b, heads, d], of a block that has travelled.
+        kv: the same packed, of a block that has travelled.
         grads: where gradients of the block add up.
     """
 
@@ -94,12 +95,24 @@ class KeyBlock:
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add gradients of rows that are counted, as those of tiles are, within what is held."""
-        self.grads.add(*positions_of([rows], self.hop.held), dk_SBHD, dv_SBHD)
+        first = 0
+        for start, stop in positions_of([rows], self.hop.held):
+            part = slice(first, first + stop - start)
+            self.grads.add((start, stop), dk_SBHD[part], dv_SBHD[part])
+            first = part.stop
+
+    def at(self, rows: Span) -> Span:
+        """Where gradients of such rows lie in the sums."""
+        return self.grads.at(*positions_of([rows], self.hop.held))
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """dk and dv so far, in fp32 (fp64), to be added to in place."""
+        return self.grads.sums()
 
     def pick(self, wanted: Spans) -> Tensor:
-        """Rows of keys and values side by side, [rows, 2, b, heads, d]; where it can be, a view."""
+        """Rows of keys and values, packed; where it can be, a view."""
         spans = [slice(*place(span, self.hop.held)) for span in wanted]
-        parts = [torch.stack((self.k[at], self.v[at]), dim=1) if self.kv is None else self.kv[at] for at in spans]
+        parts = [packed(self.k[at], self.v[at]) if self.kv is None else self.kv[at] for at in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -121,46 +134,45 @@ class RingSource:
         summed in fp32 (fp64) and travel on with their block; once the last block is done, ``own`` has those of ``k``
         and ``v``, from all ranks.
         """
-        kv = None
+        kv, row = None, (*k.shape[1:3], k.size(3) + v.size(3))
         coming = home = (), None
         wide, grads_moving = accumulation_dtype(k.dtype), _Transfer(self.axis)
         for step in schedule(self.plan, grads=own is not None):
             if kv is None:
                 block = KeyBlock(k, v, step.hop, None, own)
             else:
-                block = KeyBlock(*kv.unbind(1), step.hop, kv, KeyGradients(k, step.grads_out.rows))
-            keys_moving, kv = self._pass_on(block, step)
+                block = KeyBlock(*unpacked(kv, k.size(3)), step.hop, kv, KeyGradients(k, v, step.grads_out.rows))
+            keys_moving, kv = self._pass_on(block, step, row)
             if block.tiles:
                 yield block
             grads_moving.wait()
             _add_rows(block.grads, *coming)
             grads_moving = _Transfer(self.axis)
             if step.grads_out.rows:
-                grads_moving.send(block.grads.side_by_side(), step.grads_out)
+                grads_moving.send(block.grads.packed(), step.grads_out)
             if step.grads_home.rows:
-                home = step.grads_home.rows, grads_moving.receive(step.grads_home, k, wide)
-            coming = step.grads_in.rows, grads_moving.receive(step.grads_in, k, wide)
+                home = step.grads_home.rows, grads_moving.receive(step.grads_home, k, row, wide)
+            coming = step.grads_in.rows, grads_moving.receive(step.grads_in, k, row, wide)
             grads_moving.start()
             keys_moving.wait()
         grads_moving.wait()
         _add_rows(own, *home)
 
-    def _pass_on(self, block: KeyBlock, step: Step) -> tuple[_Transfer, Tensor]:
+    def _pass_on(self, block: KeyBlock, step: Step, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
         """Start sending a block to the next rank and receiving the next step's, which is there after the wait."""
         moving = _Transfer(self.axis)
         if step.keys_out.rows:
             moving.send(block.pick(step.keys_out.rows), step.keys_out)
-        arriving = moving.receive(step.keys_in, block.k, block.k.dtype)
+        arriving = moving.receive(step.keys_in, block.k, row, block.k.dtype)
         moving.start()
         return moving, arriving
 
 
-def _add_rows(grads: KeyGradients | None, rows: Spans, part_S2BHD: Tensor | None) -> None:
+def _add_rows(grads: KeyGradients | None, rows: Spans, arrived: Tensor | None) -> None:
     """Add gradients of ``rows``, one after another, that have arrived."""
     first = 0
     for start, stop in rows:
-        part = part_S2BHD[first : first + stop - start]
-        grads.add((start, stop), *part.unbind(1))
+        grads.add((start, stop), *unpacked(arrived[first : first + stop - start], grads.key_dim))
         first += stop - start
 
 
@@ -175,9 +187,9 @@ class _Transfer:
     def send(self, x: Tensor, message: Message) -> None:
         self._add(dist.isend, x.contiguous(), message)
 
-    def receive(self, message: Message, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory [rows, 2, b, heads, d] that is filled once :meth:`wait` returns."""
-        x = like.new_empty((count(message.rows), 2, *like.shape[1:]), dtype=dtype)
+    def receive(self, message: Message, like: Tensor, row: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for packed rows of the shape ``row``, which is filled once :meth:`wait` returns."""
+        x = like.new_empty((count(message.rows), *row), dtype=dtype)
         if message.rows:
             self._add(dist.irecv, x, message)
         return x

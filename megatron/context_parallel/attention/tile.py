@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, accumulation_dtype
+from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, TilesKernel, accumulation_dtype
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.masks import Causal, Full, Mask
+from megatron.context_parallel.layout.masks import Causal, Full, Mask, inside_tiles
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, parts
+from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 
 MADE_AT_ONCE = 2048
@@ -23,24 +25,57 @@ MADE_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class TileKernel:
-    """How tiles are computed.
+    """How tiles are computed: one by one, or, by a kernel that can (``at_once``), all of a key block's together.
 
     Attributes:
         kernel: computes rectangles and causal squares.
         scale: factor on q @ k^T.
-        mask: asked about each pair of a masked tile.
-        slopes: ALiBi's, fp32 [heads], of the heads in q; None without ALiBi.
+        mask: asked about each pair of a masked tile; it need not know what no tile holds (``inside_tiles``).
+        slopes: ALiBi's, fp32 [heads], of the heads in q, where they are; None without ALiBi.
         mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
             tile's (of :meth:`parts`) at once.
         dropout: of the attention weights, for the samples and heads in q; None keeps all.
+        softcap: scores are capped at it; None leaves them.
     """
 
-    kernel: Kernel
+    kernel: Kernel | TilesKernel
     scale: float
     mask: Mask
     slopes: Tensor | None = None
     mask_in_host: bool = False
     dropout: Dropout | None = None
+    softcap: float | None = None
+
+    @property
+    def at_once(self) -> bool:
+        """Whether :meth:`attend` and :meth:`attend_grad` can be called."""
+        return hasattr(self.kernel, "attend")
+
+    def attend(self, computed: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Tiles between two blocks, merged into fp32 sums: out [s, b, h, dv] and lse [s, b, h]."""
+        self.kernel.attend(computed, q, k, v, out_SBHD=out, lse_SBH=lse, **self._options())
+
+    def attend_grad(
+        self,
+        computed: tuple[Tile, ...],
+        qkv: tuple[Tensor, Tensor, Tensor],
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        sums: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Adds the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are the final ones."""
+        final = {"dout": dout, "lse": lse, "delta_SBH": delta}
+        into = dict(zip(("dq", "dk", "dv"), sums))
+        self.kernel.attend_grad(computed, *qkv, **final, **into, **self._options())
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor | None:
+        """Row sums of ``dout * out``, once for all tiles of some queries; None where the kernel makes its own."""
+        return self.kernel.delta(out, dout) if self.at_once else None
+
+    def _options(self) -> dict[str, Any]:
+        names = ("scale", "mask", "slopes", "softcap", "dropout")
+        return {name: getattr(self, name) for name in names}
 
     def parts(self, computed: Iterable[Tile]) -> Iterator[Tile]:
         """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where pairs are looked at one by one."""
@@ -80,7 +115,7 @@ class TileKernel:
 
     def _row_mask(self, tile: Tile, q: Tensor) -> RowMask | None:
         if not self._asks(tile):
-            return None
+            return None if self.softcap is None else RowMask(softcap=self.softcap)
         device, flip = q.device, tile.kind == "anticausal"
         allowed = bias = dropout = None
         if tile.masked:
@@ -99,7 +134,7 @@ class TileKernel:
 
         if self.slopes is not None:
             wide = accumulation_dtype(q.dtype)
-            slopes = -self.slopes.to(device, wide)[:, None, None]
+            slopes = -self.slopes.to(wide)[:, None, None]
             first = tile.k_at[0][0]  # counted from here, positions are exact in fp32
             q_here = (positions(tile.q_at, device, flip) - first).to(wide)[:, None]
             k_here = (positions(tile.k_at, device, flip) - first).to(wide)
@@ -109,7 +144,7 @@ class TileKernel:
 
         if self.dropout is not None:
             dropout = TileDropout(self.dropout, q.size(2), tile.q_at, tile.k_at, device, flip=flip)
-        return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes), dropout)
+        return RowMask(allowed, bias, 1 if self.slopes is None else len(self.slopes), dropout, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -118,7 +153,7 @@ class AttentionRule:
 
     Attributes:
         mask: which keys a query attends to.
-        kernel: ``auto``, ``flash_attn``, ``cudnn``, ``flash``, ``cpu`` or ``math``.
+        kernel: ``auto``, ``flash_attn``, ``cudnn``, ``flash``, ``cpu``, ``triton`` or ``math``.
         scale: factor on q @ k^T; default ``d ** -0.5``.
         alibi_slopes: fp32 [heads], of the heads before the all-to-all: ``slope * |distance|`` is taken from each score
             (ALiBi, arXiv 2108.12409).
@@ -127,6 +162,12 @@ class AttentionRule:
         dropout: of the attention weights, by position; its heads are those before the all-to-all. None, or a
             probability of 0, keeps all.
         gather_keys: ring ranks gather all keys at once (gather.py), in place of passing them on; not in chunks.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)``, before ALiBi's share is taken from it (Gemma 2,
+            arXiv 2408.00118); None leaves it.
+        sinks: fp32 [heads], of the heads before the all-to-all: one more score in each softmax of a head, of a key that
+            every query sees and whose value is 0 (StreamingLLM, arXiv 2309.17453, learned as in gpt-oss). Each rank's
+            gradient is what its own queries and heads give: as of any weight that all ranks of the context-parallel
+            group hold, the sum over them is the whole gradient.
     """
 
     mask: Mask = Causal()
@@ -136,12 +177,21 @@ class AttentionRule:
     mask_cpu_threshold: int = 16384
     dropout: Dropout | None = None
     gather_keys: bool = False
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
-    def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int) -> TileKernel:
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap} is what scores stay below: above 0, or None for no cap")
+
+    def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int, value_dim: int | None = None) -> TileKernel:
         """For queries [s, b, heads of this rank, d], after the all-to-all.
 
+        Args:
+            value_dim: size of the value heads; default d.
+
         Raises:
-            KernelUnavailable: the kernel cannot run here, or takes no masks or has no dropout where one is needed.
+            KernelUnavailable: the kernel cannot run here, or lacks what this rule needs.
             ValueError: slopes or dropout are for other heads or samples.
         """
         batch, heads, size = q_SBHD.shape[1:]
@@ -150,24 +200,35 @@ class AttentionRule:
             if len(dropout.samples) != batch:
                 raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {batch}: name each")
             dropout = dropout.of_heads(ulysses.rank * heads)
-        slopes = self.alibi_slopes
-        if slopes is not None:
-            if slopes.shape != (heads * ulysses.size,):
-                raise ValueError(
-                    f"alibi_slopes {list(slopes.shape)} are not one for each of {heads * ulysses.size} heads"
-                )
-            slopes = slopes[ulysses.rank * heads : (ulysses.rank + 1) * heads]
+        slopes = _of_rank(self.alibi_slopes, "alibi_slopes", heads, ulysses)
+        slopes = None if slopes is None else to_device(slopes, q_SBHD.device)
         kernel = kernels.select(
             self.kernel,
             device=q_SBHD.device,
             dtype=q_SBHD.dtype,
-            head_dim=size,
+            head_dim=max(size, value_dim or size),
             many_tiles=not isinstance(self.mask, Causal | Full),
             needs_mask=self.mask.fine or slopes is not None,
             needs_dropout=dropout is not None,
+            needs_softcap=self.softcap is not None,
+            needs_value_dim=value_dim not in (None, size),
         )
         scale = size**-0.5 if self.scale is None else self.scale
-        return TileKernel(kernel, scale, self.mask, slopes, seq_length > self.mask_cpu_threshold, dropout)
+        in_host = seq_length > self.mask_cpu_threshold
+        return TileKernel(kernel, scale, inside_tiles(self.mask), slopes, in_host, dropout, self.softcap)
+
+    def local_sinks(self, q_SBHD: Tensor, ulysses: Axis) -> Tensor | None:
+        """Those of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""
+        return _of_rank(self.sinks, "sinks", q_SBHD.size(2), ulysses)
+
+
+def _of_rank(x: Tensor | None, name: str, heads: int, ulysses: Axis) -> Tensor | None:
+    """What a Ulysses rank with so many heads takes of a tensor with one number a head."""
+    if x is None:
+        return None
+    if x.shape != (heads * ulysses.size,):
+        raise ValueError(f"{name} {list(x.shape)} are not one for each of {heads * ulysses.size} heads")
+    return x[ulysses.rank * heads : (ulysses.rank + 1) * heads]
 
 
 def tile_of(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

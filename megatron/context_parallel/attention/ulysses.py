@@ -67,13 +67,13 @@ def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: A
     """Run ``attention`` over all tokens of the Ulysses ranks, each on its share of the heads.
 
     Args:
-        q_SBHD: [s_local, b, heads, d]; k_SBHD, v_SBHD: [s_local, b, kv_heads, d].
+        q_SBHD: [s_local, b, heads, d]; k_SBHD: [s_local, b, kv_heads, d]; v_SBHD: the same, or heads of another size.
         axis: the Ulysses axis of the grid.
-        attention: any function of (q, k, v) with [s, b, heads / ranks, d] that returns the same shape as its q:
-            dense, sparse, ring, cross-attention.
+        attention: any function of (q, k, v) with [s, b, heads / ranks, d] that returns the same shape as its q, heads
+            of v's size: dense, sparse, ring, cross-attention.
 
     Returns:
-        [s_local, b, heads, d].
+        [s_local, b, heads, d], heads of v's size.
     """
     if axis.size == 1:
         return attention(q_SBHD, k_SBHD, v_SBHD)
@@ -87,13 +87,13 @@ def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tens
         return q, k, v
     plan = head_plan(q.size(2), k.size(2), axis.size)
     sent = [_heads_for(plan, rank, q, k, v) for rank in range(axis.size)]
-    shapes = _shapes(plan, axis.rank, q, k)
+    shapes = _shapes(plan, axis.rank, q, k, v)
     parts = _exchange(sent, [_numel(shapes)] * axis.size, axis)
     received = [_unpack(part, shapes) for part in parts]
     q, k, v = (torch.cat(parts) for parts in zip(*received))
     if plan.needs_expansion(axis.rank):
-        index = torch.tensor(plan.kv_index[axis.rank], device=k.device)
-        k, v = k.index_select(2, index), v.index_select(2, index)
+        # Head by head: an index would be a tensor, made on the host, for which a GPU would have to wait.
+        k, v = (torch.stack([x[:, :, head] for head in plan.kv_index[axis.rank]], dim=2) for x in (k, v))
     return q, k, v
 
 
@@ -105,9 +105,7 @@ def sequence_to_heads_grad(
         return dq, dk, dv
     plan = head_plan(heads, kv_heads, axis.size)
     if plan.needs_expansion(axis.rank):
-        index = torch.tensor(plan.kv_index[axis.rank], device=dk.device)
-        shape = (*dk.shape[:2], len(plan.kv_heads[axis.rank]), dk.size(3))
-        dk, dv = (x.new_zeros(shape).index_add_(2, index, x) for x in (dk, dv))
+        dk, dv = (_summed_by_head(x, plan.kv_index[axis.rank]) for x in (dk, dv))
     q_length, k_length = dq.size(0) // axis.size, dk.size(0) // axis.size
     sent = [
         (dq.narrow(0, rank * q_length, q_length), *(x.narrow(0, rank * k_length, k_length) for x in (dk, dv)))
@@ -115,7 +113,7 @@ def sequence_to_heads_grad(
     ]
     local_dq = dq.new_empty((q_length, dq.size(1), heads, dq.size(3)))
     local_dk, local_dv = (x.new_zeros((k_length, x.size(1), kv_heads, x.size(3))) for x in (dk, dv))
-    shapes = [_shapes(plan, rank, local_dq, local_dk) for rank in range(axis.size)]
+    shapes = [_shapes(plan, rank, local_dq, local_dk, local_dv) for rank in range(axis.size)]
     parts = _exchange(sent, [_numel(shape) for shape in shapes], axis)
     for rank, (part, shape) in enumerate(zip(parts, shapes)):
         q_part, k_part, v_part = _unpack(part, shape)
@@ -168,10 +166,18 @@ def _heads_for(plan: HeadPlan, rank: int, q: Tensor, k: Tensor, v: Tensor) -> tu
     return q[:, :, rank * plan.q_heads : (rank + 1) * plan.q_heads], k[:, :, keys], v[:, :, keys]
 
 
-def _shapes(plan: HeadPlan, rank: int, q: Tensor, k: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Shapes of one rank-to-rank part: tokens of the sender, heads of ``rank``."""
-    kv = (k.size(0), k.size(1), len(plan.kv_heads[rank]), k.size(3))
-    return (q.size(0), q.size(1), plan.q_heads, q.size(3)), kv, kv
+def _summed_by_head(x_SBHD: Tensor, index: tuple[int, ...]) -> Tensor:
+    """[s, b, len(index), d] -> [s, b, heads, d]: the i-th head is added to head ``index[i]``."""
+    total = x_SBHD.new_zeros((*x_SBHD.shape[:2], max(index) + 1, x_SBHD.size(3)))
+    for i, head in enumerate(index):
+        total[:, :, head] += x_SBHD[:, :, i]
+    return total
+
+
+def _shapes(plan: HeadPlan, rank: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Shapes of one rank-to-rank part of q, k and v: tokens of the sender, heads of ``rank``."""
+    heads = (plan.q_heads, *[len(plan.kv_heads[rank])] * 2)
+    return tuple((*x.shape[:2], count, x.size(3)) for x, count in zip((q, k, v), heads))
 
 
 def _numel(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -33,20 +33,22 @@ def attention(
     mask_cpu_threshold: int = 16384,
     dropout: Dropout | None = None,
     gather_keys: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Exact attention over the whole sequence, each rank with its own tokens.
 
     Args:
-        q: [s_local, b, heads, d]; k, v: [s_local, b, kv_heads, d]; kv_heads divides heads (GQA, MQA).
-            Tokens are those of ``layout.positions``.
+        q: [s_local, b, heads, d]; k: [s_local, b, kv_heads, d]; v: the same, or heads of another size; kv_heads divides
+            heads (GQA, MQA). Tokens are those of ``layout.positions``.
         layout: who holds which tokens.
         mask: which keys a query attends to; a sequence has one for each sample of the batch.
         key_layout: who holds which keys, where they are another sequence (cross-attention); default ``layout``.
-        kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys: see
+        kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys, softcap, sinks: see
             :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
 
     Returns:
-        [s_local, b, heads, d]; 0 for a query that attends to nothing.
+        [s_local, b, heads, d], heads of v's size; 0 for a query that attends to nothing.
 
     Raises:
         ValueError: the Ulysses degree does not divide the heads, or the tokens are not the layout's.
@@ -67,13 +69,16 @@ def attention(
     longest = max(layout.seq_length, (key_layout or layout).seq_length)
 
     def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, mask: Mask, dropout: Dropout | None) -> Tensor:
-        rule = AttentionRule(mask, kernel, scale, alibi_slopes, mask_cpu_threshold, dropout)
-        tile_kernel = rule.tile_kernel(q_SBHD, layout.grid.ulysses, longest)
+        rule = AttentionRule(
+            mask, kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, softcap=softcap, sinks=sinks
+        )
+        tile_kernel = rule.tile_kernel(q_SBHD, layout.grid.ulysses, longest, v_SBHD.size(3))
         if gather_keys and layout.grid.ring.size > 1:
             source = GatherSource(layout, mask, key_layout)
         else:
             source = RingSource(ring_plan(layout, mask, key_layout=key_layout), layout.grid.ring)
-        return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=tile_kernel)
+        here = rule.local_sinks(q_SBHD, layout.grid.ulysses)
+        return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=tile_kernel, sinks=here)
 
     def by_sample(*qkv: Tensor) -> Tensor:
         if len(masks) == 1:

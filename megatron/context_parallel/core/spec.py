@@ -18,10 +18,12 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
@@ -56,9 +58,15 @@ class ContextParallelAttention(MegatronModule):
                 "give AttentionSettings a ModelDropout"
             )
         self.settings, self.scale, self.layer_number = settings, softmax_scale, layer_number
-        self.first_head = settings.layout.grid.tensor.rank * (
-            config.num_attention_heads // settings.layout.grid.tensor.size
-        )
+        tensor = settings.layout.grid.tensor
+        self.heads = config.num_attention_heads // tensor.size
+        self.first_head = tensor.rank * self.heads
+        self.softmax_offset = None  # core's name, so that checkpoints are the same
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.empty(self.heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, dim=0, stride=1)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
@@ -84,8 +92,23 @@ class ContextParallelAttention(MegatronModule):
             mask_cpu_threshold=rule.mask_cpu_threshold,
             dropout=self.dropout_of(seen),
             gather_keys=rule.gather_keys,
+            softcap=rule.softcap,
+            sinks=self.sinks(query.device),
         )
         return out.flatten(2)
+
+    def sinks(self, device: torch.device) -> Tensor | None:
+        """One more score a head in each softmax: learned, or 0 (off-by-one)."""
+        if self.config.softmax_type == "off-by-one":
+            return torch.zeros(self.heads, device=device)
+        return self.softmax_offset
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut over TP, as core's own attention saves them."""
+        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def dropout_of(self, seen: Samples) -> Dropout | None:
         """Of this layer's attention weights, for the heads of this TP rank; none in evaluation."""

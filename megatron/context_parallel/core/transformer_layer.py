@@ -152,6 +152,7 @@ class ChunkedTransformerLayer(LongContextLayer):
         layout, (mask,) = settings.attention.of_samples(seen)
         core, dropout = self.self_attention.core_attention, self._hidden_dropout(seen)
         rule = replace(settings.attention.rule, mask=mask, scale=core.scale, dropout=core.dropout_of(seen))
+        rule = replace(rule, sinks=core.sinks(next(self.parameters()).device))
         layer = ChunkedLayer(
             project=partial(self._project, layout, seen.ends[0] if seen.ends else None),
             output=partial(self._output, layout, dropout),

@@ -20,11 +20,11 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
         shelf.put(("q", chunk), q)
         shelf.put(("kv", chunk), kv)
     for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
-        for block in run.tiles.source(key).blocks(*there["kv", key].unbind(1)):
+        for block in run.tiles.source(key).blocks(*run.work.unpacked(there["kv", key])):
             queries = run.tiles.queries_of(key, block.hop.source)
             for query, kept in zip(queries, shelf.walk([_forward_names(query) for query in queries])):
                 q = kept["q", query]
-                result = Accumulator(q, kept.get(("sum", query)), kept.get(("sum_lse", query)))
+                result = Accumulator(q, run.work.value_dim, kept.get(("sum", query)), kept.get(("sum_lse", query)))
                 found = run.tiles.of_block(query, key, block)
                 attend(found, q, block.k, block.v, kernel=run.work.kernel, result=result)
                 # Wide from the start: the shelf writes later sums into the first one's place.
@@ -35,7 +35,8 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
         finished = [query for query in chunks if last[query] == key]
         for query, kept in zip(finished, shelf.walk([_forward_names(query) for query in finished])):
             shelf.drop(("sum", query), ("sum_lse", query))
-            result = Accumulator(kept["q", query], kept.get(("sum", query)), kept.get(("sum_lse", query)))
+            sums = kept.get(("sum", query)), kept.get(("sum_lse", query))
+            result = Accumulator(kept["q", query], run.work.value_dim, *sums)
             run.finish(query, result, None, y)
             if not run.saving:
                 shelf.drop(("q", query))
@@ -48,10 +49,15 @@ def _forward_names(query: int) -> list[tuple]:
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
     """Key chunks from first to last: under a causal mask a chunk's queries are done when its keys are."""
     shelf, last, chunks = run.shelf, run.tiles.last_keys(), run.chunks
-    outs = shelf.walk([[("out", chunk)] for chunk in chunks])
+    outs = shelf.walk([[("out", chunk), *[("lse", chunk)] * (run.work.sinks is not None)] for chunk in chunks])
     for chunk, x, dy_chunk, there in zip(chunks, run.x.walk(run.spans), dy.walk(run.spans), outs):
         dout, residual = run.work.output_grad(there["out", chunk], x, dy_chunk, chunk)
+        run.work.add_sinks_grad(dout, there["out", chunk], there.get(("lse", chunk)))
         shelf.put(("dout", chunk), dout)
+        delta = run.work.kernel.delta(there["out", chunk], dout)
+        if delta is not None:  # then nobody asks for out any more
+            shelf.put(("delta", chunk), delta)
+            shelf.drop(("out", chunk))
         run.dx.write(run.spans[chunk], residual)
     for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
         finished = [chunk for chunk in chunks if max(chunk, last[chunk]) == key]
@@ -59,25 +65,27 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
         if key not in finished:
             shelf.put(*fresh.popitem())
         run.finish_waiting(finished, fresh)
-        shelf.drop(*((name, chunk) for chunk in chunks if last[chunk] <= key for name in ("dout", "out", "lse")))
+        done = [chunk for chunk in chunks if last[chunk] <= key]
+        shelf.drop(*((name, chunk) for chunk in done for name in ("dout", "out", "delta", "lse")))
 
 
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
     """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the shelf's."""
-    k, v = kv.unbind(1)
-    own = KeyGradients(k, ((0, k.size(0)),))
+    k, v = run.work.unpacked(kv)
+    own = KeyGradients(k, v, ((0, k.size(0)),))
     for block in run.tiles.source(key).blocks(k, v, own):
         queries = run.tiles.queries_of(key, block.hop.source)
-        names = [[(name, query) for name in ("q", "dout", "out", "lse", "dq")] for query in queries]
+        names = [[(name, query) for name in ("q", "dout", "out", "delta", "lse", "dq")] for query in queries]
         for query, there in zip(queries, run.shelf.walk(names)):
             _pair_grads(run, query, key, block, there)
-    return own.side_by_side()
+    return own.packed()
 
 
 def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
     """A query chunk and a key chunk: a function of its own, so that they are let go before the next ones are there."""
-    q, dout, out, lse = (there.pop((name, query)) for name in ("q", "dout", "out", "lse"))
-    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
+    q, dout, lse = (there.pop((name, query)) for name in ("q", "dout", "lse"))
+    out, delta = (there.pop((name, query), None) for name in ("out", "delta"))
+    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
     dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
     found = run.tiles.of_block(query, key, block)
     attend_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)

@@ -28,9 +28,9 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
         for query in queries:
             keys = sorted(needs[query], key=lambda key: key != chunk)  # what is here first, while others come
             q = shelf.load([("q", query)], fresh)[0].wait()
-            result = Accumulator(q)
+            result = Accumulator(q, run.work.value_dim)
             for key, there in zip(keys, shelf.walk([[("kv", key)] for key in keys], fresh)):
-                kv = there["kv", key].unbind(1)
+                kv = run.work.unpacked(there["kv", key])
                 attend(run.tiles.between(query, key, 0), q, *kv, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
 
@@ -66,16 +66,18 @@ def _query_grads(
     coming = shelf.walk([[("kv", key), ("dkv", key)] for key in keys])
     q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
     dout, residual = run.work.output_grad(out, x, dy, query)
-    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse}
+    run.work.add_sinks_grad(dout, out, lse)
+    delta = run.work.kernel.delta(out, dout)
+    final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
     dq, own = GradientSum(q, q.size(0)), None
     for key, pair in zip(keys, coming):
-        k, v = pair.pop(("kv", key)).unbind(1)
-        dkv = KeyGradients(k, ((0, k.size(0)),), pair.pop(("dkv", key), None))
+        k, v = run.work.unpacked(pair.pop(("kv", key)))
+        dkv = KeyGradients(k, v, ((0, k.size(0)),), pair.pop(("dkv", key), None))
         attend_grad(run.tiles.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
         if last and key == query:
-            own = dkv.side_by_side()
+            own = dkv.packed()
         else:
-            shelf.put(("dkv", key), dkv.side_by_side())
+            shelf.put(("dkv", key), dkv.packed())
     shelf.drop(("out", query), ("lse", query))
     if last and own is None:
         own = shelf.pop(("dkv", query))

@@ -33,7 +33,8 @@ class ChunkPass:
     Attributes:
         work: on one chunk, beside attention.
         tiles: which chunks meet.
-        shelf: chunks and sums that wait, by name: ("q", "kv", "out", "lse", "dout", "dq", "dkv", "sum", chunk).
+        shelf: chunks and sums that wait, by name: ("q", "kv", "out", "lse", "dout", "delta", "dq", "dkv" or "sum",
+            chunk).
         x, dx: the layer's input and its gradient; ``spans``: each chunk's rows of them.
         saving: whether a backward pass follows.
     """
@@ -51,7 +52,7 @@ class ChunkPass:
 
     def finish(self, query: int, result: Accumulator, x: Tensor | None, y: HiddenStates | None) -> None:
         """All keys of a query chunk were met; ``x``, its input, if it is here still."""
-        out, lse = result.finish()
+        out, lse = result.finish(self.work.sinks)
         if self.saving:
             self.shelf.put(("out", query), out)
             self.shelf.put(("lse", query), lse)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.attention.attend import sinks_grad
+from megatron.context_parallel.attention.packed import packed, unpacked
 from megatron.context_parallel.attention.tile import AttentionRule, TileKernel
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans
@@ -36,6 +38,13 @@ class LayerFunctions:
     recompute: bool = False
     replay: Replay | None = None
 
+    @property
+    def learned(self) -> list[Tensor]:
+        """All that may want gradients: the parameters, and the sinks of the attention."""
+        sinks = self.rule.sinks
+        known = sinks is None or any(parameter is sinks for parameter in self.parameters)
+        return [*self.parameters] if known else [*self.parameters, sinks]
+
 
 class ChunkWork:
     """A layer's work on one chunk at a time.
@@ -44,25 +53,50 @@ class ChunkWork:
         parameter_grads: sums over the chunks.
         random: how the random state of a chunk's output and FFN is brought back.
         kernel: of the attention, once there are queries; ``heads, kv_heads`` before the all-to-all, ``local_heads,
-            local_kv_heads`` after it, and ``head_dim`` as well.
+            local_kv_heads`` after it, ``head_dim`` and ``value_dim``, and ``sinks``, of the local heads, as well.
     """
 
     def __init__(self, layer: LayerFunctions) -> None:
         self.layer, self.ulysses = layer, layer.layout.grid.ulysses
-        self.parameter_grads = GradientSums(layer.parameters)
+        self.parameter_grads = GradientSums(layer.learned)
         self.random: dict[int, Callable[[], AbstractContextManager]] = {}
         self.kernel: TileKernel | None = None
+        self.sinks_sum: Tensor | None = None
 
     def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        """q [c, b, heads, d] and kv [c, 2, b, kv_heads, d] of all the chunk's tokens, for this rank's heads."""
+        """q [c, b, heads, d] and packed kv [c, b, kv_heads, sizes] of all the chunk's tokens, for this rank's heads."""
         q, k, v = self.layer.project(x, chunk)
         first, heads = self.kernel is None, (q.size(2), k.size(2))
         q, k, v = sequence_to_heads(q, k, v, self.ulysses)
         if first:
             self.heads, self.kv_heads = heads
-            self.local_heads, self.local_kv_heads, self.head_dim = q.size(2), k.size(2), q.size(3)
-            self.kernel = self.layer.rule.tile_kernel(q, self.ulysses, self.layer.layout.seq_length)
-        return q.contiguous(), torch.stack((k, v), dim=1)  # views would keep all of q, k and v
+            self.local_heads, self.local_kv_heads = q.size(2), k.size(2)
+            self.head_dim, self.value_dim = q.size(3), v.size(3)
+            rule, length = self.layer.rule, self.layer.layout.seq_length
+            self.kernel = rule.tile_kernel(q, self.ulysses, length, self.value_dim)
+            self.sinks = rule.local_sinks(q, self.ulysses)
+        return q.contiguous(), packed(k, v)  # views would keep all of q, k and v
+
+    def unpacked(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, or their gradients, of what :meth:`project` packed."""
+        return unpacked(kv, self.head_dim)
+
+    def add_sinks_grad(self, dout: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """What a query chunk gives to the gradient of the sinks, if there are any."""
+        if self.sinks is None or not self.layer.rule.sinks.requires_grad:
+            return
+        if self.sinks_sum is None:
+            self.sinks_sum = torch.zeros_like(self.layer.rule.sinks, dtype=lse.dtype)
+        first = self.ulysses.rank * self.local_heads
+        self.sinks_sum[first : first + self.local_heads] += sinks_grad(self.sinks, dout, out, lse)
+
+    def take_grads(self) -> list[Tensor | None]:
+        """One gradient for each of the layer's ``learned``, in its dtype."""
+        found, sinks = self.parameter_grads.take(), self.layer.rule.sinks
+        if self.sinks_sum is None:
+            return found
+        mine = self.sinks_sum.to(sinks.dtype)
+        return [mine if x is sinks else grad for x, grad in zip(self.layer.learned, found)]
 
     def output(self, out: Tensor, x: Tensor, chunk: int, y: HiddenStates) -> None:
         """From a chunk's attention output to the layer's output."""
@@ -81,7 +115,7 @@ class ChunkWork:
                 hidden = self._output(out, x, chunk)
             if self.layer.ffn:
                 dy = self.ffn_grad(hidden.detach(), dy, chunk)
-        return self._grads(hidden, [out, x], dy)
+        return self.parameter_grads.differentiate(hidden, [out, x], dy)
 
     def ffn_grad(self, hidden: Tensor, dy: Tensor, chunk: int) -> Tensor:
         """The gradient of the FFN's input."""
@@ -90,10 +124,7 @@ class ChunkWork:
             x = hidden[start:stop].requires_grad_()
             with torch.enable_grad():
                 y = self._ffn(x, chunk, start)
-            wanted = [x, *self.parameter_grads.wanted]
-            dx, *grads = torch.autograd.grad(y, wanted, dy[start:stop], allow_unused=True)
-            dhidden[start:stop] = dx
-            self.parameter_grads.add(grads)
+            (dhidden[start:stop],) = self.parameter_grads.differentiate(y, [x], dy[start:stop])
         return dhidden
 
     def project_grad(self, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
@@ -102,13 +133,13 @@ class ChunkWork:
         if dq is None:
             dq = x.new_zeros((stop - start, batch, self.local_heads, self.head_dim))
         if dkv is None:
-            dkv = x.new_zeros((stop - start, 2, batch, self.local_kv_heads, self.head_dim))
-        grads = (grad.to(x.dtype) for grad in (dq, *dkv.unbind(1)))
+            dkv = x.new_zeros((stop - start, batch, self.local_kv_heads, self.head_dim + self.value_dim))
+        grads = (grad.to(x.dtype) for grad in (dq, *self.unpacked(dkv)))
         sent = sequence_to_heads_grad(*grads, self.ulysses, heads=self.heads, kv_heads=self.kv_heads)
         x = x.detach().requires_grad_()
         with torch.enable_grad():
             qkv = self.layer.project(x, chunk)
-        (dx,) = self._grads(qkv, [x], sent)
+        (dx,) = self.parameter_grads.differentiate(qkv, [x], sent)
         return dx
 
     def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
@@ -123,10 +154,3 @@ class ChunkWork:
 
     def _ffn_spans(self, hidden: Tensor) -> list[Span]:
         return even_spans(hidden.size(0), self.layer.ffn_pieces if self.layer.ffn else 1)
-
-    def _grads(self, y: Tensor | tuple[Tensor, ...], inputs: list[Tensor], dy: object) -> tuple[Tensor, ...]:
-        """The gradients of ``inputs``; those of the parameters are added to their sums."""
-        wanted = [*inputs, *self.parameter_grads.wanted]
-        grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
-        self.parameter_grads.add(grads[len(inputs) :])
-        return grads[: len(inputs)]

@@ -85,12 +85,9 @@ class _InChunks(torch.autograd.Function):
             with torch.enable_grad(), state():
                 leaf = None if part is None else part.detach().requires_grad_(dx is not None)
                 y_part = ctx.function(leaf, span)
-            inputs = [leaf, *sums.wanted] if dx is not None else sums.wanted
-            grads = torch.autograd.grad(y_part, inputs, dy_part, allow_unused=True)
+            grads = sums.differentiate(y_part, [] if dx is None else [leaf], dy_part)
             if dx is not None:
                 dx.write(span, grads[0])
-                grads = grads[1:]
-            sums.add(grads)
         return None if dx is None else dx.x, None, None, None, None, None, *sums.take()
 
 
@@ -99,7 +96,11 @@ def _walk(x: Tensor | None, spans: Sequence[Span], offload: Offload | None) -> A
 
 
 class GradientSums:
-    """Adds up the gradients of parameters over spans or chunks, in fp32 (fp64 for fp64 parameters)."""
+    """Adds up the gradients of parameters over spans or chunks, in fp32 (fp64 for fp64 parameters).
+
+    Where megatron-core's DDP has a buffer of that width for a parameter (``main_grad``), they are added to it at once:
+    there is no other sum, and DDP is told so in core's way (``grad_added_to_main_grad``, tensor_parallel/layers.py).
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
@@ -107,27 +108,58 @@ class GradientSums:
         self._sums: list[Tensor | None] = [None] * len(self.wanted)
         self._own = [False] * len(self.wanted)  # whether a sum may be written to
 
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of ``wanted``; None adds nothing."""
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            total, wide = self._sums[index], accumulation_dtype(grad.dtype)
-            if total is None:
-                self._sums[index] = grad.to(wide)
-                # A product of matrices is nobody else's; the gradient of a bias may be a view of dy.
-                self._own[index] = grad.dim() > 1
-            elif self._own[index]:
-                total += grad
-            else:
-                self._sums[index], self._own[index] = total + grad, True
+    def differentiate(self, y: Any, inputs: Sequence[Tensor], dy: Any) -> tuple[Tensor | None, ...]:
+        """The gradients of ``inputs``; those of the parameters are added to their sums."""
+        for parameter in self.wanted:
+            if main_grad_of(parameter) is not None:
+                parameter.grad_added_to_main_grad = False  # layers with fused accumulation set it below
+        grads = torch.autograd.grad(y, [*inputs, *self.wanted], dy, allow_unused=True)
+        for index, grad in enumerate(grads[len(inputs) :]):
+            if grad is not None:
+                self._add(index, grad)
+        return grads[: len(inputs)]
+
+    def _add(self, index: int, grad: Tensor) -> None:
+        total, wide = self._sums[index], accumulation_dtype(grad.dtype)
+        main = main_grad_of(self.wanted[index])
+        if main is not None:
+            self._sums[index] = main
+            if not self.wanted[index].grad_added_to_main_grad:
+                main.add_(grad)
+        elif total is None:
+            self._sums[index] = grad.to(wide)
+            # A product of matrices is nobody else's; the gradient of a bias may be a view of dy.
+            self._own[index] = grad.dim() > 1
+        elif self._own[index]:
+            total += grad
+        else:
+            self._sums[index], self._own[index] = total + grad, True
 
     def take(self) -> list[Tensor | None]:
         """One gradient for each parameter, in its dtype."""
         sums = {id(parameter): total for parameter, total in zip(self.wanted, self._sums)}
         self._sums = []
         found = [(parameter, sums.get(id(parameter))) for parameter in self.parameters]
-        return [None if total is None else total.to(parameter.dtype) for parameter, total in found]
+        return [None if total is None else _taken(parameter, total) for parameter, total in found]
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """The buffer to which all gradients of a parameter may be added at once; None: it takes the usual way."""
+    main = getattr(parameter, "main_grad", None)
+    if main is None or main.dtype != accumulation_dtype(parameter.dtype):
+        return None
+    # Core's mark of weights that are used twice: what comes the other way must be added by DDP.
+    return None if getattr(parameter, "zero_out_wgrad", False) else main
+
+
+def in_main_grad(parameter: Tensor, memory: Tensor | None = None) -> Tensor:
+    """The gradient to return for what is in ``main_grad`` already: ``memory`` that nobody reads; default new one."""
+    parameter.grad_added_to_main_grad = True
+    return torch.empty_like(parameter) if memory is None else memory
+
+
+def _taken(parameter: Tensor, total: Tensor) -> Tensor:
+    return in_main_grad(parameter) if total is main_grad_of(parameter) else total.to(parameter.dtype)
 
 
 def even_spans(rows: int, count: int) -> list[Span]:

@@ -30,11 +30,12 @@ class ChunkedLayer(LayerFunctions):
     """A layer as functions of one chunk, and where its chunks wait.
 
     Attributes:
-        project: (x of a chunk [c, b, h], chunk) -> q, k, v [c, b, heads, d] with positions applied (RoPE).
-        output: (attention output [c, b, heads, d], x of the chunk, chunk) -> [c, b, h], residual added.
+        project: (x of a chunk [c, b, h], chunk) -> q, k, v [c, b, heads, d] with positions applied (RoPE); the heads
+            of v may have another size.
+        output: (attention output [c, b, heads, d of v], x of the chunk, chunk) -> [c, b, h], residual added.
         parameters: what ``project``, ``output`` and ``ffn`` read and want gradients for.
         layout: of the sequence; its chunks are the chunks.
-        rule: mask, kernel, scale, ALiBi and dropout.
+        rule: mask, kernel, scale, ALiBi, dropout, soft-cap and sinks; these get a gradient if they want one.
         ffn: token-wise, of what ``output`` gave: [n, b, h] -> [n, b, h]; None where the layer ends with ``output``.
         ffn_by_rows: ``ffn`` is also told which of this rank's rows it has: (x, (first, end)).
         ffn_pieces: spans that a chunk goes through ``ffn`` in.
@@ -46,8 +47,8 @@ class ChunkedLayer(LayerFunctions):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[s_local, b, h] -> [s_local, b, h]."""
-        saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters))
-        return _Chunked.apply(x, self, saving, *self.parameters)
+        saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.learned))
+        return _Chunked.apply(x, self, saving, *self.learned)
 
 
 class _Chunked(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _Chunked(torch.autograd.Function):
         run.x = HiddenStates(x, layer.offload)
         run.dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
         _backward(run, HiddenStates(dy, layer.offload))
-        return run.dx.x, None, None, *run.work.parameter_grads.take()
+        return run.dx.x, None, None, *run.work.take_grads()
 
 
 def _forward(run: ChunkPass, y: HiddenStates | None) -> None:

@@ -3,10 +3,16 @@
 
 The output layer and the cross-entropy are one operation. Each chunk's logits live just long enough to give its losses
 and its gradients; what is kept has the size of the hidden states and of the output layer's weight.
+
+A chunk of a few hundred tokens would spend its time on the weight's gradient, an fp32 sum of the weight's shape that is
+read and written for each. So the gradients of several chunks' logits, in the compute dtype, are put together
+(:func:`pieces_together`), and go into the sum in one product.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import torch
@@ -15,10 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
-from megatron.context_parallel.fpdt.chunked_ffn import even_spans, take_once
+from megatron.context_parallel.fpdt.chunked_ffn import even_spans, in_main_grad, main_grad_of, take_once
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.spans import Span
+
+PARTS = 4  # of a product that is added to a sum
 
 
 def chunked_linear_cross_entropy(
@@ -75,11 +84,13 @@ class _ChunkedLoss(torch.autograd.Function):
         ranks = tensor.size if gathered else 1
         rows, wide = hidden.size(0), accumulation_dtype(hidden.dtype)
         needs_grad = any(ctx.needs_input_grad[:2])
-        hidden_states, spans = HiddenStates(hidden, offload), even_spans(rows, chunks)
-        grad_hidden = None
+        pieces = max(1, min(chunks, rows))
+        together = pieces_together(ceil(rows / pieces) * ranks * hidden.size(1), hidden.size(2), hidden.element_size())
+        hidden_states, spans = HiddenStates(hidden, offload), even_spans(rows, ceil(pieces / together))
+        grad_hidden = grad_weight = None
         if needs_grad:
             grad_hidden = HiddenStates.empty(hidden.shape, hidden.dtype, hidden.device, hidden_states.offload)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
+            grad_weight = torch.zeros_like(weight, dtype=wide)
         # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
         labels, token_weights = (x.reshape(ranks, rows, -1) for x in (labels, token_weights))
         total = torch.zeros((), dtype=wide, device=weight.device)
@@ -88,19 +99,16 @@ class _ChunkedLoss(torch.autograd.Function):
             tokens = tokens.reshape(-1, hidden.size(-1))
             targets = labels[:, start:stop].reshape(-1)
             scale = token_weights[:, start:stop].reshape(-1).to(wide)
-            logits = (tokens @ weight.t()).to(wide)
-            losses, grad_logits = _cross_entropy(logits, targets, vocab_size, tensor, needs_grad)
-            total += (losses * scale).sum()
+            cut = even_spans(tokens.size(0), ceil((stop - start) * pieces / rows))
+            loss, grad_logits = _loss(tokens, weight, targets, scale, vocab_size, tensor, cut, needs_grad)
+            total += loss
             if needs_grad:
-                grad_logits = grad_logits.mul_(scale.unsqueeze(1)).to(weight.dtype)
                 grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
                 grad_hidden.write((start, stop), _sum_over_tensor(grad_tokens, tensor, gathered))
-                if grad_weight.dtype == grad_logits.dtype:
-                    grad_weight.addmm_(grad_logits.t(), tokens)  # in place: the product is as large as the weight
-                else:
-                    grad_weight += grad_logits.t() @ tokens
+                add_product(grad_weight, grad_logits.t(), tokens)
+                del grad_logits, grad_tokens
         ctx.grads = (grad_hidden, grad_weight, spans)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.weight = weight.dtype, None if main_grad_of(weight) is None else weight
         return total
 
     @staticmethod
@@ -113,8 +121,70 @@ class _ChunkedLoss(torch.autograd.Function):
             for span, part in zip(spans, grad_hidden.walk(spans)):
                 grad_hidden.write(span, part.mul_(grad))
         if ctx.needs_input_grad[1]:
-            weight_part = grad_weight.mul_(grad).to(ctx.weight_dtype)
+            if ctx.weight is None:
+                weight_part = grad_weight.mul_(grad).to(ctx.weight_dtype)
+            else:
+                main_grad_of(ctx.weight).addcmul_(grad_weight, grad)
+                if grad_weight.dtype != ctx.weight_dtype:
+                    grad_weight = None
+                weight_part = in_main_grad(ctx.weight, grad_weight)
         return hidden_part, weight_part, *[None] * 7
+
+
+def pieces_together(rows: int, hidden_size: int, itemsize: int) -> int:
+    """How many chunks, of so many rows of logits each, are put together: the gradients of their logits take at most a
+    quarter of the weight's fp32 sum (2,048 rows in bf16 at a hidden size of 4,096)."""
+    return max(1, hidden_size // itemsize // rows)
+
+
+def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """``total += a @ b``, for a total that is as wide as ``a`` and ``b`` or wider; within the product where it can."""
+    if total_MN.dtype == a_MK.dtype:
+        total_MN.addmm_(a_MK, b_KN)
+    elif _adds_wide(a_MK.device, a_MK.dtype, total_MN.dtype):
+        torch.ops.aten.addmm.dtype_out(total_MN, a_MK, b_KN, total_MN.dtype, out=total_MN)
+    else:  # a product is as large as the total: an eighth of it at a time
+        for part, a in zip(total_MN.chunk(PARTS), a_MK.chunk(PARTS)):
+            part += a @ b_KN
+
+
+@lru_cache
+def _adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether narrow matrices can be multiplied into a wide sum: on GPUs, by newer versions of PyTorch."""
+    if device.type != "cuda":
+        return False
+    one, total = torch.ones((16, 16), dtype=dtype, device=device), torch.ones((16, 16), dtype=wide, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, one, one, wide, out=total)
+    except (AttributeError, RuntimeError):  # older ones have no such kernel, or want the total to be narrow, too
+        return False
+    return bool(total.eq(17).all())
+
+
+def _loss(
+    tokens: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    vocab_size: int,
+    tensor: Axis,
+    spans: list[Span],
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The weighted sum of the losses of some tokens and the gradient of their logits, span by span of them."""
+    total, grads = scale.new_zeros(()), None
+    for start, stop in spans:
+        logits = (tokens[start:stop] @ weight.t()).to(scale.dtype)
+        losses, grad = _cross_entropy(logits, targets[start:stop], vocab_size, tensor, needs_grad)
+        total += (losses * scale[start:stop]).sum()
+        if needs_grad:
+            grad.mul_(scale[start:stop].unsqueeze(1))
+            if len(spans) == 1:
+                return total, grad.to(weight.dtype)
+            grads = grad.new_empty((tokens.size(0), grad.size(1)), dtype=weight.dtype) if grads is None else grads
+            grads[start:stop] = grad
+        del logits, grad
+    return total, grads
 
 
 def _cross_entropy(

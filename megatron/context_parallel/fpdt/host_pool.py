@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.platform.streams import Streams
+
 
 class _Lease(np.ndarray):
     """The memory of a buffer while it is out of the pool; a class of its own because plain arrays take no finalizer."""
@@ -23,17 +25,20 @@ class _Lease(np.ndarray):
 class HostPool:
     """Host memory in blocks that are allocated once and reused.
 
+    Args:
+        streams: what copies to and from the blocks, for which they are pinned.
+
     Attributes:
         allocated: bytes of all blocks, in use or not: what the process holds.
         in_use, peak: bytes handed out now, and at most since the start.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
         self.allocated = self.in_use = self.peak = 0
         self._free: dict[int, list[np.ndarray]] = {}
-        self._registered: list[np.ndarray] = []
-        weakref.finalize(self, _unregister, self._registered).atexit = False
+        self._blocks: list[np.ndarray] = []
+        weakref.finalize(self, _close, self._blocks, streams).atexit = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialized host tensor whose memory returns to the pool when nobody refers to it any more."""
@@ -48,12 +53,15 @@ class HostPool:
         storage.is_host_buffer = True  # for whoever counts device bytes on a CPU
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))
 
+    def block_of(self, host: Tensor) -> int:
+        """Tells the block of a buffer (or of rows of one) from the others, also after it was given back."""
+        return host.untyped_storage().data_ptr()
+
     def _allocate(self, size: int) -> np.ndarray:
         self.allocated += size
         block = np.empty(size, dtype=np.uint8)
-        if self.pinned:  # PyTorch's own pinned memory comes in powers of two, up to twice what is asked for
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, size, 0))
-            self._registered.append(block)
+        self.streams.pin(block)
+        self._blocks.append(block)
         return block
 
     def _give_back(self, block: np.ndarray) -> None:
@@ -61,12 +69,12 @@ class HostPool:
         self._free.setdefault(block.nbytes, []).append(block)
 
 
-def _unregister(blocks: list[np.ndarray]) -> None:
-    """A pool is gone, and with it all its buffers: unpin their memory before the system gets it back."""
+def _close(blocks: list[np.ndarray], streams: Streams) -> None:
+    """A pool is gone, and with it all its buffers: their memory goes back to the system."""
     if blocks:
-        torch.cuda.synchronize()  # copies may be under way still
+        streams.synchronize()  # copies may be under way still
     for block in blocks:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(block.ctypes.data))
+        streams.unpin(block)
 
 
 def is_host_buffer(x: Tensor) -> bool:

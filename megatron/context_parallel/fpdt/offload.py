@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the device and host buffers (host_pool.py) that overlap with compute (FPDT paper, section 4.2).
 
-On a GPU two streams copy, one each way, ordered with the compute stream by events; nothing here waits on the host. On a
-CPU the same calls copy from memory to memory, so that everything but the speed can be tested there.
+Two streams copy, one each way, ordered with compute by events (platform/streams.py); nothing here waits on the host. On
+a CPU the same calls copy from memory to memory. Every wait below is needed: the tests take each away in turn, and copy
+at random legal moments.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.fpdt.host_pool import HostPool
+from megatron.platform.streams import COMPUTE, LOADS, STORES, Event, Streams, streams_of
 
 IN_FLIGHT = 2  # device tensors on their way to the host that may wait for their copy: bounds the memory they hold
 
@@ -32,19 +34,18 @@ class Offload:
 
     Args:
         device: where compute happens.
+        streams: what copies; default the device's.
         pool: where host buffers come from; default a pool of its own.
     """
 
-    def __init__(self, device: torch.device, pool: HostPool | None = None) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-        self.pool = pool or HostPool(pinned=self.on_gpu)
+    def __init__(self, device: torch.device, streams: Streams | None = None, pool: HostPool | None = None) -> None:
+        self.streams = streams or streams_of(device)
+        self.pool = pool or HostPool(self.streams)
         self.copies = Copies()
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        # By address of a block: its last write, which loads wait for, and its last read, which writes wait for.
-        self._written: dict[int, torch.cuda.Event] = {}
-        self._read: dict[int, torch.cuda.Event] = {}
+        self._leaving: deque[tuple[Tensor, Event]] = deque()
+        # By block: its last write, which loads wait for, and its last read, which writes wait for.
+        self._written: dict[int, Event] = {}
+        self._read: dict[int, Event] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host buffer."""
@@ -57,61 +58,58 @@ class Offload:
         return host
 
     def write(self, host: Tensor, x: Tensor) -> None:
-        """Start copying device tensor ``x`` into ``host`` (a buffer, or rows of one)."""
+        """Start copying device tensor ``x``, which must not change any more, into ``host`` (a buffer, or its rows)."""
+        streams = self.streams
         self.copies.to_host += x.numel() * x.element_size()
-        if not self.on_gpu:
-            host.copy_(x)
+        if not streams.asynchronous:
+            streams.copy(STORES, host, x)
             return
-        compute, (stores, _) = torch.cuda.current_stream(), self._copy_streams()
-        x, block = x.contiguous(), host.untyped_storage().data_ptr()
-        stores.wait_stream(compute)
-        if block in self._read:
-            stores.wait_event(self._read[block])
-        with torch.cuda.stream(stores):
-            host.copy_(x, non_blocking=True)
-        self._written[block] = done = stores.record_event()
-        # The compute stream reuses x's memory once it has waited for the copy: later, when that costs nothing.
+        x, block = x.contiguous(), self.pool.block_of(host)
+        streams.wait(STORES, streams.record(COMPUTE))
+        # The block may be another's by now, and what was read from it before on its way still.
+        streams.wait(STORES, self._read.get(block))
+        streams.copy(STORES, host, x)
+        self._written[block] = done = streams.record(STORES)
         self._leaving.append((x, done))
-        if len(self._leaving) > IN_FLIGHT:
-            compute.wait_event(self._leaving.popleft()[1])
+        self._let_go(IN_FLIGHT)
 
     def let_go(self) -> None:
         """Have compute wait for all copies to the host, so that it may reuse the memory of what has left."""
-        while self._leaving:
-            torch.cuda.current_stream().wait_event(self._leaving.popleft()[1])
+        self._let_go(0)
+
+    def _let_go(self, count: int) -> None:
+        """All but ``count``. Compute waits for a copy later than it could, when that costs nothing."""
+        while len(self._leaving) > count:
+            self.streams.wait(COMPUTE, self._leaving[0][1])
+            self._leaving.popleft()
 
     def load(self, host: Tensor) -> Loading:
         """Start copying a host buffer (or rows of one) to the device; call it before the compute it may overlap."""
+        streams = self.streams
         self.copies.to_device += host.numel() * host.element_size()
-        if not self.on_gpu:
-            return Loading(host.clone(memory_format=torch.contiguous_format))
-        compute, (_, loads) = torch.cuda.current_stream(), self._copy_streams()
-        block = host.untyped_storage().data_ptr()
-        x = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-        loads.wait_stream(compute)  # x's memory may be in use by what was launched before
-        if block in self._written:
-            loads.wait_event(self._written[block])
-        x.record_stream(loads)  # whoever drops a Loading before its wait must not free memory that is being written
-        with torch.cuda.stream(loads):
-            x.copy_(host, non_blocking=True)
-        self._read[block] = done = loads.record_event()
-        return Loading(x, done)
-
-    def _copy_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        return self._streams
+        x = streams.empty(host.shape, host.dtype)
+        if not streams.asynchronous:
+            streams.copy(LOADS, x, host)
+            return Loading(x)
+        block = self.pool.block_of(host)
+        streams.wait(LOADS, streams.record(COMPUTE))  # x's memory may be in use by what was launched before
+        streams.wait(LOADS, self._written.get(block))
+        streams.hold(x, LOADS)  # whoever drops a Loading before its wait must not free memory that is being written
+        streams.copy(LOADS, x, host)
+        self._read[block] = done = streams.record(LOADS)
+        return Loading(x, done, streams)
 
 
 @dataclass
 class Loading:
-    """A device tensor that is being filled."""
+    """A device tensor that is being filled; without ``streams``, one that is there."""
 
     x: Tensor
-    done: torch.cuda.Event | None = None
+    done: Event = None
+    streams: Streams | None = None
 
     def wait(self) -> Tensor:
         """The tensor, for use by what the current stream does next."""
-        if self.done is not None:
-            torch.cuda.current_stream().wait_event(self.done)
+        if self.streams is not None:
+            self.streams.wait(COMPUTE, self.done)
         return self.x

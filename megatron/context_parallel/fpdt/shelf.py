@@ -157,6 +157,7 @@ class _Saved:
     host: Tensor
     before: _Saved | None
     coming: Loading | None = None
+    used: bool = False
 
     def fetch(self) -> None:
         self.coming = self.coming or self.offload.load(self.host)
@@ -164,8 +165,8 @@ class _Saved:
     def take(self) -> Tensor:
         self.offload.let_go()  # nothing may leave for the rest of the backward pass, and these copies are long done
         self.fetch()
-        x, self.coming = self.coming.wait(), None
-        if self.before is not None:
+        x, self.coming, self.used = self.coming.wait(), None, True
+        if self.before is not None and not self.before.used:  # hooks may serve several passes
             self.before.fetch()
-            self.before = None
+        self.before = None
         return x

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span, Spans, union
+from megatron.context_parallel.layout.to_device import to_device
 
 UNEVEN = 0.04  # a rank's work may be this far from the mean before documents are cut in smaller parts
 
@@ -36,7 +37,7 @@ def document_rows(ends: Tensor) -> list[tuple[int, ...]]:
 
 def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
     """Positions within their documents, from positions in the sequence; int64, any shape."""
-    starts = torch.tensor((0, *ends[:-1]), device=positions.device)
+    starts = to_device(torch.tensor((0, *ends[:-1])), positions.device)
     return positions - starts[torch.bucketize(positions, starts, right=True) - 1]
 
 

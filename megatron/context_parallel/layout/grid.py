@@ -119,12 +119,14 @@ class Grid:
         """The grid of process groups that a program has already. An axis without a group has size 1.
 
         Args:
+            ring: on GPUs every rank of it has to call this: the group's first collective is here.
             context: the ranks of Ulysses x Ring, Ulysses innermost. Without it, the group is made where both axes are
                 longer than 1; then every rank of it has to call this.
 
         Raises:
             ValueError: the groups of Ulysses and Ring do not make up ``context``, or not in this order.
         """
+        _connect(ring)
         inner, outer = Axis.of(ulysses), Axis.of(ring)
         if context is None:
             context = _context_group(ulysses, ring)
@@ -206,6 +208,16 @@ def initialize_world(backend: str | None, timeout_minutes: float) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _connect(ring: dist.ProcessGroup | None) -> None:
+    """Have NCCL make the ring's communicator now, while all ranks are here.
+
+    It would at the first transfer, in which every rank of the group has to take part (torch.distributed's
+    ``batch_isend_irecv``); but a ring sends only what is needed, and ranks that need nothing stay away.
+    """
+    if ring is not None and ring.size() > 1 and "nccl" in dist.get_backend_config(ring):
+        dist.barrier(ring, device_ids=[torch.cuda.current_device()])
 
 
 def _context_group(ulysses: dist.ProcessGroup | None, ring: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

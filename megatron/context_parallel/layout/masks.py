@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -214,9 +215,20 @@ class Documents(NarrowedMask):
                 yield from band.clip(keys)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        ends = torch.tensor(self.ends, device=q.device)
+        ends = to_device(torch.tensor(self.ends), q.device)
         same = torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
         return same & self.within.allowed(q, k)
+
+
+def inside_tiles(mask: Mask) -> Mask:
+    """What is left to ask about the pairs of a tile.
+
+    Tiles are cut from bands, which never leave the rectangles that a :class:`NarrowedMask` keeps. So nobody looks up
+    documents or blocks for a pair, for which a GPU would wait for the host.
+    """
+    if isinstance(mask, NarrowedMask):
+        return inside_tiles(mask.within)
+    return replace(mask, within=inside_tiles(mask.within)) if isinstance(mask, MaskFunction) else mask
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Spans, positions
+from megatron.context_parallel.layout.to_device import to_device
 
 LEVELS = 2**15  # of probabilities
 LANES = 4  # elements along a row that one hash is for
@@ -73,13 +74,13 @@ class Dropout:
         """Keys of rows at positions ``at`` (int64 [rows]): int64 [samples, rows], or [samples, heads, rows]."""
         numbers = [None] if heads is None else range(self.head, self.head + heads)
         first = [[self._key(1, sample, head) for head in numbers] for sample in self.samples]
-        keys = _hashes(torch.tensor(first, device=at.device)[..., None], at)
+        keys = _hashes(to_device(torch.tensor(first), at.device)[..., None], at)
         return keys[:, 0] if heads is None else keys
 
     def column_keys(self, groups: Tensor) -> Tensor:
         """Keys of groups of four columns, whose numbers are int64 [groups]: int64 [samples, groups]."""
         first = [[self._key(2, sample, None)] for sample in self.samples]
-        return _hashes(torch.tensor(first, device=groups.device), groups)
+        return _hashes(to_device(torch.tensor(first), groups.device), groups)
 
     def kept(self, rows: Tensor, columns: Tensor) -> Tensor:
         """1 for what is kept, else 0: int16 [.., rows, 4 * groups], of keys [.., rows] and [.., groups] that broadcast.
@@ -162,7 +163,7 @@ ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}  # of hidden states: on a CPU t
 
 
 def _dropped(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
-    size, at = x.size(-1), at.to(x.device)
+    size, at = x.size(-1), to_device(at, x.device)
     rows = dropout.row_keys(at).t()  # [s, b]
     columns = dropout.column_keys(torch.arange(-(-size // LANES), device=x.device))  # [b, groups]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.context_parallel.layout.documents import restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, positions
+from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.rope import Rope, rotary_angles
 
 Ends = tuple[int, ...]
@@ -52,7 +53,7 @@ class LayoutRotaryEmbedding:
 
     def _angles(self, documents: tuple[Ends, ...]) -> Tensor:
         layout = self.layout.of_documents(documents[0]) if documents else self.layout
-        at = layout.positions.to(self.inv_freq.device)[:, None]
+        at = to_device(layout.positions, self.inv_freq.device)[:, None]
         if self.restarts and documents:
             at = torch.cat([restart(at, ends) for ends in documents], dim=1)
         return rotary_angles(at, self.inv_freq)[:, :, None]

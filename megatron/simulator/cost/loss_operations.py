@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from math import ceil
+
+from megatron.context_parallel.fpdt.chunked_loss import pieces_together
 from megatron.formulas.communication import LOSS_SUMS
 from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Shape, Strategy
@@ -29,13 +32,13 @@ def embedding_grad(shape: Shape, strategy: Strategy, tokens: int) -> list[Segmen
 
 def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
     """Forward; ``tokens`` of a TP group, in ``chunks``; 0: whole."""
-    pieces = chunks or 1
+    pieces, groups = chunks or 1, _groups(shape, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", FORWARD * rows * vocab)
     sums = (collective("all_reduce", "tp", strategy.group("tp"), FP32 * rows, count=LOSS_SUMS),)
     return [
         Segment((memory("norm", 2 * BF16 * tokens // strategy.tensor * shape.hidden),)),
-        Segment((), entering(strategy, shape.hidden, rows), count=pieces),
+        Segment((), entering(strategy, shape.hidden, tokens / groups), count=groups),
         Segment((gemm("logits", rows, vocab, shape.hidden), entropy), count=pieces),
         Segment((), sums if strategy.tensor > 1 else (), count=pieces),
     ]
@@ -43,17 +46,24 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
 
 def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
     """In chunks it follows its forward pass at once, which has gathered the tokens, and nothing hides its transfer."""
-    pieces = chunks or 1
+    pieces, groups = chunks or 1, _groups(shape, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)
-    dgrad = gemm("logits_dgrad", rows, shape.hidden, vocab, backward=True)
-    wgrad = gemm("logits_wgrad", vocab, shape.hidden, rows, backward=True)
+    together = tokens / groups
+    dgrad = gemm("logits_dgrad", together, shape.hidden, vocab, backward=True)
+    wgrad = gemm("logits_wgrad", vocab, shape.hidden, together, backward=True)
     sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
-    leave = leaving(strategy, shape.hidden, rows)
+    leave = leaving(strategy, shape.hidden, together)
     if chunks:
         return [
-            Segment((entropy, dgrad), count=pieces),
-            Segment((), leave, count=pieces),
-            Segment((wgrad, sums), count=pieces),
+            Segment((entropy,), count=pieces),
+            Segment((dgrad,), count=groups),
+            Segment((), leave, count=groups),
+            Segment((wgrad, sums), count=groups),
         ]
     return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, sums), leave)]
+
+
+def _groups(shape: Shape, tokens: int, chunks: int) -> int:
+    """How often the chunks' gradients go into the weight's sum."""
+    return ceil(chunks / pieces_together(ceil(tokens / chunks), shape.hidden, BF16)) if chunks else 1

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.fpdt.host_pool import HostPool
-from megatron.context_parallel.fpdt.offload import IN_FLIGHT, Loading, Offload
+from megatron.context_parallel.fpdt.offload import Offload
+from megatron.platform.streams import COMPUTE, STORES, Streams
 from megatron.simulator.dry_run.recorder import Recorder
+
+CPU = torch.device("cpu")
 
 
 class SimulatedPool(HostPool):
@@ -30,52 +31,38 @@ class SimulatedPool(HostPool):
         self.peak = max(self.peak, self.in_use)
         return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
+    def block_of(self, host: Tensor) -> int:
+        return host.untyped_storage()._cdata
+
     def _return(self, size: int) -> None:
         self.in_use -= size
 
 
-@dataclass
-class SimulatedLoading(Loading):
-    """A device tensor that is being filled on a simulated stream."""
+class SimulatedStreams(Streams):
+    """A GPU's: an event is the ticket of the copy before it. That copies wait for each other is not simulated."""
 
-    recorder: Recorder | None = None
-    ticket: int = 0
-
-    def wait(self) -> Tensor:
-        self.recorder.wait(self.ticket)
-        return self.x
-
-
-class SimulatedGpuOffload(Offload):
-    """A GPU's: copies run on streams of their own, and what leaves stays on the device until its copy is done."""
+    asynchronous = True
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__(torch.device("cpu"), SimulatedPool(pinned=False))
+        super().__init__(CPU)
         self.recorder = recorder
-        self._waiting: deque[tuple[Tensor, int]] = deque()
+        self._last: dict[str, int] = {}
 
-    def write(self, host: Tensor, x: Tensor) -> None:
-        self.copies.to_host += x.numel() * x.element_size()
-        x = x.contiguous()
-        self._waiting.append((x, self._copy(host, x, "to_host")))
-        if len(self._waiting) > IN_FLIGHT:
-            self.recorder.wait(self._waiting.popleft()[1])
-
-    def let_go(self) -> None:
-        while self._waiting:
-            self.recorder.wait(self._waiting.popleft()[1])
-
-    def load(self, host: Tensor) -> Loading:
-        self.copies.to_device += host.numel() * host.element_size()
-        x = torch.empty(host.shape, dtype=host.dtype)
-        return SimulatedLoading(x, None, self.recorder, self._copy(x, host, "to_device"))
-
-    def _copy(self, to: Tensor, source: Tensor, direction: str) -> int:
+    def copy(self, stream: str, to: Tensor, source: Tensor) -> None:
         with self.recorder.hushed():
             to.copy_(source)
-        return self.recorder.copy(direction, to.numel() * to.element_size())
+        direction = "to_host" if stream == STORES else "to_device"
+        self._last[stream] = self.recorder.copy(direction, to.numel() * to.element_size())
+
+    def record(self, stream: str) -> int | None:
+        return self._last.get(stream)
+
+    def wait(self, stream: str, event: int | None) -> None:
+        if stream == COMPUTE and event is not None:
+            self.recorder.wait(event)
 
 
 def simulated_offload(recorder: Recorder, on_gpu: bool) -> Offload:
     """A simulated rank's offload; on a CPU its copies are compute, as they are there."""
-    return SimulatedGpuOffload(recorder) if on_gpu else Offload(torch.device("cpu"), SimulatedPool(pinned=False))
+    streams = SimulatedStreams(recorder) if on_gpu else Streams(CPU)
+    return Offload(CPU, streams, SimulatedPool(streams))

@@ -80,6 +80,7 @@ def _known(config: Config) -> None:
         "--position-embedding-type alibi": model.position_embedding_type == "alibi",
         "--hidden-dropout": model.hidden_dropout > 0,
         "--qk-layernorm": model.qk_layernorm,
+        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
     }
     for flag in (flag for flag, given in wrong.items() if given):

@@ -107,6 +107,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         positions=(model.max_position_embeddings or 0) if learned else 0,
         qkv_bias=model.add_qkv_bias,
         qk_norm=model.qk_layernorm,
+        sinks=model.softmax_type == "learnable",
         embed_norm=model.embed_layernorm,
     )
 

@@ -65,6 +65,7 @@ SHAPES = (
     "add_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "softmax_type",
     "embed_layernorm",
     "untie_embeddings_and_output_weights",
 )

@@ -168,6 +168,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
+        softmax_type=model.softmax_type,
         gated_linear_unit=gated,
         activation_func=ACTIVATIONS[activation(model)],
         # Weights are drawn after construction, see weights.py.
@@ -196,10 +197,10 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         bias_activation_fusion=on_gpu and gated,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
-        # The fused kernel adds to DDP's buffers by itself: FSDP has none, and chunks add their gradients up first.
+        # The fused kernel adds to DDP's buffers by itself: FSDP has none, and chunks are not summed in narrow ones.
         gradient_accumulation_fusion=on_gpu
         and core_layers._grad_accum_fusion_available
-        and not in_chunks(config)
+        and not (in_chunks(config) and parallel.grad_reduce_in_bf16)
         and parallel.zero_stage < 2,
         deterministic_mode=config.run.deterministic_mode,
         batch_p2p_comm=on_gpu and not overlap_p2p,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
-BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
+SINKS = "softmax_offset"
+BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", SINKS)
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # by rows, padded

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.layout.spans import Span
 from megatron.training.arguments.config import Config
-from megatron.training.model.names import VOCABULARY
+from megatron.training.model.names import SINKS, VOCABULARY
 
 ROWS_DRAWN = 4096
 OUTPUT_LAYERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
@@ -45,11 +45,11 @@ def initialize_weights(
 ) -> None:
     """Move a model chunk to ``device`` and draw its weights: normal(0, std), output layers with std / sqrt(2 layers).
 
-    Norms keep their ones and biases their zeros; rows that pad the vocabulary are zero.
+    Norms keep their ones and biases their zeros, sinks are drawn as weights are; rows that pad the vocabulary are zero.
     """
     chunk.to(device)
     for name, parameter in canonical_parameters(chunk):
-        if parameter.dim() < 2:
+        if parameter.dim() < 2 and not name.endswith(SINKS):
             if name.endswith("bias") and "norm" not in name:
                 parameter.zero_()
             continue
@@ -84,7 +84,7 @@ def draw(
     device: torch.device,
     rows: Span | None = None,
 ) -> Tensor:
-    """The initial value of one parameter of ``shape`` [n, m], fp32: all of it, or a run of its rows.
+    """The initial value of one parameter of ``shape`` [n, m], of sinks [n], fp32: all of it, or a run of its rows.
 
     A run that does not start at 0 has a generator of its own, so only the very runs that were drawn once come again.
     """
@@ -93,7 +93,7 @@ def draw(
     digest = hashlib.sha256(seed.encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
     values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device=device)
-    if config.model.init_method_xavier_uniform:
+    if config.model.init_method_xavier_uniform and not name.endswith(SINKS):  # numbers have no fan-in
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (shape[0] + shape[1]))
         return values.uniform_(-bound, bound, generator=generator)
     std = config.model.init_method_std

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnavailable, tensor_reason
@@ -12,12 +14,22 @@ from megatron.context_parallel.attention.kernels.flash import FlashKernel
 from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel, installed_version
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.preference import preferred
+from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
 
-__all__ = ["KERNELS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
+__all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), MathKernel())
+    kernel.name: kernel
+    for kernel in (FlashAttnKernel(), CudnnKernel(), FlashKernel(), CpuKernel(), TritonKernel(), MathKernel())
 }
+
+NEEDS = {
+    "needs_mask": ("supports_mask", "takes no mask, which this attention pattern needs"),
+    "needs_dropout": ("supports_dropout", "has no attention dropout by position"),
+    "needs_softcap": ("supports_softcap", "has no soft-cap of attention scores"),
+    "needs_value_dim": ("supports_value_dim", "takes no value heads of another size than key heads"),
+}
+"""What an attention pattern may need beside plain tiles: the attribute of a kernel that has it, and a refusal."""
 
 
 def available(
@@ -26,14 +38,12 @@ def available(
     head_dim: int,
     *,
     many_tiles: bool = False,
-    needs_mask: bool = False,
-    needs_dropout: bool = False,
+    **needs: bool,
 ) -> list[str]:
-    """Names of the kernels that can run such tensors, best first (preference.py); of those only what can mask, or drop,
-    if need be."""
-    needs = (needs_mask, needs_dropout)
-    order = _order(torch.device(device), many_tiles)
-    return [name for name in order if _why_not(name, torch.device(device), dtype, head_dim, *needs) is None]
+    """Names of the kernels that can run such tensors, best first (preference.py); ``needs``: some of :data:`NEEDS`."""
+    device = torch.device(device)
+    order = _order(device, many_tiles)
+    return [name for name in order if _why_not(name, device, dtype, head_dim, needs) is None]
 
 
 def select(
@@ -43,17 +53,15 @@ def select(
     dtype: torch.dtype,
     head_dim: int,
     many_tiles: bool = False,
-    needs_mask: bool = False,
-    needs_dropout: bool = False,
+    **needs: bool,
 ) -> Kernel:
-    """The kernel named ``name``; ``auto`` takes the first of `available`.
+    """The kernel named ``name``; ``auto`` takes the first of `available`. ``needs`` are some of :data:`NEEDS`.
 
     Args:
         many_tiles: see `preference.preferred`.
 
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
     """
-    needs = {"needs_mask": needs_mask, "needs_dropout": needs_dropout}
     usable = available(device, dtype, head_dim, many_tiles=many_tiles, **needs)
     if name == "auto" and usable:
         return KERNELS[usable[0]]
@@ -62,7 +70,7 @@ def select(
     if name == "auto":
         reason = f"no kernel takes {dtype} on {device}"
     elif name in KERNELS:
-        reason = _why_not(name, torch.device(device), dtype, head_dim, needs_mask, needs_dropout)
+        reason = _why_not(name, torch.device(device), dtype, head_dim, needs)
     else:
         reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
     here = ", ".join(usable) if usable else "none"
@@ -76,8 +84,7 @@ def select_simulated(
     dtype: torch.dtype,
     head_dim: int,
     many_tiles: bool = False,
-    needs_mask: bool = False,
-    needs_dropout: bool = False,
+    **needs: bool,
 ) -> Kernel:
     """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel,
     and the machine's file says how fast the one that would run is.
@@ -85,9 +92,9 @@ def select_simulated(
     Raises KernelUnavailable for what no GPU runs.
     """
     if name not in ("auto", *KERNELS):
-        select(name, device=device, dtype=dtype, head_dim=head_dim, needs_mask=needs_mask)
-    unfused = needs_mask or needs_dropout or tensor_reason(dtype, head_dim) is not None
-    if name == "cpu" or (name not in ("auto", "math") and unfused):
+        select(name, device=device, dtype=dtype, head_dim=head_dim, **needs)
+    unfused = any(needs.values()) or tensor_reason(dtype, head_dim) is not None
+    if name == "cpu" or (name not in ("auto", "triton", "math") and unfused):
         raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
     return KERNELS["math" if name == "math" or unfused else "flash"]
 
@@ -97,14 +104,15 @@ def _order(device: torch.device, many_tiles: bool) -> list[str]:
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
     order = preferred(capability, flash_attn=installed_version(capability), many_tiles=many_tiles)
-    return [name for name in order if name in KERNELS]
+    known = [name for name in order if name in KERNELS]
+    return [*known, *(name for name in KERNELS if name not in known)]  # a program's own come last
 
 
 def _why_not(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs_mask: bool, needs_dropout: bool
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs: Mapping[str, bool]
 ) -> str | None:
-    if needs_mask and not KERNELS[name].supports_mask:
-        return "takes no mask, which this attention pattern needs"
-    if needs_dropout and not KERNELS[name].supports_dropout:
-        return "has no attention dropout by position"
+    for need, wanted in needs.items():
+        has, reason = NEEDS[need]
+        if wanted and not getattr(KERNELS[name], has, False):
+            return reason
     return KERNELS[name].why_not(device=device, dtype=dtype, head_dim=head_dim)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a local attention kernel is, and the checks and tensor chores that all of them share.
 
-Shapes: q, out, dout, dq ``[b, h, sq, d]``; k, v, dk, dv ``[b, hk, sk, d]`` with hk dividing h; lse ``[b, h, sq]``.
-Query head i reads key head ``i // (h // hk)``.
+Shapes: q, dq ``[b, h, sq, d]``; k, dk ``[b, hk, sk, d]`` with hk dividing h; v, dv ``[b, hk, sk, dv]``; out, dout
+``[b, h, sq, dv]``, where dv is d for kernels without ``supports_value_dim``; lse ``[b, h, sq]``. Query head i reads key
+head ``i // (h // hk)``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.positions.dropout import TileDropout
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.to_device import to_device
+from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 
 INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one call reaches this many elements
 
@@ -44,12 +48,14 @@ class RowMask:
         heads: that ``bias`` is for.
         dropout: which weights, of the softmax over *all* keys, become 0; None keeps all. A kernel's lse is that
             softmax's: dropout does not change it, and tiles merge as without.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)`` before ``bias`` is added; None leaves it.
     """
 
-    allowed: Callable[[int, int, int], Tensor] | None
+    allowed: Callable[[int, int, int], Tensor] | None = None
     bias: Callable[[int, int, int], Tensor] | None = None
     heads: int = 1
     dropout: TileDropout | None = None
+    softcap: float | None = None
 
     def bytes_per_row(self, keys: int, itemsize: int) -> int:
         """Bytes that one row takes while it is made."""
@@ -63,6 +69,11 @@ AnyMask = Tensor | RowMask | None
 def dropout_of(mask: AnyMask) -> TileDropout | None:
     """What is dropped of a tile's weights."""
     return mask.dropout if isinstance(mask, RowMask) else None
+
+
+def softcap_of(mask: AnyMask) -> float | None:
+    """What the scores of a tile are capped at."""
+    return mask.softcap if isinstance(mask, RowMask) else None
 
 
 class Kernel(Protocol):
@@ -83,6 +94,8 @@ class Kernel(Protocol):
     name: str
     supports_mask: bool
     supports_dropout: bool
+    supports_softcap: bool
+    supports_value_dim: bool
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """None where the kernel can run such tensors, else one short reason, for example "needs a GPU"."""
@@ -119,6 +132,58 @@ class Kernel(Protocol):
         ...
 
 
+class TilesKernel(Kernel, Protocol):
+    """A kernel that also computes all tiles between a query block and a key block in one launch.
+
+    It adds to running sums in place and knows masks, ALiBi and dropout by position. Tensors are ``[s, b, heads, d]`` of
+    any strides, sums fp32.
+    """
+
+    def attend(
+        self,
+        tiles: tuple[Tile, ...],
+        q_SBHD: Tensor,
+        k_SBHD: Tensor,
+        v_SBHD: Tensor,
+        *,
+        out_SBHD: Tensor,
+        lse_SBH: Tensor,
+        scale: float,
+        mask: Mask,
+        slopes: Tensor | None,
+        softcap: float | None,
+        dropout: Dropout | None,
+    ) -> None:
+        """Merges tiles into what ``out`` and ``lse`` hold of all keys so far; at first 0 and -inf."""
+        ...
+
+    def attend_grad(
+        self,
+        tiles: tuple[Tile, ...],
+        q_SBHD: Tensor,
+        k_SBHD: Tensor,
+        v_SBHD: Tensor,
+        *,
+        dout: Tensor,
+        lse: Tensor,
+        delta_SBH: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        scale: float,
+        mask: Mask,
+        slopes: Tensor | None,
+        softcap: float | None,
+        dropout: Dropout | None,
+    ) -> None:
+        """Adds the gradients of tiles to ``dq``, ``dk``, ``dv``; ``lse`` and ``delta`` are of the final output."""
+        ...
+
+    def delta(self, out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
+        """Row sums of ``dout * out``, fp32 [s, b, heads]."""
+        ...
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of lse, and of the arithmetic behind it: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -128,8 +193,10 @@ def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool,
     """Raises ValueError where a tile breaks the contract; returns the mask, a tensor with four dimensions."""
     b, h, sq, d = q.shape
     hk, sk = k.shape[1:3]
-    if k.shape != (b, hk, sk, d) or v.shape != k.shape or h % hk != 0:
+    if k.shape != (b, hk, sk, d) or v.shape[:3] != k.shape[:3] or h % hk != 0:
         raise ValueError(f"q {list(q.shape)} does not fit k {list(k.shape)}, v {list(v.shape)} as [b, heads, s, d]")
+    if v.shape[3] != d and not kernel.supports_value_dim:
+        raise ValueError(f"the attention kernel {kernel.name} takes value heads of the key heads' size, {d}, alone")
     if q.numel() == 0 or k.numel() == 0:
         raise ValueError(f"empty attention tile: q {list(q.shape)}, k {list(k.shape)}")
     if causal and sq != sk:
@@ -174,17 +241,12 @@ def bias_rows(mask: AnyMask, start: int, end: int, keys: int) -> Tensor | None:
     return mask.bias(start, end, keys)[None]
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``; from host memory to a GPU through a pinned buffer, without waiting for the copy.
-
-    PyTorch's pinned allocator hands a buffer out again only once the copies from it are done: block after block is made
-    in host memory while the ones before travel.
-    """
-    if x.device == device:
-        return x
-    if x.device.type == "cpu" and device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
+def empty_out(q_BHSD: Tensor, v_BHSD: Tensor) -> Tensor:
+    """Memory for the output, [b, h, sq, dv], in the order of q's."""
+    if v_BHSD.shape[3] == q_BHSD.shape[3]:
+        return torch.empty_like(q_BHSD)
+    b, h, sq, _ = q_BHSD.shape
+    return q_BHSD.new_empty((sq, b, h, v_BHSD.shape[3])).permute(1, 2, 0, 3)
 
 
 def row_blocks(rows: int, bytes_per_row: int, limit: int) -> Iterator[tuple[int, int]]:

@@ -7,13 +7,15 @@ What the op does and does not do (torch 2.13), and what this file therefore adds
 - takes an additive mask only; of another dtype than q it is silently wrong in fp64: made here, in the dtype of q;
 - gives lse 0 to a row without keys: -inf here; and NaN gradients for a final lse of -inf: +inf for the op;
 - returns gradients as ``[b, s, h, d]`` memory;
-- has no dropout: such tiles go to the math kernel, whose blocks fit the cache.
+- wants value heads of the key heads' size: the shorter ones are filled up with zeros;
+- has no dropout and no soft-cap: such tiles go to the math kernel, whose blocks fit the cache.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron.context_parallel.attention.kernels.base import (
     ROW_MASK_BYTES,
@@ -27,6 +29,7 @@ from megatron.context_parallel.attention.kernels.base import (
     lse_for_backward,
     mask_rows,
     row_blocks,
+    softcap_of,
 )
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 
@@ -40,6 +43,8 @@ class CpuKernel:
     name = "cpu"
     supports_mask = True
     supports_dropout = True
+    supports_softcap = True
+    supports_value_dim = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cpu":
@@ -51,12 +56,14 @@ class CpuKernel:
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if dropout_of(mask):
+        if dropout_of(mask) or softcap_of(mask):
             return MATH.forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        q, k, v = compact(q_BHSD), compact(k_BHSD), compact(v_BHSD)
+        value_dim = v_BHSD.shape[3]
+        q, k, v = _one_size(compact(q_BHSD), compact(k_BHSD), compact(v_BHSD))
         if mask is None:
-            return _forward(q, k, v, 0.0, causal, scale=scale)
+            out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
+            return out[..., :value_dim], lse
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
         for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
@@ -68,7 +75,7 @@ class CpuKernel:
                 without_keys = allowed.view(torch.uint8).amax(-1) == 0  # `any` on booleans is twenty times as slow
                 lse_rows = lse_rows.masked_fill(without_keys, float("-inf"))
             lse[:, :, rows] = lse_rows
-        return out, lse
+        return out[..., :value_dim], lse
 
     def backward(
         self,
@@ -83,14 +90,17 @@ class CpuKernel:
         mask: AnyMask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if dropout_of(mask):
+        if dropout_of(mask) or softcap_of(mask):
             tensors = (dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
             return MATH.backward(*tensors, causal=causal, mask=mask, scale=scale)
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        q, k, v, out = compact(q_BHSD), compact(k_BHSD), compact(v_BHSD), compact(out_BHSD.to(q_BHSD.dtype))
-        dout, lse = dout_BHSD.to(q.dtype), lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))
+        tensors = (q_BHSD, k_BHSD, v_BHSD, out_BHSD.to(q_BHSD.dtype))
+        q, k, v, out, dout = _one_size(*(compact(x) for x in tensors), dout_BHSD.to(q_BHSD.dtype))
+        lse = lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))
+        own = [slice(x.shape[3]) for x in (q_BHSD, k_BHSD, v_BHSD)]  # without what _one_size added
         if mask is None:
-            return _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+            grads = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+            return tuple(grad[..., part] for grad, part in zip(grads, own))
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
         for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
@@ -101,11 +111,17 @@ class CpuKernel:
             )
             dk[:, :, :keys] += dk_part
             dv[:, :, :keys] += dv_part
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+        return tuple(grad[..., part].to(q.dtype) for grad, part in zip((dq, dk, dv), own))
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _one_size(*tensors: Tensor) -> list[Tensor]:
+    """Heads all of the size of the largest, filled up with zeros, which add nothing to any product."""
+    size = max(x.shape[3] for x in tensors)
+    return [x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3])) for x in tensors]
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool, mask: Tensor | RowMask):

@@ -32,6 +32,8 @@ class FlashAttnKernel:
     name = "flash_attn"
     supports_mask = False
     supports_dropout = False
+    supports_softcap = False
+    supports_value_dim = False
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         reason = gpu_reason(device, dtype, head_dim)

@@ -20,9 +20,11 @@ from megatron.context_parallel.attention.kernels.base import (
     bias_rows,
     check_tile,
     dropout_of,
+    empty_out,
     lse_for_backward,
     mask_rows,
     row_blocks,
+    softcap_of,
 )
 
 SCORE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a block's scores; a few buffers of this size live at once
@@ -38,6 +40,8 @@ class MathKernel:
     name = "math"
     supports_mask = True
     supports_dropout = True
+    supports_softcap = True
+    supports_value_dim = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -48,9 +52,9 @@ class MathKernel:
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        dtype, dropout = accumulation_dtype(q_BHSD.dtype), dropout_of(mask)
+        dtype, dropout, softcap = accumulation_dtype(q_BHSD.dtype), dropout_of(mask), softcap_of(mask)
         k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
-        out = torch.empty_like(q_BHSD)
+        out = empty_out(q_BHSD, v_BHSD)
         lse = torch.empty(q_BHSD.shape[:3], dtype=dtype, device=q_BHSD.device)
         for start, end, keys, heads_at_once in _blocks(q_BHSD, k_all, causal, mask):
             rows = slice(start, end)
@@ -59,7 +63,10 @@ class MathKernel:
             for batch, heads, key_heads in heads_at_once:
                 k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
                 q = _fold(q_BHSD[batch, heads, rows].to(dtype), k)
-                p = _scores(q, k, _part(allowed, batch, heads), _part(bias, batch, heads), scale, end - start, causal)
+                p = _products(q, k, scale, end - start)
+                if softcap:
+                    p.div_(softcap).tanh_().mul_(softcap)
+                _mask_(p, _part(allowed, batch, heads), _part(bias, batch, heads), causal)
                 top = p.amax(-1, keepdim=True)
                 top.masked_fill_(top == float("-inf"), 0.0)  # of a row without keys
                 total = p.sub_(top).exp_().sum(-1, keepdim=True)
@@ -85,7 +92,7 @@ class MathKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        dtype, dropout = accumulation_dtype(q_BHSD.dtype), dropout_of(mask)
+        dtype, dropout, softcap = accumulation_dtype(q_BHSD.dtype), dropout_of(mask), softcap_of(mask)
         k_all, v_all = k_BHSD.to(dtype).contiguous(), v_BHSD.to(dtype).contiguous()
         lse = lse_for_backward(lse_BHS, dtype)
         dq, dk_all, dv_all = torch.empty_like(q_BHSD), torch.zeros_like(k_all), torch.zeros_like(v_all)
@@ -97,7 +104,12 @@ class MathKernel:
                 k, v = k_all[batch, key_heads, :keys], v_all[batch, key_heads, :keys]
                 q, dout = _fold(q_BHSD[batch, heads, rows].to(dtype), k), dout_BHSD[batch, heads, rows].to(dtype)
                 delta = (dout * out_BHSD[batch, heads, rows].to(dtype)).sum(-1, keepdim=True)
-                p = _scores(q, k, _part(allowed, batch, heads), _part(bias, batch, heads), scale, end - start, causal)
+                p, slope = _products(q, k, scale, end - start), None
+                if softcap:
+                    p.div_(softcap).tanh_()
+                    slope = 1 - p * p  # of what caps, at each score
+                    p.mul_(softcap)
+                _mask_(p, _part(allowed, batch, heads), _part(bias, batch, heads), causal)
                 p.sub_(lse[batch, heads, rows].unsqueeze(-1)).exp_()
                 dout = _fold(dout, k)
                 weights = p  # of v
@@ -106,7 +118,7 @@ class MathKernel:
                     weights = p * dropout.rows(start, end, keys, batch, heads)
                 _add_product(dv_all[batch, key_heads, :keys], _fold(weights, k), dout)
                 ds = (dout @ v.mT).view(p.shape).mul_(weights).addcmul_(p, delta, value=-1)
-                ds = _fold(ds, k)
+                ds = _fold(ds if slope is None else ds.mul_(slope), k)
                 dq[batch, heads, rows] = (ds @ k).mul_(scale).view(*p.shape[:3], -1)
                 _add_product(dk_all[batch, key_heads, :keys], ds, q, scale)
         return dq, dk_all.to(k_BHSD.dtype), dv_all.to(v_BHSD.dtype)
@@ -158,19 +170,21 @@ def _fold(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[3])
 
 
-def _scores(
-    q: Tensor, k: Tensor, allowed: Tensor | None, bias: Tensor | None, scale: float, rows: int, causal: bool
-) -> Tensor:
-    """``scale * q k^T + bias`` for folded q, as [b, h, rows, keys], with -inf where a pair is not allowed.
+def _products(q: Tensor, k: Tensor, scale: float, rows: int) -> Tensor:
+    """``scale * q k^T`` for folded q, as [b, h, rows, keys]."""
+    return ((q * scale) @ k.mT).view(q.shape[0], -1, rows, k.shape[2])
 
-    ``causal``: the last of ``rows`` sees all keys, each one before it one less.
+
+def _mask_(scores: Tensor, allowed: Tensor | None, bias: Tensor | None, causal: bool) -> None:
+    """Adds the bias to scores [b, h, rows, keys], and puts -inf where a pair is not allowed.
+
+    ``causal``: the last row sees all keys, each one before it one less.
     """
-    scores = ((q * scale) @ k.mT).view(q.shape[0], -1, rows, k.shape[2])
     if bias is not None:
         scores += bias
     if allowed is not None:
         scores.masked_fill_(~allowed, float("-inf"))
     if causal:
-        above = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
+        rows = scores.shape[2]
+        above = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu_(1)
         scores[..., -rows:].masked_fill_(above, float("-inf"))
-    return scores

@@ -71,6 +71,11 @@ class ModelConfig:
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
     add_qkv_bias: bool = flag(False, "bias in the QKV projection alone")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
+    softmax_type: str = flag(
+        "vanilla",
+        "attention's softmax: off-by-one adds 1 to its sum, learnable a sink, one learned score a head",
+        choices=["vanilla", "off-by-one", "learnable"],
+    )
     embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
     untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")

@@ -92,7 +92,7 @@ class AttentionConfig:
     attention_kernel: str = flag(
         "auto",
         "kernel of one attention tile",
-        choices=["auto", "flash_attn", "cudnn", "flash", "cpu", "math"],
+        choices=["auto", "flash_attn", "cudnn", "flash", "cpu", "triton", "math"],
     )
     attention_mask: str | None = flag(
         None,

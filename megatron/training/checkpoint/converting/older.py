@@ -95,6 +95,8 @@ def shapes(model: ModelConfig, weights: Weights) -> dict[Name, torch.Size]:
             if model.qk_layernorm:
                 put(f"self_attention.q_layernorm.{norm}", size)
                 put(f"self_attention.k_layernorm.{norm}", size)
+        if model.softmax_type == "learnable":
+            put("self_attention.core_attention.softmax_offset", model.num_attention_heads)
         for key, into, out in (
             ("self_attention.linear_qkv", hidden, qkv),
             ("self_attention.linear_proj", queries, hidden),

@@ -39,6 +39,7 @@ FIXED = {
         False,
     ),
     "rotary_percent": 1.0,
+    "softmax_type": "vanilla",
 }
 
 

@@ -31,7 +31,6 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "linear_attention_freq": ((None,), "linear attention"),
     "experimental_attention_variant": ((None,), "another attention"),
     "attention_output_gate": ((None, False), "gated attention"),
-    "softmax_type": ((None, "vanilla"), "attention sinks"),
     "no_rope_freq": ((None,), "layers without RoPE"),
     "window_attn_skip_freq": ((None,), "layers without a window"),
     "qk_l2_norm": ((None, False), "queries and keys of length 1"),

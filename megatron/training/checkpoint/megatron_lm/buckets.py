@@ -25,7 +25,11 @@ ALIGNED = 64
 KEY = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.param$")
 LAYER = "decoder.layers."
 NORM_1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
-PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
+PROJ = (
+    "self_attention.core_attention.softmax_offset",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+)
 REST = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton kernels take of a GPU, compiled without one: a Markdown table.
+
+    python benchmarks/triton_resources.py --capability 80 90 100 --head 64 128
+
+Registers, spills and shared memory are the assembler's. A step is what a program does with one block of the other side
+where all pairs count; its instructions are counted in the machine code. The tensor cores' cycles of a step against
+those in which a multiprocessor issues its instructions predict the share of the GEMM rate: from nothing overlapped to
+everything. That is arithmetic, and no measurement: it knows nothing of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.context_parallel.attention.kernels.triton_compile import FEATURES, Resources, example, resources
+from megatron.context_parallel.attention.kernels.triton_kernel import Launch
+
+NAMES = {80: "A100", 86: "RTX 3090", 89: "L40S", 90: "H100", 100: "B200", 120: "RTX 5090"}
+# Products and sums of bf16 that a multiprocessor's tensor cores do in a cycle: data sheets' rates without sparsity,
+# over multiprocessors and boost clock (A100 312 TFLOP/s, 108, 1.41 GHz; H100 SXM 989, 132, 1.83; B200 2250, 148, 1.85).
+TENSOR_RATE = {80: 1024, 90: 2048, 100: 4096}
+ISSUE_RATE = 4  # instructions of a warp that a multiprocessor issues in a cycle
+PRODUCTS = {"forward": 2, "queries": 3, "keys": 4}  # of [block, head] x [head, step]
+
+
+def bound(which: str, launch: Launch, taken: Resources) -> str:
+    """Cycles of a step, of the tensor cores and of issuing instructions, and what follows from them."""
+    rate = TENSOR_RATE.get(taken.capability)
+    if rate is None or not taken.step:
+        return "| | | "
+    sizes = launch.arguments
+    tensor = PRODUCTS[which] * sizes["BLOCK"] * sizes["STEP"] * sizes["HEAD"] / rate
+    issue = taken.step * taken.warps / ISSUE_RATE
+    return f"| {tensor:.0f} | {issue:.0f} | {tensor / (tensor + issue):.0%} to {tensor / max(tensor, issue):.0%} "
+
+
+def row(capability: int, head: int, which: str, features: tuple[str, ...]) -> str:
+    launch = example(capability, head, features=features)[which]
+    taken = resources(launch, capability)
+    sizes = launch.arguments
+    products = ", ".join(f"{count} {name}" for name, count in taken.products.items())
+    return (
+        f"| {NAMES.get(capability, capability)} | {head} | {which} | {', '.join(features) or 'plain'} "
+        f"| {sizes['BLOCK']} x {sizes['STEP']} | {launch.warps} | {launch.stages} "
+        f"| {taken.registers} | {taken.spills} | {taken.shared / 1024:.0f} | {taken.programs} | {taken.occupancy:.1%} "
+        f"| {products} {bound(which, launch, taken)}|"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, nargs="+", default=[80, 90, 100], choices=NAMES)
+    parser.add_argument("--head", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--features", nargs="*", default=["plain"], choices=["plain", *FEATURES])
+    args = parser.parse_args()
+    columns = ["GPU", "head", "kernel", "with", "block x step", "warps", "stages", "registers", "spills, bytes"]
+    columns += ["shared, KiB", "programs an SM", "warps an SM", "in the PTX", "tensor cycles", "issue cycles"]
+    columns += ["of the GEMM rate"]
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+    for capability in args.capability:
+        for head in args.head:
+            for which in ("forward", "queries", "keys"):
+                for feature in args.features:
+                    print(row(capability, head, which, () if feature == "plain" else (feature,)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernel, interpreted, under every mask, scheme and backend of `test_mask_attention.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.attention.kernels import triton_blocks
+from megatron.context_parallel.positions.dropout import Dropout, TileDropout
+from tests.distributed.test_mask_attention import BACKENDS, LENGTH, SCHEMES, SIZE, chunked, compare, make_layout, ranks
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+# Where kinds of tiles, of sums and of positions meet.
+USUAL = {
+    "one process": ["all of these, window 50"],
+    "Ring contiguous": ["window and global", "half sees nothing"],
+    "USP beside TP": ["sinks, documents"],
+    "USP gathered": ["dropout, documents"],
+    "FPDT": ["soft-cap, function"],
+    "FPDT, USP": ["all of these, window 50", "wide values, full"],
+}
+
+
+def compare_interpreted(schemes, backend):
+    """In large blocks, which the interpreter gets through in fewer steps; test_triton.py is about small ones."""
+    layout, gather = make_layout(backend), "gathered" in backend
+    options = {"batch": 1, "layout": layout, "gather": gather}
+    with patch.object(triton_blocks, "INTERPRETED", triton_blocks.Blocks(64, 64)):
+        return {scheme: compare(scheme, backend, "triton", torch.float32, **options) for scheme in schemes}
+
+
+def check(pool, backend, schemes):
+    found = pool.run(compare_interpreted, ranks(backend), schemes, backend, timeout=90)
+    worst = {scheme: max(max(rank[scheme]) for rank in found) for scheme in schemes}
+    assert max(worst.values()) < 2e-5, worst
+
+
+@pytest.mark.parametrize("backend", USUAL)
+def test_float32_matches_dense_attention(pool, backend):
+    check(pool, backend, USUAL[backend])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_scheme(pool, backend, scheme):
+    check(pool, backend, [scheme])
+
+
+DROPOUT = Dropout(0.3, seed=11, stream=4, samples=(6,))
+
+
+def kept(backend):
+    """Which weights survive dropout, [queries, heads, keys]: scores are all alike, and a key's value is its number."""
+    layout = make_layout(backend)
+    q = k = torch.zeros(LENGTH, 1, 4, SIZE)
+    v = torch.eye(LENGTH)[:, None, None].expand(LENGTH, 1, 4, LENGTH)
+    local = [layout.shard(x).requires_grad_() for x in (q, k, v)]
+    rule = {"kernel": "triton", "dropout": DROPOUT}
+    with patch.object(triton_blocks, "INTERPRETED", triton_blocks.Blocks(64, 64)), torch.no_grad():
+        if layout.chunks > 1:
+            out = chunked(*local, layout, cp.AttentionRule(cp.Full(), **rule))
+        else:
+            out = cp.attention(*local, layout=layout, mask=cp.Full(), **rule)
+        return layout.gather(out)[:, 0] > 0.5 / LENGTH
+
+
+@pytest.mark.parametrize("backend", ["one process", "Ulysses", "Ring", "FPDT, USP"])
+def test_dropout_draws_the_same_bits_everywhere(pool, backend):
+    spans = ((0, LENGTH),)
+    expected = TileDropout(DROPOUT, 4, spans, spans, torch.device("cpu")).rows(0, LENGTH, LENGTH)[0].transpose(0, 1)
+    assert abs(expected.float().mean() - 0.7) < 0.01
+    for rank in pool.run(kept, ranks(backend), backend):
+        assert torch.equal(rank, expected.bool())

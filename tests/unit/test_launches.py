@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often a GPU is started: once for all tiles between a query block and a key block, however many there are."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.attention.attend import attend, attend_grad
+from megatron.context_parallel.attention.kernels import triton_kernel
+from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.ring import KeyBlock, schedule
+from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.tile import TileKernel
+from megatron.context_parallel.layout.grid import abstract_grid
+from megatron.context_parallel.layout.spans import count
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches so far; none is carried out."""
+    found = []
+    monkeypatch.setattr(triton_kernel.Launch, "run", lambda launch: found.append(launch))
+    monkeypatch.setattr(triton_kernel, "interpreted", lambda: True)
+    return found
+
+
+def walk(ring, mask, rank, launches):
+    """(hops with work, their tiles, launches forward, launches backward) of a rank, on tensors without memory."""
+    plan, kernel = ring_plan(RINGS[ring], mask, rank), TileKernel(triton_kernel.TritonKernel(), 0.1, mask)
+    rows = RINGS[ring].seq_length // RINGS[ring].grid.ring.size
+
+    def empty(rows, *shape, dtype=torch.bfloat16):
+        return torch.empty(rows, 1, *shape, dtype=dtype, device="meta")
+
+    q, lse = empty(rows, 8, 64), empty(rows, 8, dtype=torch.float32)
+    result, dq, counts = Accumulator(q, 64), GradientSum(q, rows), []
+    steps = [step for step in schedule(plan, grads=True) if step.hop.tiles]
+    for step in steps:
+        k = v = empty(count(step.hop.held), 2, 64)
+        kept = step.grads_out.rows or ((0, rows),)
+        block = KeyBlock(k, v, step.hop, None, KeyGradients(k, v, kept))
+        before = len(launches)
+        attend(block.tiles, q, k, v, kernel=kernel, result=result)
+        forward = len(launches)
+        final = {"dout_SBHD": q, "out_SBHD": None, "lse_SBH": lse, "delta_SBH": lse}
+        attend_grad(block.tiles, q, k, v, **final, kernel=kernel, dq=dq, dkv=block)
+        counts.append((forward - before, len(launches) - forward))
+    return len(steps), sum(len(step.hop.tiles) for step in steps), *map(sum, zip(*counts))
+
+
+RINGS = {2: cp.SequenceLayout(2**17, abstract_grid(ring=2)), 8: cp.SequenceLayout(2**20, abstract_grid(ring=8))}
+DOCUMENTS = tuple(round(2**20 * (i + 1) / 1000) for i in range(1000))
+
+
+def test_a_narrow_window_on_a_long_sequence(launches):
+    hops, tiles, forward, backward = walk(2, cp.Window(1022), 0, launches)
+    assert tiles > 150 and forward == hops <= 4 and backward == 2 * hops
+
+
+def test_a_thousand_documents_on_a_ring(launches):
+    hops, tiles, forward, backward = walk(8, cp.Documents(DOCUMENTS), 3, launches)
+    assert tiles > 100 and forward == hops <= 8 and backward == 2 * hops

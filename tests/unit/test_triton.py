@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels in Triton's interpreter, on CPU tensors, against attention's definition in float64."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.context_parallel.attention.kernels import triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel, missing_triton
+from megatron.context_parallel.attention.kernels.triton_tiles import walk
+from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
+from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.positions.dropout import Dropout
+from tests.patience import patience
+from tests.unit import triton_cases
+from tests.unit.triton_cases import Case, some_pairs
+
+pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
+
+# Two ranks of a zigzag ring, 90 tokens; the first rank's queries, its own keys first.
+ZIGZAG = {"q_at": ((0, 23), (67, 90)), "blocks": (((0, 23), (67, 90)), ((23, 67),))}
+MASKS = {
+    "causal": Causal(),
+    "full": Full(),
+    "window": Window(33),
+    "two-sided": Window(20, 11, global_tokens=3),
+    "narrow": Window(5, 2),
+    "documents": Documents((13, 40, 41, 90)),
+    "function": MaskFunction(some_pairs),
+}
+EXTRAS = {
+    "plain": {},
+    "alibi": {"slopes": (0.25, 0.0625)},
+    "softcap": {"softcap": 2.0},
+    "dropout": {"dropout": Dropout(0.3, seed=5, stream=2, samples=(3,), head=4)},
+    "all": {"slopes": (0.25, 0.0625), "softcap": 2.0, "dropout": Dropout(0.1, seed=5)},
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable]:
+    """Calls a function in a process of its own, where Triton interprets: it decides so when it is first imported."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            started = process.submit(abs, 0)  # with the environment of now
+        started.result(patience(60))
+        yield lambda function, *arguments: process.submit(function, *arguments).result(patience(60))
+
+
+def check(errors: dict[str, float], limit: float = 5e-6) -> None:
+    assert all(error < limit for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("mask", ["two-sided", "narrow", "documents", "function"])
+def test_masks_on_a_ring(interpreted, mask):
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG)))
+
+
+@pytest.mark.parametrize("extra", ["alibi", "softcap", "dropout", "all"])
+def test_what_else_scores_and_weights_get(interpreted, extra):
+    mask = MASKS["function" if extra == "all" else "causal"]
+    check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_all_masks_with_all_else(interpreted, mask, extra):
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **EXTRAS[extra])))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"b": 2, "h": 4, "hk": 2, "d": 24, "dv": 40},
+        pytest.param({"h": 4, "hk": 1, "d": 64, "dv": 16}, marks=pytest.mark.full),
+        pytest.param({"h": 1, "hk": 1, "d": 80, "dv": 96}, marks=pytest.mark.full),
+        pytest.param({"h": 1, "hk": 1, "d": 256, "dv": 128}, marks=pytest.mark.full),
+        pytest.param({"b": 3, "h": 2, "hk": 2, "d": 8, "dv": 128}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_head_sizes_and_groups(interpreted, sizes):
+    check(interpreted(triton_cases.errors, Case(q_at=((0, 45),), blocks=(((0, 45),),), **sizes)))
+
+
+def test_any_strides_of_inputs_and_sums(interpreted):
+    case = Case(Window(20, 5), layout="strided", b=2, q_at=((0, 40),), blocks=(((0, 40),),))
+    check(interpreted(triton_cases.errors, case))
+
+
+def test_addresses_in_64_bits(interpreted, tmp_path):
+    case = Case(q_at=((0, 40),), blocks=(((0, 40),),), hk=2, dtype=torch.bfloat16)
+    near = interpreted(triton_cases.errors, case)
+    assert interpreted(triton_cases.errors_far_apart, case, tmp_path) == near
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)], ids=["bf16", "fp16"]
+)
+def test_as_near_to_the_truth_as_flash_attention(interpreted, dtype):
+    case = Case(q_at=((0, 96),), blocks=(((0, 96),),), h=1, d=32, dv=32, dtype=dtype)
+    ours, flash = interpreted(triton_cases.errors_and_flash_errors, case)
+    assert all(ours[name] < 1.25 * flash[name] + 1e-6 for name in ours), (ours, flash)
+
+
+@pytest.mark.parametrize("block, step", [(64, 64), pytest.param(16, 128, marks=pytest.mark.full)])
+def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
+    case = Case(MASKS["function"], **{**ZIGZAG, "blocks": (((0, 90),),)})
+    check(interpreted(triton_cases.errors_in_blocks_of, case, block, step))
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("block, step", [(32, 16), (128, 64), (16, 128)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_walk_meets_each_pair_once_and_few_others(mask, block, step, side):
+    """The ranges alone, taken apart: which pairs are computed, and which of them count."""
+    found = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
+    wanted = torch.zeros(377, 577, dtype=torch.int32)
+    for tile in found:
+        i, j = torch.arange(*tile.q)[:, None], torch.arange(*tile.k)
+        beyond = (j - i) - (tile.k[0] - tile.q[0])
+        wanted[i, j] += {"full": beyond < 10**6, "causal": beyond <= 0, "anticausal": beyond >= 0}[tile.kind].int()
+    wanted = wanted if side == "q" else wanted.t()
+    met = torch.zeros_like(wanted)
+    walked = walk(found, side, wanted.size(0), block, step, torch.device("cpu"))
+    steps = 0
+    for number, *ends in walked.blocks.tolist():
+        rows = torch.arange(number * block, min(number * block + block, wanted.size(0)))
+        for index in range(ends[0], ends[3]):
+            start, stop, first, last, low, high, bits, *_ = walked.ranges[index].tolist()
+            columns = torch.arange(start, stop)
+            away = columns - rows[:, None]
+            inside = ((rows >= first) & (rows < last))[:, None] & (away >= low) & (away <= high)
+            assert (bits >= 0) == (index >= ends[2])
+            if index < ends[1]:
+                assert inside.all() and (stop - start) % step == 0, "a plain range asks no question"
+            met[rows[:, None], columns] += inside.int()
+            steps += -(-(stop - start) // step)
+    assert torch.equal(met, wanted) and wanted.max() == 1
+    assert walked.pairs == steps * block * step
+
+
+def test_walks_of_long_sequences_are_short():
+    """Blocks' ranges grow with the blocks, not with their pairs."""
+    found = tiles(((0, 2**20),), ((0, 2**20),), Window(2**15 - 1))
+    walked = walk(found, "q", 2**20, 128, 64, torch.device("cpu"))
+    assert len(walked.blocks) == 2**13 and len(walked.ranges) <= 6 * 2**13
+    wanted = sum(tile.pairs for tile in found)
+    assert wanted < walked.pairs < 1.02 * wanted
+
+
+def test_bits_of_long_tiles_come_in_several_launches(monkeypatch):
+    monkeypatch.setattr(triton_tiles, "BITS_AT_ONCE", 64)
+    monkeypatch.setattr(triton_tiles, "MASKED_ROWS", 16)
+    found = tiles(((0, 40),), ((0, 40),), MASKS["function"])
+    parts = list(triton_tiles.groups((*found, *tiles(((0, 40),), ((0, 40),), Causal()))))
+    assert len(parts) == 6, "six masked squares of 64 bytes; what is not masked goes along"
+    assert sum(tile.pairs for part in parts for tile in part) == 2 * (40 * 41 // 2)
+
+
+def test_nothing_to_do(interpreted):
+    """Queries that no tile has keep what they had."""
+    case = Case(Documents((30, 60)), q_at=((30, 60),), blocks=(((0, 30),), ((30, 60),)))
+    check(interpreted(triton_cases.errors, case))
+
+
+@pytest.mark.parametrize(
+    "device, dtype, size, reason",
+    [
+        ("cpu", torch.float64, 64, "needs fp32, bf16 or fp16"),
+        ("cpu", torch.bfloat16, 264, "at most 256"),
+        ("cpu", torch.bfloat16, 64, "needs a GPU"),
+    ],
+)
+def test_refusals(device, dtype, size, reason):
+    assert reason in TritonKernel().why_not(device=torch.device(device), dtype=dtype, head_dim=size)
+
+
+def test_runs_on_the_cpu_where_it_is_interpreted(interpreted):
+    kernel = TritonKernel()
+    assert interpreted(_why_not, kernel) is None
+
+
+def _why_not(kernel: TritonKernel) -> str | None:
+    return kernel.why_not(device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"hk": 3}, "does not fit k"),
+        ({"softcap": 0.0}, "a soft-cap is above 0"),
+        ({"slopes": (1.0, 1.0, 1.0)}, "not one for each of 2 heads"),
+        ({"dropout": Dropout(0.1, 1, samples=(0, 1))}, "dropout names 2 samples"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit(interpreted, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        interpreted(triton_cases.errors, replace(Case(), **change))

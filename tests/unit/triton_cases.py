@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by the Triton kernels against its definition in float64; runs in a process of test_triton.py's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels import triton_blocks
+from megatron.context_parallel.attention.kernels.triton_kernel import attend_tiles, attend_tiles_grad, delta
+from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.spans import Spans, positions
+from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.positions.dropout import Dropout
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries at ``q_at`` attend to key blocks that come one after another, as on a ring."""
+
+    mask: Mask = Causal()
+    q_at: Spans = ((0, 70),)
+    blocks: tuple[Spans, ...] = (((0, 70),),)
+    b: int = 1
+    h: int = 2
+    hk: int = 1
+    d: int = 16
+    dv: int = 16
+    dtype: torch.dtype = torch.float32
+    slopes: tuple[float, ...] | None = None
+    softcap: float | None = None
+    dropout: Dropout | None = None
+    layout: str = "plain"
+
+
+def some_pairs(q: Tensor, k: Tensor) -> Tensor:
+    """A mask function: most pairs, and none at all for every 9th query."""
+    return ((q * 7 + k * 3) % 5 != 0) & (q % 9 != 4)
+
+
+@dataclass
+class Tensors:
+    q: Tensor
+    k: list[Tensor]
+    v: list[Tensor]
+    dout: Tensor
+
+
+def make(case: Case, device: torch.device = CPU) -> Tensors:
+    torch.manual_seed(7)
+    s, lengths = len(positions(case.q_at, CPU)), [len(positions(at, CPU)) for at in case.blocks]
+
+    def random(rows: int, heads: int, size: int) -> Tensor:
+        if case.layout == "strided":  # [b, d, h, s] memory: no dimension is where a kernel likes it
+            return torch.randn(case.b, size, heads, rows).to(device, case.dtype).permute(3, 0, 2, 1)
+        return torch.randn(rows, case.b, heads, size).to(device, case.dtype)
+
+    q = random(s, case.h, case.d)
+    keys = [random(t, case.hk, case.d) for t in lengths]
+    values = [random(t, case.hk, case.dv) for t in lengths]
+    dout = random(s, case.h, case.dv)
+    if case.layout == "strided":
+        dout = dout[:1, :, :1].expand(dout.shape)  # one for all
+    return Tensors(q, keys, values, dout)
+
+
+def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
+    """out, lse and gradients; the tiles of one key block after another."""
+    s, device = x.q.size(0), x.q.device
+
+    def sums(shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
+        if case.layout == "strided":  # every second one of a larger memory, which stays as it is
+            return torch.full((shape[0], 2, *shape[1:]), fill, device=device)[:, 1]
+        return torch.full(shape, fill, device=device)
+
+    out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
+    common = {
+        "scale": case.d**-0.5,
+        "mask": case.mask,
+        "slopes": None if case.slopes is None else torch.tensor(case.slopes),
+        "softcap": case.softcap,
+        "dropout": case.dropout,
+    }
+    todo = [tiles(case.q_at, at, case.mask) for at in case.blocks]
+    for some, k, v in zip(todo, x.k, x.v):
+        attend_tiles(some, x.q, k, v, out_SBHD=out, lse_SBH=lse, **common)
+    grads = {"dq": sums(x.q.shape), "dk": [sums(k.shape) for k in x.k], "dv": [sums(v.shape) for v in x.v]}
+    final = {"dout": x.dout, "lse": lse, "delta_SBH": delta(out, x.dout)}
+    for some, k, v, dk, dv in zip(todo, x.k, x.v, grads["dk"], grads["dv"]):
+        attend_tiles_grad(some, x.q, k, v, **final, dq=grads["dq"], dk=dk, dv=dv, **common)
+    out = torch.where(lse.isneginf()[..., None], 0.0, out)  # of queries in no tile: nobody's
+    return {"out": out, "lse": lse, "dq": grads["dq"], "dk": torch.cat(grads["dk"]), "dv": torch.cat(grads["dv"])}
+
+
+def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
+    """The same in float64, from the definition."""
+    q, k, v = (y.double().requires_grad_() for y in (x.q, torch.cat(x.k), torch.cat(x.v)))
+    device = x.q.device
+    q_at, k_at = positions(case.q_at, device), torch.cat([positions(at, device) for at in case.blocks])
+    group = case.h // case.hk
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(group, 2)) * case.d**-0.5
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.slopes is not None:
+        distance = (q_at[:, None] - k_at).abs()
+        scores = scores - torch.tensor(case.slopes, device=device, dtype=torch.float64)[:, None, None] * distance
+    allowed = case.mask.allowed(q_at[:, None], k_at[None])
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    lse = scores.logsumexp(-1)
+    p = scores.softmax(-1).masked_fill(~allowed, 0.0)
+    if case.dropout is not None:
+        groups = torch.arange(-(-int(k_at.max() + 1) // 4), device=device)
+        rows, columns = case.dropout.row_keys(q_at, case.h), case.dropout.column_keys(groups)[:, None]
+        p = p * case.dropout.kept(rows, columns)[..., k_at] * case.dropout.scale
+    out = torch.einsum("bhst,tbhd->sbhd", p, v.repeat_interleave(group, 2))
+    grads = torch.autograd.grad(out, (q, k, v), x.dout.double())
+    return {"out": out.detach(), "lse": lse.detach().permute(2, 0, 1), **dict(zip(("dq", "dk", "dv"), grads))}
+
+
+def largest_errors(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
+    """Relative to the largest entry; infinite where one has no keys and the other has some."""
+    errors = {}
+    for name, want in true.items():
+        have = found[name].double()
+        if not torch.equal(have.isfinite(), want.isfinite()):
+            errors[name] = float("inf")
+            continue
+        have, want = have.nan_to_num(neginf=0.0), want.nan_to_num(neginf=0.0)
+        errors[name] = ((have - want).abs().max() / want.abs().max()).item()
+    return errors
+
+
+def errors(case: Case, device: torch.device = CPU) -> dict[str, float]:
+    x = make(case, device)
+    return largest_errors(computed(case, x), truth(case, x))
+
+
+def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, float]]:
+    """Besides, those of PyTorch's flash attention for the CPU."""
+    x = make(case)
+    q, k, v, dout = (y.permute(1, 2, 0, 3) for y in (x.q, x.k[0], x.v[0], x.dout))
+    causal, scale = isinstance(case.mask, Causal), case.d**-0.5
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+    flash = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads))}
+    flash = {name: y.permute(2, 0, 1, *range(3, y.dim())) for name, y in flash.items()}
+    true = truth(case, x)
+    return largest_errors(computed(case, x), true), largest_errors(flash, true)
+
+
+def errors_in_blocks_of(case: Case, block: int, step: int) -> dict[str, float]:
+    with mock.patch.object(triton_blocks, "INTERPRETED", triton_blocks.Blocks(block, step)):
+        return errors(case)
+
+
+def errors_far_apart(case: Case, folder: Path) -> dict[str, float]:
+    """With inputs whose rows and heads lie more than 2^31 elements apart, in files that are mostly holes."""
+    number = 0
+
+    def far(y: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        strides = (2**26 + 32, 64, 2**31 + 2**20, 1)
+        size = 1 + sum((n - 1) * stride for n, stride in zip(y.shape, strides))
+        memory = torch.from_file(str(folder / f"{number}"), shared=True, size=size, dtype=y.dtype)
+        return memory.as_strided(y.shape, strides).copy_(y)
+
+    x = make(case)
+    there = Tensors(far(x.q), [far(y) for y in x.k], [far(y) for y in x.v], far(x.dout))
+    return largest_errors(computed(case, there), truth(case, x))
