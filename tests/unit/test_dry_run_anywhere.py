@@ -187,7 +187,7 @@ def test_megatrons_own_dropout(flags, capsys):
     """0.1 and 0.1, which GPT scripts leave out; in the draws, the samples' numbers are real within fake tensors."""
     small = f"{TINY} {NUMBERS} --num-layers 1 --gpu H100-80G --ulysses-parallel-size 2 --world-size 2 {flags}"
     assert main(small.split(), simulate=simulate) == 0
-    assert "--attention-dropout 0.1: on a GPU the math kernel computes it" in " ".join(capsys.readouterr().out.split())
+    assert "--attention-dropout 0.1: on a GPU Triton's kernel computes it" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_vocabulary_that_nothing_names_is_refused(capsys):

@@ -10,7 +10,7 @@ import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import attend, attend_grad
-from megatron.context_parallel.attention.kernels import triton_kernel
+from megatron.context_parallel.attention.kernels import triton_call, triton_kernel
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock, schedule
 from megatron.context_parallel.attention.ring_plan import ring_plan
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def launches(monkeypatch):
     """The launches so far; none is carried out."""
     found = []
-    monkeypatch.setattr(triton_kernel.Launch, "run", lambda launch: found.append(launch))
-    monkeypatch.setattr(triton_kernel, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_call.Launch, "run", lambda launch: found.append(launch))
+    monkeypatch.setattr(triton_call, "interpreted", lambda: True)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels import triton_blocks
-from megatron.context_parallel.attention.kernels.triton_kernel import attend_tiles, attend_tiles_grad, delta
+from megatron.context_parallel.attention.kernels.triton_call import attend_tiles, attend_tiles_grad, delta
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles

@@ -26,6 +26,9 @@ from math import log2
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Machine
 
+TRITON = "triton_attention"
+"""Of a trace, the kernel that takes masks of pairs, ALiBi and dropout where the fused ones do not."""
+
 
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
     """Seconds of all ``count`` repetitions."""
@@ -53,11 +56,12 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
 def attention_rate(kernel: Kernel, machine: Machine) -> float:
     """FLOP/s by the machine's table and the share of it that its kernel gets; one without a shape counts as long."""
     rates = machine.attention_backward if kernel.backward else machine.attention
+    share = machine.kernels.get("triton", 1.0) if kernel.name == TRITON else machine.attention_share
     if not kernel.shape:
-        return rates.points[-1][1] * machine.attention_share
+        return rates.points[-1][1] * share
     queries, keys, heads, head_size = kernel.shape
     pairs = kernel.flops / ((10 if kernel.backward else 4) * heads * head_size)
-    return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size) * machine.attention_share
+    return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size) * share
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:

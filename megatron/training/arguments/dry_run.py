@@ -62,8 +62,8 @@ def priced(config: Config) -> list[str]:
         notes.append("--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's")
     if model.attention_dropout and config.simulation.gpu:
         notes.append(
-            f"--attention-dropout {model.attention_dropout:g}: on a GPU the math kernel computes it, slowly, and "
-            "so are this step and its simulation; --attention-dropout 0 has flash attention (docs/dropout.md)"
+            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and what drawing "
+            "takes is not priced; --attention-dropout 0 has flash attention (docs/dropout.md)"
         )
     return notes
 

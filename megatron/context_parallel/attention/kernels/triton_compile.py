@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from megatron.context_parallel.attention.kernels.triton_blocks import Pass
-from megatron.context_parallel.attention.kernels.triton_kernel import OPTIONS, Call, Launch
+from megatron.context_parallel.attention.kernels.triton_call import OPTIONS, Call, Launch
 from megatron.context_parallel.layout.masks import Causal, MaskFunction
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.dropout import Dropout
