@@ -13,6 +13,7 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.attention.kernels import triton_blocks
 from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 from tests.distributed.test_mask_attention import BACKENDS, LENGTH, SCHEMES, SIZE, chunked, compare, make_layout, ranks
+from tests.errors import worst
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -37,8 +38,8 @@ def compare_interpreted(schemes, backend):
 
 def check(pool, backend, schemes):
     found = pool.run(compare_interpreted, ranks(backend), schemes, backend, timeout=90)
-    worst = {scheme: max(max(rank[scheme]) for rank in found) for scheme in schemes}
-    assert max(worst.values()) < 2e-5, worst
+    errors = {scheme: worst(rank[scheme] for rank in found) for scheme in schemes}
+    assert worst(errors.values()) < 2e-5, errors
 
 
 @pytest.mark.parametrize("backend", USUAL)

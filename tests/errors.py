@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far results are from what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf, isnan
+
+
+def worst(errors: float | Iterable) -> float:
+    """The largest of some errors, nested or not. NaN counts as infinite: ``max`` would overlook it."""
+    if isinstance(errors, Iterable):
+        return max(map(worst, errors))
+    return inf if isnan(errors) else float(errors)
