@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.distributed.test_program import PROGRAM, rows
 from tests.program import run_ranks
 
-CHANGES = int(os.environ.get("CHANGES", "3"))
+CHANGES = int(os.environ.get("CHANGES", "1"))
 STEPS = 3  # from one change to the next
 FLAGS = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 96 --max-position-embeddings 96 "
@@ -17,7 +17,7 @@ FLAGS = (
     "--attention-dropout 0.1 --hidden-dropout 0.1"
 )
 GRIDS = "8: tp2 u2 r2; 6: u2 r3; 4: pp2 r2; 3: r3; 2: u2; 1: u1"
-WORLDS = (8, 6, 4, 8, 3, 2)
+WORLDS = (4, 3, 8, 6, 2)
 MORE = ("--zero-stage 1", "--sequence-parallel --zero-stage 1", "--fpdt --fpdt-chunk-size 48",
         "--recompute-granularity full --recompute-method uniform")  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -37,8 +37,6 @@ def test_losses_after_changes_are_those_of_an_undisturbed_run(tmp_path):
     took = []
     for number in range(CHANGES + 1):
         processes, more = WORLDS[number % len(WORLDS)], draw.choice(MORE) if number else MORE[0]
-        if processes in (4,) and "fpdt" in more:
-            more = MORE[0]  # FPDT goes with PP too, but this draw is about what changes
         flags = f"--train-iters {iterations} --exit-interval {STEPS} {more}"
         run(tmp_path / "elastic", flags, ["--elastic-grids", GRIDS], processes)
         took.append(processes)

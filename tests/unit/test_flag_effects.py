@@ -206,6 +206,7 @@ SHOWN = {
     "tests/distributed/test_switches.py": "load_optim save_optim save_rng load_rng pretrained_checkpoint "
     "save_retain_interval manual_gc manual_gc_interval check_for_nan_in_loss_and_grad",
     "tests/unit/test_elsewhere.py": "ckpt_format",
+    "tests/unit/test_elastic.py": "elastic elastic_grids",
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
