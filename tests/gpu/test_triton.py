@@ -10,7 +10,9 @@ from megatron.context_parallel.attention.kernels.triton_kernel import missing_tr
 from tests.unit.test_triton import EXTRAS, MASKS, ZIGZAG, check
 from tests.unit.triton_cases import Case, errors
 
-pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or missing_triton() is not None, reason=missing_triton() or "needs a CUDA device"
+)
 
 GPU = torch.device("cuda")
 LONG = {"q_at": ((0, 611), (1789, 2400)), "blocks": (((0, 611), (1789, 2400)), ((611, 1789),))}

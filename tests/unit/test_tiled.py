@@ -31,7 +31,7 @@ def tiles_of(dtype: torch.dtype, pieces: int):
 def test_many_tiles_merge_without_loss(dtype, tolerance):
     # bf16: half a unit in the last place of the inputs and of the result, 2 * 2**-9; merging in bf16 would pile up 64.
     q, parts, whole = tiles_of(dtype, 64)
-    result = Accumulator(q)
+    result = Accumulator(q, q.size(3))
     for out, lse in parts:
         result.add((0, 64), out, lse)
     out, lse = result.finish()
@@ -43,7 +43,7 @@ def test_many_tiles_merge_without_loss(dtype, tolerance):
 def test_tiles_on_some_rows_and_rows_without_keys():
     q, parts, _ = tiles_of(torch.float64, 2)
     (out, lse), (other, other_lse) = parts
-    result = Accumulator(q)
+    result = Accumulator(q, q.size(3))
     result.add((0, 32), out[:, :, :32], lse[:, :, :32])
     nothing = torch.full_like(lse[:, :, 32:], -torch.inf)
     result.add((32, 64), torch.zeros_like(out[:, :, 32:]), nothing)
@@ -54,7 +54,7 @@ def test_tiles_on_some_rows_and_rows_without_keys():
 
 
 def test_queries_without_any_key_give_zero():
-    out, lse = Accumulator(torch.ones(4, 1, 2, 8)).finish()
+    out, lse = Accumulator(torch.ones(4, 1, 2, 8), 8).finish()
     assert not out.any() and out.shape == (4, 1, 2, 8)
     assert (lse == -torch.inf).all() and lse.shape == (4, 1, 2)
 

@@ -58,10 +58,10 @@ def test_the_list_ends_with_the_command_line_that_is_taken():
     assert isinstance(refusal, Refusals) and len(refusal.lines) == 4
     assert refusal.command is None  # two sizes for one axis
 
-    refusal = refused(f"{GOOD} --num-experts 8 --embed-layernorm --ulyses-parallel-size 4 --fpdt")
+    refusal = refused(f"{GOOD} --num-experts 8 --kd --ulyses-parallel-size 4 --fpdt")
     told = refusal.told().splitlines()
     assert told[0] == "4 settings cannot run" and told[1].startswith("  1. --ulyses-parallel-size is not a known flag")
-    assert "taken would be, without --num-experts, --embed-layernorm, --ulyses-parallel-size, with " in told[5]
+    assert "taken would be, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
     config = parse(shlex.split(told[6]), world_size=8)
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 
@@ -70,7 +70,7 @@ FIXED = {  # flags beside two that must go -> what stands in their place
     "--rope-theta 500000": "--rotary-base 500000",
     "--num-hidden-layers 8": "",  # --num-layers is there already
     "--num-hidden-layers 4": None,
-    "--embed-layernorm": "",
+    "--kd": "",
     "--ulysses-degree 2": "--ulysses-parallel-size 2",
     "--lr-warmup-iter 5": "--lr-warmup-iters 5",
     "--gradient-checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

@@ -27,6 +27,7 @@ FILES = {
     "attention/attend": "attention: merges, sums, casts",
     "attention/ring": "ring: buffers",
     "attention/gather": "ring: buffers",
+    "attention/packed": "ring: buffers",
     "attention/": "attention: copies around its kernels",
     "fpdt/": "FPDT: copies, sums",
 }

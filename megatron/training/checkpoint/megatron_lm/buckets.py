@@ -25,11 +25,8 @@ ALIGNED = 64
 KEY = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.param$")
 LAYER = "decoder.layers."
 NORM_1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
-PROJ = (
-    "self_attention.core_attention.softmax_offset",
-    "self_attention.linear_proj.weight",
-    "self_attention.linear_proj.bias",
-)
+SINKS = ("self_attention.core_attention.softmax_offset",)
+PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
 REST = (
     "self_attention.linear_qkv.weight",
     "self_attention.linear_qkv.bias",
@@ -45,7 +42,7 @@ REST = (
     "mlp.linear_fc2.bias",
 )
 # Which norms belong to a linear layer is the difference: of core's layers, or of Transformer Engine's.
-ORDERS = ((*NORM_1, *PROJ, *REST), (*PROJ, *NORM_1, *REST))
+ORDERS = ((*NORM_1, *SINKS, *PROJ, *REST), (*SINKS, *PROJ, *NORM_1, *REST))
 
 
 @dataclass(frozen=True)
