@@ -70,8 +70,8 @@ def begun(flags: str) -> tuple[list[tuple], list[bool]]:
     "world, grid",
     [
         (4, f"{cp(2, 1)} {ZERO1} {fpdt(16, STREAM)}"),
-        (4, f"{cp(1, 2)} {fpdt(16, STREAM)}"),
         *also_in_full(
+            (4, f"{cp(1, 2)} {fpdt(16, STREAM)}"),
             (2, f"{ZERO1} --overlap-param-gather {fpdt(13, STREAM, FULL)}"),
             (4, f"{cp(2, 1)} {fpdt(16, HOST)}"),
             (4, f"{cp(1, 2)} {ZERO1} {fpdt(16, DEVICE, FULL)}"),

@@ -20,11 +20,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # Where kinds of tiles, of sums and of positions meet.
 USUAL = {
     "one process": ["all of these, window 50"],
-    "Ring contiguous": ["window and global", "half sees nothing"],
     "USP beside TP": ["sinks, documents"],
-    "USP gathered": ["dropout, documents"],
-    "FPDT": ["soft-cap, function"],
-    "FPDT, USP": ["all of these, window 50", "wide values, full"],
+    "FPDT, USP": ["dropout, documents", "wide values, full"],
 }
 
 

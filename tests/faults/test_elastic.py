@@ -17,7 +17,7 @@ FLAGS = (
     "--attention-dropout 0.1 --hidden-dropout 0.1"
 )
 GRIDS = "8: tp2 u2 r2; 6: u2 r3; 4: pp2 r2; 3: r3; 2: u2; 1: u1"
-WORLDS = (3, 2, 8, 6, 4)
+WORLDS = (2, 1, 8, 6, 4, 3)
 MORE = ("--zero-stage 1", "--sequence-parallel --zero-stage 1", "--fpdt --fpdt-chunk-size 48",
         "--recompute-granularity full --recompute-method uniform")  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

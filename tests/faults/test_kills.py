@@ -14,7 +14,7 @@ from tests.patience import patience
 from tests.program import meeting, run_ranks, start_forked
 
 KILLS = int(os.environ.get("KILLS", "2"))
-ITERATIONS, INTERVAL, RANKS = 12, 2, 2
+ITERATIONS, INTERVAL, RANKS = 10, 2, 2
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two looks at the table of heartbeats say, and where a thread is."""
 
+import signal
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -96,6 +98,15 @@ def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
     thread.join()
 
 
+@pytest.fixture
+def sigterm_as_before() -> Iterator[None]:
+    """What fails does not heed SIGTERM any more, nor what it would start."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm_as_before")
 def test_an_error_of_its_own_is_told_to_the_others_and_keeps_its_traceback():
     store = dist.HashStore()
     beats = Heartbeat(Grid(), 600, store, rank=0, ranks=2, every=0.01)
