@@ -132,6 +132,8 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple
     b, h, sq, _ = q.shape
     hk, keys = k.shape[1:3]
     limit, group = SCORE_BYTES["cpu" if k.device.type == "cpu" else "cuda"], h // hk
+    if k.device.type == "cpu":
+        limit *= torch.get_num_threads()  # each has a cache of its own
     row = group * keys * k.dtype.itemsize  # bytes that a row has of one key head
     at_once = min(max(limit // (row * -(-min(sq, FEW_ROWS) // group)), 1), b * hk)  # key heads, of all samples
     if at_once >= hk:
