@@ -63,17 +63,30 @@ def test_every_variant_compiles(compiler, capability, head, which, variant):
     check(compiler(capability, head, which, variant, torch.bfloat16), capability, CORES[capability])
 
 
+# Known to spill, up to 40 bytes in fp32 and 872 for heads of 256: to be mended, and then to be taken out here.
+SPILLING = {
+    (90, 256, "queries"), (90, 256, "keys"), (100, 256, "keys"), (120, 32, "keys"),
+}  # fmt: skip
+SPILLING_FP32 = {
+    (80, 64, "queries"), (80, 128, "queries"), (80, 256, "queries"), (89, 256, "forward"), (90, 64, "forward"),
+    (90, 128, "forward"), (90, 256, "forward"), (100, 64, "queries"), (100, 128, "forward"), (100, 256, "forward"),
+    (120, 64, "forward"), (120, 128, "forward"), (120, 256, "forward"),
+}  # fmt: skip
+
+
+def cases(heads: tuple[int, ...], spilling: set) -> list:
+    every = [(capability, head, which) for capability in CORES for head in heads for which in PASSES]
+    known = pytest.mark.xfail(strict=True, reason="spills registers")
+    return [pytest.param(*case, marks=[known] if case in spilling else []) for case in every]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("capability", CORES)
-@pytest.mark.parametrize("head", [32, 96, 256])
+@pytest.mark.parametrize("capability, head, which", cases((32, 96, 256), SPILLING))
 def test_other_head_sizes_compile(compiler, capability, head, which):
     check(compiler(capability, head, which, (), torch.bfloat16), capability, CORES[capability])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("head", [64, 128, 256])
-@pytest.mark.parametrize("capability", CORES)
+@pytest.mark.parametrize("capability, head, which", cases((64, 128, 256), SPILLING_FP32))
 def test_fp32_compiles(compiler, capability, head, which):
     check(compiler(capability, head, which, ("mask",), torch.float32), capability, None)

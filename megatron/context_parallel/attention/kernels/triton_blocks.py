@@ -71,7 +71,7 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     },
 }
 
-FP32 = {64: Blocks(32, 32, 4, 1), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 4, 1)}  # no tensor cores
+FP32 = {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)}  # no tensor cores
 
 
 def blocks(which: Pass, dtype: torch.dtype, head: int, capability: int | None) -> Blocks:
