@@ -38,7 +38,10 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
 --context-parallel-algo --rope-scaling-type --low-freq-factor --high-freq-factor --original-max-position-embeddings
 --override-lr-scheduler --use-checkpoint-lr-scheduler --min-scale --tokenizer-name-or-path --wandb-project-name
 --deepspeed --deepspeed_config --deepspeed-config --deepspeed_mpi --glu-activation
---wandb-entity-name --pad-vocab-size-to --fp8-e4m3 --fp8-hybrid""".split()
+--wandb-entity-name --pad-vocab-size-to --fp8-e4m3 --fp8-hybrid --wandb-name --use-mpi --tokenizer-file
+--elastic --elastic-grids --embed-layernorm --enable-hf2mg-convert --universal-checkpoint
+--train-weighted-split-paths --valid-weighted-split-paths --test-weighted-split-paths
+--train-weighted-split-paths-path --valid-weighted-split-paths-path --test-weighted-split-paths-path""".split()
 
 # NVIDIA's published launch script for Llama-3 8B, without FP8.
 LLAMA = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
