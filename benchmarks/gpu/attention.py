@@ -106,16 +106,8 @@ def bare(name: str, length: int, first: str, sizes: Sizes, device: torch.device,
 def passes(
     name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Callable[[], Tensor], Callable[[], list[Tensor]]]:
-    """A kernel's forward pass, returning out, and its backward pass, returning dq, dk and dv; all [s, b, heads, d].
-
-    One that takes all tiles at once has no passes of its own: there, all of cp.attention stands for it.
-    """
+    """A kernel's forward pass, returning out, and its backward pass, returning dq, dk and dv; all [s, b, heads, d]."""
     kernel = kernels.KERNELS[name]
-    if not hasattr(kernel, "forward"):
-        leaves, layout = [x.detach().requires_grad_() for x in (q, k, v)], cp.SequenceLayout(len(q), abstract_grid())
-        whole = partial(cp.attention, *leaves, layout=layout, kernel=name)
-        kept = whole()
-        return lambda: whole().detach(), lambda: list(torch.autograd.grad(kept, leaves, dout, retain_graph=True))
     q, k, v, dout = (x.permute(1, 2, 0, 3) for x in (q, k, v, dout))
     how = {"causal": True, "mask": None, "scale": q.size(3) ** -0.5}
     out, lse = kernel.forward(q, k, v, **how)

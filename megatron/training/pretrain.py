@@ -53,10 +53,10 @@ def main(
 
 def run(config: Config) -> int:
     """Set up, train, and leave the process groups; returns the exit code."""
+    follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
     from megatron.training.heartbeat import heartbeat
     from megatron.training.setup import start, stop
 
-    follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)
     runtime = start(config)
     beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:

@@ -20,7 +20,7 @@ from megatron.context_parallel.attention.kernels import math_kernel
 from megatron.context_parallel.positions import dropout, rope
 from megatron.simulator.dry_run.recorder import Recorder
 from megatron.simulator.dry_run.sharded_streams import sharded_streams
-from megatron.simulator.dry_run.simulated_triton import SimulatedTriton, runs
+from megatron.simulator.dry_run.simulated_attention import simulated_kernel
 
 # torch.compile makes one kernel of each (core's @jit_fuser).
 FUSED = (
@@ -50,21 +50,8 @@ def gpu_kernels(recorder: Recorder, fused_rope: bool = True) -> Iterator[None]:
         stack.enter_context(patch.dict(rope.PIECE, clear=True))
         stack.enter_context(patch.dict(math_kernel.SCORE_BYTES, cpu=math_kernel.SCORE_BYTES["cuda"]))
         stack.enter_context(patch.dict(dropout.ELEMENTS_AT_ONCE, cpu=dropout.ELEMENTS_AT_ONCE["cuda"]))
-        stack.enter_context(patch.object(kernels, "select", _select(recorder)))
+        stack.enter_context(patch.object(kernels, "select", partial(simulated_kernel, recorder)))
         yield
-
-
-def _select(recorder: Recorder) -> Callable:
-    """What stands for a GPU's choice of a kernel: Triton's takes what the fused ones do not."""
-
-    def select(name: str, *, dtype: torch.dtype, head_dim: int, **needs: Any) -> Any:
-        found = kernels.select_simulated(name, dtype=dtype, head_dim=head_dim, **needs)
-        asked = name == "triton" or any(needs.get(need) for need in kernels.NEEDS)
-        if name in ("auto", "triton") and asked and runs(dtype, head_dim):
-            return SimulatedTriton(recorder)
-        return found
-
-    return select
 
 
 def _rotate(x: Tensor, angles: Tensor, how: rope.Rope, sign: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnavailable, tensor_reason
+from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnavailable
 from megatron.context_parallel.attention.kernels.cpu import CpuKernel
 from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.attention.kernels.flash import FlashKernel
@@ -16,7 +16,7 @@ from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.preference import preferred
 from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
 
-__all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "select", "select_simulated"]
+__all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "select"]
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -75,28 +75,6 @@ def select(
         reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
     here = ", ".join(usable) if usable else "none"
     raise KernelUnavailable(name, f"{reason}; kernels that can run here: {here}")
-
-
-def select_simulated(
-    name: str,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    head_dim: int,
-    many_tiles: bool = False,
-    **needs: bool,
-) -> Kernel:
-    """As `select`, of a GPU that is simulated on ``device``: PyTorch's flash attention stands for every fused kernel,
-    and the machine's file says how fast the one that would run is.
-
-    Raises KernelUnavailable for what no GPU runs.
-    """
-    if name not in ("auto", *KERNELS):
-        select(name, device=device, dtype=dtype, head_dim=head_dim, **needs)
-    unfused = any(needs.values()) or tensor_reason(dtype, head_dim) is not None
-    if name == "cpu" or (name not in ("auto", "triton", "math") and unfused):
-        raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
-    return KERNELS["math" if name == "math" or unfused else "flash"]
 
 
 def _order(device: torch.device, many_tiles: bool) -> list[str]:

@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,17 +50,9 @@ class TritonKernel:
             return "needs a GPU of compute capability 8.0 or newer"
         return None
 
-    def attend(self, tiles: tuple[Tile, ...], *tensors: Tensor, **options: Any) -> None:
-        """:func:`attend_tiles`."""
-        attend_tiles(tiles, *tensors, **options)
-
-    def attend_grad(self, tiles: tuple[Tile, ...], *tensors: Tensor, **options: Any) -> None:
-        """:func:`attend_tiles_grad`."""
-        attend_tiles_grad(tiles, *tensors, **options)
-
-    def delta(self, out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
-        """:func:`delta`."""
-        return delta(out_SBHD, dout_SBHD)
+    attend = staticmethod(attend_tiles)
+    attend_grad = staticmethod(attend_tiles_grad)
+    delta = staticmethod(delta)
 
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float

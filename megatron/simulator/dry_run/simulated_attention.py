@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's attention on a simulated GPU: nothing is computed, its launches are written down."""
+"""Attention on a simulated GPU: what stands for its kernels."""
 
 from __future__ import annotations
 
@@ -8,20 +8,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.attention.kernels import KERNELS, select
+from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnavailable, tensor_reason
 from megatron.context_parallel.attention.kernels.triton_kernel import LARGEST_HEAD
 from megatron.context_parallel.layout.tiles import Tile
+from megatron.simulator.cost import trace
 from megatron.simulator.cost.seconds import TRITON
-from megatron.simulator.cost.trace import Kernel
 from megatron.simulator.dry_run.recorder import Recorder
 
 
-def runs(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether a GPU's Triton kernel takes such tensors."""
-    return dtype != torch.float64 and head_dim <= LARGEST_HEAD
+def simulated_kernel(
+    recorder: Recorder,
+    name: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    many_tiles: bool = False,
+    **needs: bool,
+) -> Kernel:
+    """As `kernels.select`, of a GPU that is simulated on ``device``.
+
+    PyTorch's flash attention stands for every fused kernel, and the machine's file says how fast the one that would run
+    is. Triton's takes what the fused ones do not.
+
+    Raises KernelUnavailable for what no GPU runs.
+    """
+    if name not in ("auto", *KERNELS):
+        select(name, device=device, dtype=dtype, head_dim=head_dim, **needs)
+    unfused = any(needs.values()) or tensor_reason(dtype, head_dim) is not None
+    if name == "cpu" or (name not in ("auto", "triton", "math") and unfused):
+        raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
+    asked = name == "triton" or (name == "auto" and any(needs.values()))
+    if asked and dtype != torch.float64 and head_dim <= LARGEST_HEAD:
+        return SimulatedTriton(recorder)
+    return KERNELS["math" if name == "math" or unfused else "flash"]
 
 
 class SimulatedTriton:
-    """In the place of `TritonKernel`, with the pairs that tiles hold; what dropout's hashes take is not priced."""
+    """In the place of `TritonKernel`: nothing is computed, launches are written down with the pairs that tiles hold.
+
+    What dropout's hashes take is not priced.
+    """
 
     name = "triton"
 
@@ -57,7 +85,7 @@ class SimulatedTriton:
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """Row sums of ``dout * out``, fp32 [s, b, h]."""
         total = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-        self.recorder.price(Kernel("delta", "memory", 0.0, _bytes(out, dout, total)))
+        self.recorder.price(trace.Kernel("delta", "memory", 0.0, _bytes(out, dout, total)))
         return total
 
     def _price(
@@ -73,7 +101,7 @@ class SimulatedTriton:
         rows, batch, heads, size = q.shape
         flops *= batch * heads * size * sum(tile.pairs for tile in tiles)
         shape = (rows, k.size(0), batch * heads, size)
-        self.recorder.price(Kernel(TRITON, "attention", flops, _bytes(*moved), shape, q.element_size(), backward))
+        self.recorder.price(trace.Kernel(TRITON, "attention", flops, _bytes(*moved), shape, q.element_size(), backward))
 
 
 def _bytes(*tensors: Tensor) -> int:
