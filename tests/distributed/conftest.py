@@ -15,16 +15,16 @@ from tests.shared import Shared
 
 @pytest.fixture(scope="session")
 def long_runs(pytestconfig: pytest.Config) -> bool:
-    """Whether runs on four ranks and more go on for all their steps, as with --full."""
+    """Whether runs go on for all their steps, as with --full."""
     return pytestconfig.getoption("--full")
 
 
 @pytest.fixture(scope="session")
-def on_one_process(pool: Pool, shared: Shared) -> Callable[..., Any]:
+def on_one_process(pool: Pool, shared: Shared, long_runs: bool) -> Callable[..., Any]:
     """The run that others must equal, once a model for the whole run of pytest: (flags, llama, steps)."""
 
-    def reference(flags: str, llama: bool, steps: int = 20) -> tuple[list[float], list[float], dict]:
-        flags = " ".join(flags.split())
+    def reference(flags: str, llama: bool, steps: int | None = None) -> tuple[list[float], list[float], dict]:
+        flags, steps = " ".join(flags.split()), steps or (20 if long_runs else 5)
         key = ("reference", flags, llama, steps)
         return shared(key, lambda: pool.run(run_training, 1, flags, llama, steps, timeout=120)[0])
 

@@ -15,6 +15,7 @@ from megatron.context_parallel.layout.masks import Band
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.context_parallel.positions.dropout import TileDropout
 from tests.errors import worst
+from tests.pairs import also_in_full
 
 LENGTH, SIZE, WIDTH = 192, 8, 24
 ENDS = (1, 20, 90, 91, 150, 192)  # documents of one token, and one longer than a rank's share
@@ -170,9 +171,6 @@ def chunked(q, k, v, layout, rule, recompute=False):
     return (layer(x) - x)[:, :, :width].unflatten(2, (heads, -1))
 
 
-MATRIX = [(scheme, backend) for backend in BACKENDS for scheme in SCHEMES]
-
-
 def compare_schemes(schemes, backend, kernel, dtype):
     layout = make_layout(backend)
     gather = "gathered" in backend
@@ -184,41 +182,27 @@ def ranks(backend):
     return ulysses * ring * tensor
 
 
-@pytest.fixture(scope="module")
-def results(pool):
-    """All schemes on a backend in one job: starting one costs more than attention on 192 tokens."""
-    known = {}
-
-    def of(backend, kernel, dtype):
-        if (backend, kernel) not in known:
-            known[backend, kernel] = pool.run(
-                compare_schemes, ranks(backend), list(SCHEMES), backend, kernel, dtype, timeout=180
-            )
-        return known[backend, kernel]
-
-    return of
+# Where every scheme is met: a ring in chunks has every kind of tile. Elsewhere masks alone are, but for these.
+WHOLE = ("one process", "Ring", "FPDT, USP")
+MEETING = ("dropout and ALiBi, window both sides", "sinks, half sees nothing", "all of these, window 50")
 
 
-@pytest.mark.parametrize("scheme, backend", MATRIX)
-def test_float64_matches_dense_attention(results, scheme, backend):
-    found = [rank[scheme] for rank in results(backend, "math", torch.float64)]
-    assert worst(found) < 1e-10, found
+def check(pool, backend, kernel, dtype, tolerance, schemes):
+    """All in one job: starting one costs more than attention on 192 tokens."""
+    found = pool.run(compare_schemes, ranks(backend), list(schemes), backend, kernel, dtype, timeout=180)
+    errors = {scheme: worst(rank[scheme] for rank in found) for scheme in schemes}
+    assert len(errors) >= 24 and not {scheme: error for scheme, error in errors.items() if not error < tolerance}
 
 
-def fast(scheme, backend):
-    """The kernel computes tiles: with one process it meets every mask, with a ring in chunks every kind of tile."""
-    marks = [] if backend in ("one process", "Ring", "FPDT, USP") else [pytest.mark.full]
-    return pytest.param(scheme, backend, marks=marks)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float64_matches_dense_attention(pool, backend, pytestconfig):
+    every = backend in WHOLE or pytestconfig.getoption("--full")
+    check(pool, backend, "math", torch.float64, 1e-10, SCHEMES if every else (*MASKS, *MEETING))
 
 
-@pytest.mark.parametrize("scheme, backend", [fast(*case) for case in MATRIX])
-def test_the_fast_kernel(results, scheme, backend):
-    found = [rank[scheme] for rank in results(backend, "cpu", torch.float32)]
-    assert worst(found) < 2e-5, found
-
-
-def test_there_are_enough_cases():
-    assert len(MATRIX) >= 120
+@pytest.mark.parametrize("backend", [*WHOLE, *also_in_full(*(name for name in BACKENDS if name not in WHOLE))])
+def test_the_fast_kernel(pool, backend):
+    check(pool, backend, "cpu", torch.float32, 2e-5, SCHEMES)
 
 
 @pytest.mark.parametrize("threshold", [8, 16384])

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 # Where kinds of tiles, of sums and of positions meet.
 USUAL = {
-    "one process": ["all of these, window 50"],
+    "one process": ["all of these, window 50", "wide values, full"],
     "USP beside TP": ["sinks, documents"],
-    "FPDT, USP": ["dropout, documents", "wide values, full"],
+    "FPDT, USP": ["dropout, documents"],
 }
 
 

@@ -11,7 +11,7 @@ from tests.program import run_ranks
 CHANGES = int(os.environ.get("CHANGES", "1"))
 STEPS = 3  # from one change to the next
 FLAGS = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 96 --max-position-embeddings 96 "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 96 --max-position-embeddings 96 "
     "--micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --num-workers 0 "
     "--device cpu --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 1 --eval-iters 0 "
     "--attention-dropout 0.1 --hidden-dropout 0.1"
