@@ -45,9 +45,9 @@ CASES = [
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(CASES, once=True))
 def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
-    check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=3)
+    check(pool, on_one_process, world, f"{GPT} {model}", f"{grid} {PARTITION}", llama=False, steps=2)
     _, norms, _ = on_one_process(f"{GPT} {model} --num-layers 2 ", False)
-    assert min(norms[:3]) > 0.5  # all of them are clipped
+    assert min(norms[:2]) > 0.5  # all of them are clipped
 
 
 def test_virtual_stages(pool, on_one_process):

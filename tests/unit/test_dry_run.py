@@ -31,7 +31,7 @@ def config_of(flags, ranks):
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (4, "--ulysses-parallel-size 2 --zero-stage 1 --bf16"),
+        (4, "--ulysses-parallel-size 2 --zero-stage 1 --bf16 --global-batch-size 2"),
         pytest.param(
             2,
             f"--fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --zero-stage 3 {RECOMPUTE}",
@@ -77,7 +77,7 @@ def test_stages_of_unequal_depth():
 
 
 def test_a_gpu_copies_on_streams_of_its_own():
-    config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1", 1)
+    config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1 --global-batch-size 1", 1)
     from megatron.simulator.dry_run.one_rank import run_rank
 
     gpu, cpu = (run_rank(config, 1, 0, 301, on_gpu=on_gpu) for on_gpu in (True, False))
