@@ -5,7 +5,8 @@
 import sys
 
 from megatron.simulator.dry_run.command import simulate
+from megatron.simulator.planner.elastic import fastest
 from megatron.training.pretrain import main
 
 if __name__ == "__main__":
-    sys.exit(main(simulate=simulate))
+    sys.exit(main(simulate=simulate, fastest=fastest))

@@ -5,6 +5,7 @@
 import sys
 
 from megatron.simulator.dry_run.command import simulate
+from megatron.simulator.planner.elastic import fastest
 from megatron.training.pretrain import main
 
 LLAMA = {
@@ -18,4 +19,4 @@ LLAMA = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(defaults=LLAMA, simulate=simulate))
+    sys.exit(main(defaults=LLAMA, simulate=simulate, fastest=fastest))

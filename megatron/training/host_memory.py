@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.formulas.host import HostBytes, host_memory
-from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import model_shape
-from megatron.training.arguments.stages import stage_layers
+from megatron.training.arguments.strategy_of import strategy_of, workload_of
 from megatron.training.refusal import Refusal
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -23,38 +20,13 @@ def host_bytes(config: Config) -> HostBytes:
 
     Data parallelism is not known here: as if all micro-batches of a step were this rank's.
     """
-    parallel, attention, chunks = config.parallel, config.attention, config.chunks
-    workload = Workload(
-        replace(
-            model_shape(config.model, vocab_size=1),  # the vocabulary is never offloaded
-            layers=max(stage_layers(config)) * parallel.pipeline_model_parallel_size,
-        ),
-        config.data.seq_length,
-        config.data.global_batch_size,
-        causal=attention.attention_mask in ("causal", None) and parallel.context_parallel_balance != "documents",
-    )
-    strategy = Strategy(
-        tensor=parallel.tensor_model_parallel_size,
-        ulysses=parallel.ulysses_parallel_size,
-        ring=parallel.ring_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-        micro_batch=config.data.micro_batch_size,
-        recompute="full" if attention.recompute_granularity == "full" else "none",
-        recompute_layers=attention.recompute_num_layers or 1,
-        offload_checkpoints=chunks.offload_checkpoints,
-        fpdt_chunk=chunks.fpdt_chunk_size if chunks.fpdt else 0,
-        fpdt_offload=chunks.fpdt_offload,
-        ffn_chunks=chunks.ffn_chunks or 0,
-        balance="contiguous" if parallel.context_parallel_balance == "contiguous" else "zigzag",
-        virtual=parallel.num_virtual_stages_per_pipeline_rank or 1,
-        sequence_parallel=parallel.sequence_parallel,
-    )
+    workload = workload_of(config, vocab_size=1)  # the vocabulary is never offloaded
     return host_memory(
         workload,
-        strategy,
+        strategy_of(config),
         2 if config.optimizer.bf16 or config.optimizer.fp16 else 4,
-        streamed=chunks.fpdt_stream_hidden,
-        block=attention.recompute_method == "block",
+        streamed=config.chunks.fpdt_stream_hidden,
+        block=config.attention.recompute_method == "block",
     )
 
 

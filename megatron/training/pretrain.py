@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import leaves
+from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
 from megatron.training.orphans import follow_launcher
 from megatron.training.refusal import Refusal
@@ -24,6 +25,7 @@ def main(
     argv: list[str] | None = None,
     defaults: dict[str, Any] | None = None,
     simulate: Callable[[Config], int] | None = None,
+    fastest: Fastest | None = None,
 ) -> int:
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
@@ -35,11 +37,12 @@ def main(
         defaults: settings that differ from Megatron-LM's for this entry point, as {"section.field": value}.
         simulate: what --dry-run does with a checked configuration; an exit code. Of several processes that were
             started, the first does it, and the others return 0 at once.
+        fastest: chooses among grids, for --elastic with --gpu.
     """
     if leaves(sys.argv[1:] if argv is None else argv, os.environ):
         return 0
     try:
-        config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of)
+        config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest)
         _quiet()
         if not config.simulation.dry_run:
             return run(config)

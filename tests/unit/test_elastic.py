@@ -48,6 +48,23 @@ def test_the_flags_grid_as_far_as_it_fits(flags, processes, expected):
     assert grid(["--elastic", *flags.split()], processes) == expected
 
 
+def test_the_planners_grid():
+    """Long samples are split, short ones are not; as many GPUs as are left."""
+    from megatron.simulator.planner.elastic import fastest
+
+    def context(seq_length: int, processes: int) -> int:
+        flags = f"--model llama3-8b --num-layers 4 --seq-length {seq_length} --max-position-embeddings {seq_length} "
+        flags += "--micro-batch-size 1 --global-batch-size 24 --train-iters 4 --lr 1e-3 --mock-data --save c --load c "
+        flags += "--bf16 --zero-stage 1 --elastic --gpu H100-80G --tokenizer-type NullTokenizer --vocab-size 128255"
+        config = parse(flags.split(), world_size=processes, fastest=fastest)
+        assert [note for note in config.notes if "the rest DP, the planner's choice for H100-80G" in note]
+        return config.parallel.context_parallel_size
+
+    assert context(4096, 8) == context(4096, 6) == 1 < min(context(2**17, 8), context(3 * 2**16, 6))
+    with pytest.raises(Refusal, match="no grid of 2 processes fits H100-80G: save memory"):
+        context(2**20, 2)
+
+
 @pytest.mark.parametrize(
     "flags, processes, line",
     [
@@ -58,6 +75,7 @@ def test_the_flags_grid_as_far_as_it_fits(flags, processes, expected):
         (["--elastic-grids", "8: tp2; 8: u2"], 8, "8 processes have a grid already; leave one out"),
         (["--elastic-grids", " ; "], 8, "holds no grid"),
         (["--elastic", "--tensor-model-parallel-size", "4"], 6, "TP x PP = 4 does not divide 6 processes"),
+        (["--gpu", "H100-80G"], 2, "add --dry-run, or --elastic, which takes the planner's grid"),
         (["--elastic", "--load", "d"], 2, "give --save DIR and --load with the same folder"),
     ],
 )

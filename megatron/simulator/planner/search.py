@@ -137,7 +137,7 @@ def search(problem: Problem, top: int = 10, known: Known | None = None) -> Found
             if plan is None:
                 continue
             found.fitting.append(plan)
-            if plan.grid not in best or _better(plan, best[plan.grid]):
+            if plan.grid not in best or better(plan, best[plan.grid]):
                 best[plan.grid] = plan
         if best:
             times = sorted(plan.seconds for plan in best.values())
@@ -231,7 +231,7 @@ def _from_the_fastest(problem: Problem, base: Strategy, orders: dict[tuple, list
         yield replace(way, data=base.data, pipeline=base.pipeline, virtual=base.virtual, zero=base.zero)
 
 
-def _better(plan: Plan, other: Plan) -> bool:
+def better(plan: Plan, other: Plan) -> bool:
     """Faster; or as fast to one part in a thousand, with less memory."""
     if abs(plan.seconds - other.seconds) > 1e-3 * other.seconds:
         return plan.seconds < other.seconds

@@ -22,11 +22,12 @@ def settle(config: Config) -> Config:
         given = {
             "--dry-run-json": simulation.dry_run_json,
             "--world-size": simulation.world_size,
-            "--gpu": simulation.gpu,
+            "--gpu": simulation.gpu and not config.parallel.elastic,
             "--dry-run-every-layer": simulation.dry_run_every_layer,
         }
         for flag in (flag for flag, value in given.items() if value):
-            raise Refusal(f"{flag} does nothing without --dry-run: add --dry-run, or leave it out")
+            more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
+            raise Refusal(f"{flag} does nothing without --dry-run: add --dry-run{more}, or leave it out")
         return config
     if simulation.world_size is not None and simulation.world_size < 1:
         raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")

@@ -8,9 +8,10 @@ machines is a restart on another grid, and nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 
 from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal
@@ -60,14 +61,21 @@ def read_grids(text: str) -> dict[int, Sizes]:
     return found
 
 
-def choose_grid(config: Config, world_size: int, complete: Callable[[Config, int], Config]) -> Config:
+Complete = Callable[[Config, int], Config]
+Fastest = Callable[[list[Config], int], int | None]
+"""Which of some completed configurations takes the least time of those that fit so many processes; None: none fits."""
+
+
+def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fastest | None = None) -> Config:
     """A copy of ``config`` with the grid for so many processes, which is noted; itself in a run that is not elastic.
 
     With ``--elastic-grids``: the entry of as many processes, or the one of the most that divide them, with more DP.
+    With ``--gpu``: the fastest of all grids that fit, by the planner, with the ways to save memory that the flags name.
     Without: TP and PP as they are, and of the context-parallel size as much as fits.
 
     Args:
         complete: raises a :class:`Refusal` of a configuration that cannot run.
+        fastest: the planner, where the caller has one.
     """
     parallel = config.parallel
     if not (parallel.elastic or parallel.elastic_grids):
@@ -75,6 +83,8 @@ def choose_grid(config: Config, world_size: int, complete: Callable[[Config, int
     folders = config.checkpoint.save, config.checkpoint.load
     if None in folders or folders[0] != folders[1]:
         raise Refusal("--elastic goes on from its own checkpoints: give --save DIR and --load with the same folder")
+    if config.data.global_batch_size is None and config.data.rampup_batch_size is None:
+        raise Refusal("--elastic: without --global-batch-size the batch would change with the processes; give it")
     if parallel.elastic_grids:
         grids = read_grids(parallel.elastic_grids)
         fitting = [number for number in sorted(grids) if world_size % number == 0]
@@ -84,13 +94,15 @@ def choose_grid(config: Config, world_size: int, complete: Callable[[Config, int
                 "the minimum of --nnodes"
             )
         chosen = _with(config, grids[fitting[-1]])
+    elif config.simulation.gpu and fastest is not None:
+        chosen = _planned(config, world_size, complete, fastest)
     else:
         chosen = _largest(config, world_size, complete)
     chosen.parallel.elastic_grids, chosen.parallel.elastic = None, False
     one = chosen.parallel
     chosen.notes.append(
         f"elastic: {world_size} processes as TP {one.tensor_model_parallel_size} x CP {one.context_parallel_size} "
-        f"x PP {one.pipeline_model_parallel_size}, the rest DP"
+        f"x PP {one.pipeline_model_parallel_size}, the rest DP{_planner(config, fastest)}"
     )
     return chosen
 
@@ -105,7 +117,43 @@ def _with(config: Config, sizes: Sizes) -> Config:
     return chosen
 
 
-def _largest(config: Config, world_size: int, complete: Callable[[Config, int], Config]) -> Config:
+def _planner(config: Config, fastest: Fastest | None) -> str:
+    gpu = config.simulation.gpu
+    if config.parallel.elastic_grids or not gpu:
+        return ""
+    return f", the planner's choice for {gpu}" if fastest else f"; pretrain_*.py ask the planner, for {gpu}"
+
+
+def _planned(config: Config, world_size: int, complete: Complete, fastest: Fastest) -> Config:
+    """The grid that ``fastest`` names, of all that divide so many processes and that the program takes."""
+    grids, completed, refused = [], [], None
+    for sizes in _every(world_size):
+        grid = _with(config, sizes)
+        try:
+            completed.append(complete(deepcopy(grid), world_size))
+        except Refusal as refusal:
+            refused = refused or refusal
+            continue
+        grids.append(grid)
+    if not grids:
+        raise refused or Refusal(f"--elastic: no grid of {world_size} processes can run this")
+    best = fastest(completed, world_size)
+    if best is None:
+        raise Refusal(
+            f"--elastic: no grid of {world_size} processes fits {config.simulation.gpu}: save memory "
+            "(--recompute-granularity full, --fpdt, --zero-stage 3), or raise the minimum of --nnodes"
+        )
+    return grids[best]
+
+
+def _every(world_size: int) -> Iterator[Sizes]:
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    for tp, u, r, pp in product(sizes, repeat=4):
+        if world_size % (tp * u * r * pp) == 0:
+            yield Sizes(tp, u, r, pp)
+
+
+def _largest(config: Config, world_size: int, complete: Complete) -> Config:
     """The grid of the flags, with as much of its context-parallel size as so many processes can run."""
     parallel, refused = config.parallel, None
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size

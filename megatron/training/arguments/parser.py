@@ -14,7 +14,7 @@ from typing import Any
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import settle
-from megatron.training.arguments.elastic import choose_grid
+from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.elsewhere import translate
 from megatron.training.arguments.from_checkpoint import ShapeOf, take_checkpoint_args
 from megatron.training.arguments.models import shape
@@ -35,6 +35,7 @@ def parse(
     defaults: dict[str, Any] | None = None,
     world_size: int | None = None,
     shape_of: ShapeOf | None = None,
+    fastest: Fastest | None = None,
 ) -> Config:
     """Read a command line; with ``world_size``, also complete and check it.
 
@@ -45,19 +46,26 @@ def parse(
         world_size: processes of this run; a dry run has its own --world-size.
         argv: the words after the program's name; None reads them from ``sys.argv``.
         shape_of: reads a checkpoint's model for --use-checkpoint-args; None: only a run does that.
+        fastest: chooses among grids, for --elastic with --gpu.
 
     Raises:
         Refusal: anything that cannot be read or is not supported.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _read(given, defaults, world_size, shape_of)
+        return _read(given, defaults, world_size, shape_of, fastest)
     except Refusal as refusal:
         told = explained(refusal, given, lambda words: _read(words, defaults, world_size, shape_of), _kinds()[0])
     raise told
 
 
-def _read(argv: list[str], defaults: dict[str, Any] | None, world_size: int | None, shape_of: ShapeOf | None) -> Config:
+def _read(
+    argv: list[str],
+    defaults: dict[str, Any] | None,
+    world_size: int | None,
+    shape_of: ShapeOf | None,
+    fastest: Fastest | None = None,
+) -> Config:
     """One reading: what is wrong with the words comes first; only sound words are completed and checked."""
     gather = Gather()
     words = plain(argv, *_kinds())
@@ -88,7 +96,7 @@ def _read(argv: list[str], defaults: dict[str, Any] | None, world_size: int | No
     if world_size is None:
         return config
     config = settle(config)
-    return complete(choose_grid(config, processes(config, world_size), complete), world_size)
+    return complete(choose_grid(config, processes(config, world_size), complete, fastest), world_size)
 
 
 def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, list[str]]:

@@ -95,7 +95,9 @@ class SimulationConfig:
         None, "--dry-run: number of simulated processes; default as many as were started", type=int
     )
     gpu: str | None = flag(
-        None, "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU", type=str
+        None,
+        "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU. --elastic: plan for it",
+        type=str,
     )
     dry_run_json: str | None = flag(None, "--dry-run: file for the result, with pictures beside it", type=str)
     dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, in place of a few that stand for all")
