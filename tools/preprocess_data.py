@@ -25,14 +25,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # core tells on import what is not installed
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.text_files import (
     BadRecord,
@@ -91,6 +89,14 @@ class Bar(tqdm):
     monitor_interval = 0
 
 
+def core() -> Any:
+    """megatron-core's module of .bin/.idx files. Importing it takes seconds, which --help and refusals do not need."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # core tells on import what is not installed
+        from megatron.core.datasets import indexed_dataset
+    return indexed_dataset
+
+
 @functools.cache
 def tokenizer_of(settings: Settings) -> Tokenizer:
     """One tokenizer a process."""
@@ -102,7 +108,7 @@ def tokenizer_of(settings: Settings) -> Tokenizer:
 def encode(settings: Settings, records: list[Record]) -> Encoded:
     """Tokenize some records; runs in a worker."""
     tokenizer, encoded = tokenizer_of(settings), Encoded()
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
     documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
     for record in records:
         encoded.text_bytes += len(record.content)
@@ -204,13 +210,13 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
         tokenizer_flags, args.vocab_size, tuple(dict.fromkeys(args.json_keys)), args.append_eod, args.codon_frame
     )
     tokenizer = tokenizer_of(settings)
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
     prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
     reader, total, start = Reader(paths), Encoded(), time.monotonic()
     documents, tokens = dict.fromkeys(settings.keys, 0), dict.fromkeys(settings.keys, 0)
     with whole_files([f"{p}.{end}" for p in prefixes for end in ("bin", "idx")], args.overwrite) as names:
         with ExitStack() as stack:
-            builders = {key: IndexedDatasetBuilder(name, dtype) for key, name in zip(settings.keys, names[::2])}
+            builders = {key: core().IndexedDatasetBuilder(name, dtype) for key, name in zip(settings.keys, names[::2])}
             for builder in builders.values():
                 stack.callback(_close, builder.data_file)
             encoded_batches = encode_all(settings, reader, args.workers, method)
