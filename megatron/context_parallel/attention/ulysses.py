@@ -8,9 +8,10 @@ ranks they are replicated, each rank gets just the heads its queries need, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.autograd.function import once_differentiable
 from megatron.context_parallel.layout.grid import Axis
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+HeadSpans = list[tuple[int, int]]
+"""By rank: its first head, and one past its last."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,14 @@ class HeadPlan:
     q_heads: int  # query heads a rank
     kv_heads: tuple[tuple[int, ...], ...]  # by rank: key/value heads it is sent
     kv_index: tuple[tuple[int, ...], ...]  # by rank: which of those each local key/value head is
+
+    @property
+    def q_spans(self) -> HeadSpans:
+        return [(rank * self.q_heads, (rank + 1) * self.q_heads) for rank in range(len(self.kv_heads))]
+
+    @property
+    def kv_spans(self) -> HeadSpans:
+        return [(heads[0], heads[-1] + 1) for heads in self.kv_heads]  # they lie side by side
 
     def needs_expansion(self, rank: int) -> bool:
         """Whether local query heads fall unevenly on the received key/value heads."""
@@ -82,18 +93,23 @@ def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: A
 
 
 def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, ...]:
-    """[s_local, b, all heads, d] -> [s_local * ranks, b, heads of this rank, d], for q, k and v in one all-to-all."""
+    """[s_local, b, all heads, d] -> [s_local * ranks, b, heads of this rank, d], for q, k and v in one all-to-all.
+
+    They come back as views of what was received, where a token's heads of q, k and v lie side by side. Keys of another
+    sequence than the queries travel in an all-to-all of their own.
+    """
     if axis.size == 1:
         return q, k, v
     plan = head_plan(q.size(2), k.size(2), axis.size)
-    sent = [_heads_for(plan, rank, q, k, v) for rank in range(axis.size)]
-    shapes = _shapes(plan, axis.rank, q, k, v)
-    parts = _exchange(sent, [_numel(shapes)] * axis.size, axis)
-    received = [_unpack(part, shapes) for part in parts]
-    q, k, v = (torch.cat(parts) for parts in zip(*received))
+    if q.shape[:2] == k.shape[:2]:
+        q, k, v = _to_heads((q, k, v), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
+    else:
+        (q,) = _to_heads((q,), (plan.q_spans,), axis)
+        k, v = _to_heads((k, v), (plan.kv_spans, plan.kv_spans), axis)
     if plan.needs_expansion(axis.rank):
         # Head by head: an index would be a tensor, made on the host, for which a GPU would have to wait.
         k, v = (torch.stack([x[:, :, head] for head in plan.kv_index[axis.rank]], dim=2) for x in (k, v))
+        q = q.contiguous()  # a view would keep what keys and values were copied from
     return q, k, v
 
 
@@ -106,22 +122,10 @@ def sequence_to_heads_grad(
     plan = head_plan(heads, kv_heads, axis.size)
     if plan.needs_expansion(axis.rank):
         dk, dv = (_summed_by_head(x, plan.kv_index[axis.rank]) for x in (dk, dv))
-    q_length, k_length = dq.size(0) // axis.size, dk.size(0) // axis.size
-    sent = [
-        (dq.narrow(0, rank * q_length, q_length), *(x.narrow(0, rank * k_length, k_length) for x in (dk, dv)))
-        for rank in range(axis.size)
-    ]
-    local_dq = dq.new_empty((q_length, dq.size(1), heads, dq.size(3)))
-    local_dk, local_dv = (x.new_zeros((k_length, x.size(1), kv_heads, x.size(3))) for x in (dk, dv))
-    shapes = [_shapes(plan, rank, local_dq, local_dk, local_dv) for rank in range(axis.size)]
-    parts = _exchange(sent, [_numel(shape) for shape in shapes], axis)
-    for rank, (part, shape) in enumerate(zip(parts, shapes)):
-        q_part, k_part, v_part = _unpack(part, shape)
-        local_dq[:, :, rank * plan.q_heads : (rank + 1) * plan.q_heads] = q_part
-        received = slice(plan.kv_heads[rank][0], plan.kv_heads[rank][-1] + 1)
-        local_dk[:, :, received] += k_part
-        local_dv[:, :, received] += v_part
-    return local_dq, local_dk, local_dv
+    if dq.shape[:2] == dk.shape[:2]:
+        return _to_sequence((dq, dk, dv), (plan.q_spans, plan.kv_spans, plan.kv_spans), axis)
+    dq = _to_sequence((dq,), (plan.q_spans,), axis)
+    return *dq, *_to_sequence((dk, dv), (plan.kv_spans, plan.kv_spans), axis)
 
 
 def heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
@@ -159,11 +163,60 @@ class _HeadsToSequence(torch.autograd.Function):
         return received, None
 
 
-def _heads_for(plan: HeadPlan, rank: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """The heads of q, k and v that ``rank`` computes with; they lie side by side."""
-    first, last = plan.kv_heads[rank][0], plan.kv_heads[rank][-1]
-    keys = slice(first, last + 1)
-    return q[:, :, rank * plan.q_heads : (rank + 1) * plan.q_heads], k[:, :, keys], v[:, :, keys]
+def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> list[Tensor]:
+    """Each rank is sent its heads of every tensor [s, b, heads, d], token by token; views of what was received.
+
+    Args:
+        spans: for each tensor, the heads of each rank.
+    """
+    widths = _widths(tensors, spans)
+    s, b = tensors[0].shape[:2]
+    sent = tensors[0].new_empty(s * b * sum(widths))
+    sizes = [s * b * width for width in widths]
+    for rank, part in enumerate(sent.split(sizes)):
+        heads = [x[:, :, slice(*of_rank[rank])] for x, of_rank in zip(tensors, spans)]
+        for place, x in zip(_by_tensor(part.view(s, b, -1), tensors, spans, rank), heads):
+            place.copy_(x)
+    received = sent.new_empty((axis.size * s, b, widths[axis.rank]))
+    dist.all_to_all_single(received.view(-1), sent, [sizes[axis.rank]] * axis.size, sizes, group=axis.group)
+    return _by_tensor(received, tensors, spans, axis.rank)
+
+
+def _to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> tuple[Tensor, ...]:
+    """The way back of :func:`_to_heads`, for gradients: heads that several ranks were sent are summed."""
+    widths = _widths(tensors, spans)
+    s, b = tensors[0].size(0) // axis.size, tensors[0].size(1)
+    sent = torch.cat([x.flatten(2) for x in tensors], dim=2)
+    sizes = [s * b * width for width in widths]
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent.view(-1), sizes, [sizes[axis.rank]] * axis.size, group=axis.group)
+    parts = [part.view(s, b, -1) for part in received.split(sizes)]
+    by_rank = [_by_tensor(part, tensors, spans, rank) for rank, part in enumerate(parts)]
+    return tuple(_joined(pieces, of_rank) for pieces, of_rank in zip(zip(*by_rank), spans))
+
+
+def _joined(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
+    """All heads [s, b, heads, d] of pieces, which hold those of ``spans``."""
+    if all(before[1] == after[0] for before, after in pairwise(spans)):
+        return torch.cat(pieces, dim=2)
+    (s, b, _, size), heads = pieces[0].shape, spans[-1][1]
+    total = pieces[0].new_zeros((s, b, heads, size))
+    for piece, span in zip(pieces, spans):
+        total[:, :, slice(*span)] += piece
+    return total
+
+
+def _widths(tensors: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[int]:
+    """By rank: elements of a token's heads."""
+    by_tensor = [[(stop - start) * x.size(3) for start, stop in of_rank] for x, of_rank in zip(tensors, spans)]
+    return [sum(of_rank) for of_rank in zip(*by_tensor)]
+
+
+def _by_tensor(x_SBW: Tensor, tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rank: int) -> list[Tensor]:
+    """Views [s, b, heads of the rank, d] of tokens whose heads lie side by side."""
+    counts = [stop - start for start, stop in (of_rank[rank] for of_rank in spans)]
+    parts = x_SBW.split([count * x.size(3) for count, x in zip(counts, tensors)], dim=2)
+    return [part.unflatten(2, (count, -1)) for part, count in zip(parts, counts)]
 
 
 def _summed_by_head(x_SBHD: Tensor, index: tuple[int, ...]) -> Tensor:
@@ -172,30 +225,3 @@ def _summed_by_head(x_SBHD: Tensor, index: tuple[int, ...]) -> Tensor:
     for i, head in enumerate(index):
         total[:, :, head] += x_SBHD[:, :, i]
     return total
-
-
-def _shapes(plan: HeadPlan, rank: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Shapes of one rank-to-rank part of q, k and v: tokens of the sender, heads of ``rank``."""
-    heads = (plan.q_heads, *[len(plan.kv_heads[rank])] * 2)
-    return tuple((*x.shape[:2], count, x.size(3)) for x, count in zip((q, k, v), heads))
-
-
-def _numel(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes)
-
-
-def _unpack(part: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [x.view(shape) for x, shape in zip(part.split(sizes), shapes)]
-
-
-def _exchange(sent: list[tuple[Tensor, ...]], receive_sizes: list[int], axis: Axis) -> tuple[Tensor, ...]:
-    """All-to-all of parts of unequal sizes; returns, flat, what each rank sent to this one."""
-    send_sizes = [_numel(x.shape for x in part) for part in sent]
-    tensors = [x for part in sent for x in part]
-    flat = tensors[0].new_empty(sum(send_sizes))
-    for place, x in zip(flat.split([x.numel() for x in tensors]), tensors):
-        place.view(x.shape).copy_(x)
-    received = flat.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(received, flat, receive_sizes, send_sizes, group=axis.group)
-    return received.split(receive_sizes)
