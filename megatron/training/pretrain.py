@@ -57,10 +57,18 @@ def main(
 def run(config: Config) -> int:
     """Set up, train, and leave the process groups; returns the exit code."""
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
-    from megatron.training.heartbeat import heartbeat
+    from megatron.training.heartbeat import OF_MESSAGES, heartbeat
     from megatron.training.setup import start, stop
 
-    runtime = start(config)
+    try:
+        runtime = start(config)
+    except RuntimeError as error:
+        line = " ".join(str(error).split())[:200]
+        if not OF_MESSAGES.search(line):
+            raise
+        rank = os.environ.get("RANK", "0")
+        print(f"error on rank {rank}: the processes did not meet, as if one had ended: {line}", file=sys.stderr)
+        return EXIT_FAILED
     beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:
         return train(config, runtime, beats)

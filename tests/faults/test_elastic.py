@@ -19,7 +19,7 @@ FLAGS = (
 GRIDS = "8: tp2 u2 r2; 6: u2 r3; 4: pp2 r2; 3: r3; 2: u2; 1: u1"
 WORLDS = (2, 1, 8, 6, 4, 3)
 MORE = ("--zero-stage 1", "--sequence-parallel --zero-stage 1", "--fpdt --fpdt-chunk-size 48",
-        "--recompute-granularity full --recompute-method uniform")  # fmt: skip
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import Grid
+from megatron.training.arguments.config import Config
 from megatron.training.heartbeat import Beat, Heartbeat, verdict, whereabouts
 
 RING = "the wait for a message at ring.py:194 (wait)"
@@ -117,3 +118,21 @@ def test_an_error_of_its_own_is_told_to_the_others_and_keeps_its_traceback():
         assert beats.failed(error) is None
     assert beats.table()[0].failed == "ValueError: a bad number"
     assert beats.table()[1] is None
+
+
+def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
+    """One is killed while process groups are made: the others say so in a line. What is their own fault is raised."""
+    from megatron.training import pretrain, setup
+
+    def fail(_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(setup, "start", fail)
+    monkeypatch.delenv("RANK", raising=False)
+    said = "Gloo connectFullMesh failed with [pair.cc:152]\n timed out connecting: Connection refused"
+    assert pretrain.run(Config()) == pretrain.EXIT_FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error on rank 0: the processes did not meet") and "Connection refused" in line
+    said = "a fault of ours"
+    with pytest.raises(RuntimeError, match=said):
+        pretrain.run(Config())
