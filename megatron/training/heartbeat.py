@@ -144,7 +144,10 @@ class Heartbeat:
         """Tell of the main thread: where it is, or the ``frames`` where it was when it failed."""
         if frames is None:
             frames = [frame for frame, _ in walk_stack(sys._current_frames().get(self._main))]
-        place, waits = whereabouts(frames, self.axes)
+        try:
+            place, waits = whereabouts(frames, self.axes)
+        except Exception:  # its stack is read while it runs on: one look may find nonsense, and the beat goes on
+            place, waits = "a place that moved while it was read", False
         iteration = self.iteration()
         if (at := (place, iteration)) != self._at:
             self._at, self._since = at, time.monotonic()
@@ -275,4 +278,4 @@ def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:
 
 def _waits(frame: FrameType) -> bool:
     """Whether the line that a frame is at calls ``wait``: that of a message is no Python, and has no frame."""
-    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # None between two lines

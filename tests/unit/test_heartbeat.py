@@ -120,6 +120,17 @@ def test_an_error_of_its_own_is_told_to_the_others_and_keeps_its_traceback():
     assert beats.table()[1] is None
 
 
+def test_a_stack_that_moves_while_it_is_read(monkeypatch):
+    """A frame between two lines has no number; whatever a look meets, the beat goes on."""
+    code = types.SimpleNamespace(co_filename=__file__, co_name="step")
+    frame = types.SimpleNamespace(f_code=code, f_lineno=None, f_locals={})
+    assert whereabouts([frame], {}) == ("outside of the program's own code", False)
+    store = dist.HashStore()
+    beats = Heartbeat(Grid(), 60, store, 0, 1)
+    monkeypatch.setattr("megatron.training.heartbeat.whereabouts", lambda *_: 1 / 0)
+    assert beats._beat().place == "a place that moved while it was read" and beats._beat().count == 2
+
+
 def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
     """One is killed while process groups are made: the others say so in a line. What is their own fault is raised."""
     from megatron.training import pretrain, setup
