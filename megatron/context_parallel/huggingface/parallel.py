@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of transformers spread over the grid, and given back.
+
+What is changed is one name in its configuration (that of its attention), ``use_cache``, and the ``forward`` of the model
+and, with FPDT, of its layers; weights, their names, hooks and classes stay. So whatever works on the model beside it
+goes on working: gradient checkpointing, DDP, fully_shard, LoRA.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from megatron.context_parallel.attention.ulysses import head_plan
+from megatron.context_parallel.huggingface.attention import NAME, Shared, masks_by, register
+from megatron.context_parallel.huggingface.batch import Part, cut
+from megatron.context_parallel.huggingface.layers import Fpdt, chunked_layers
+from megatron.context_parallel.huggingface.loss import cross_entropy_sum, mean_over
+from megatron.context_parallel.huggingface.probe import refuse_mixing
+from megatron.context_parallel.huggingface.rotary import by_length, tell_length
+from megatron.context_parallel.layout.grid import Grid
+from megatron.context_parallel.layout.sequence_layout import Balance, SequenceLayout
+
+PART = "context_part"  # the entry of a cut batch that the model's forward takes for itself
+REFUSED = ("output_attentions", "output_router_logits", "use_cache")
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+
+log = logging.getLogger(__name__)
+
+
+def parallelize(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    seq_length: int,
+    fpdt: Fpdt | None = None,
+    balance: Balance = "zigzag",
+    kernel: str = "auto",
+    loss_chunks: int | None = None,
+    dropout_seed: int = 0,
+) -> ContextParallel:
+    """Spread a decoder's sequences over ``grid.context``. All its ranks call it, before or after DDP or fully_shard.
+
+    ``model(**context.shard(batch)).loss`` is the mean over the whole batch on every rank; gradients *averaged* over
+    ``grid.context``, as DDP and fully_shard do, are those of that mean. Without labels, logits of a rank's tokens.
+
+    Args:
+        model: a causal language model of transformers whose attention goes through its AttentionInterface, weights
+            loaded; or a PeftModel around one.
+        grid: tensor and pipeline axes of size 1.
+        seq_length: tokens of every batch.
+        fpdt: decoder layers in chunks with host memory behind them; None: as they are.
+        balance, kernel: see ``cp.SequenceLayout`` and ``cp.attention``.
+        loss_chunks: spans of tokens whose logits are made at once; default by the vocabulary.
+        dropout_seed: of dropout of attention weights. Dropout elsewhere is each rank's own, from PyTorch's generator.
+
+    Raises:
+        ValueError: the model, or its configuration, has what is not supported.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    chunks = 1 if fpdt is None else fpdt.chunks(seq_length)
+    layout = SequenceLayout(seq_length, grid, balance, chunks=chunks)
+    _check(model, grid)
+    context = ContextParallel(model, layout, kernel, loss_chunks, dropout_seed)
+    try:
+        context._install(fpdt)
+    except BaseException:
+        context.remove()
+        raise
+    return context
+
+
+class ContextParallel:
+    """A model spread over a grid, from :func:`parallelize`. As a context manager it gives the model back at its end.
+
+    Attributes:
+        model: the causal language model.
+        layout: of its sequences; with the balance "documents", before the documents of a batch are known.
+        grid: of the layout.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layout: SequenceLayout, kernel: str, loss_chunks: int | None, seed: int
+    ) -> None:
+        self.model, self.layout = model, layout
+        self._kernel, self._loss_chunks, self._seed = kernel, loss_chunks, seed
+        self._batches = 0
+        self._part: Part | None = None  # during a forward pass
+        self._undo: list[Callable[[], Any]] = []
+
+    @property
+    def grid(self) -> Grid:
+        return self.layout.grid
+
+    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole batch, for the model. Every rank of ``grid.context`` gives the same batch.
+
+        Args:
+            batch: see :func:`~megatron.context_parallel.huggingface.batch.cut`.
+
+        Raises:
+            ValueError: an entry is unknown, or says what cannot be held to.
+        """
+        own, part = cut(batch, self.layout, self._batches)
+        self._batches += 1
+        return {**own, PART: part}
+
+    def gather(self, x: Tensor, sharded: Mapping[str, Any], dim: int = 1) -> Tensor:
+        """The whole of ``x`` (logits, hidden states), alike on every rank; ``sharded``: what :meth:`shard` gave."""
+        return sharded[PART].layout.gather(x, dim)
+
+    def remove(self) -> None:
+        """Give the model back as it was. A second time does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> ContextParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def _install(self, fpdt: Fpdt | None) -> None:
+        register()
+        model = self.model
+        before = model.config._attn_implementation
+        self._undo.append(lambda: model.set_attn_implementation(before))
+        model.set_attn_implementation(NAME)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
+                raise ValueError(
+                    f"{type(module).__name__} computes attention on its own, not through transformers' "
+                    "AttentionInterface: not supported over ranks"
+                )
+        refuse_mixing(model)
+        if getattr(model.config, "use_cache", False):
+            self._set(model.config, "use_cache", False)
+            if self.grid.context.rank == 0:
+                log.warning("use_cache=False: no keys are kept for generation while the model is spread over ranks")
+        for module in model.modules():
+            if by_length(module):
+                for handle in tell_length(module, self._longest):
+                    self._undo.append(handle.remove)
+        if fpdt is not None:
+            for layer, forward in chunked_layers(model, fpdt):
+                self._replace_forward(layer, forward)
+        self._replace_forward(model, self._forward)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        self._undo.append(lambda: setattr(owner, name, before))
+        setattr(owner, name, value)
+
+    def _replace_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        """``module.forward(...)`` becomes ``function(module, its forward, ...)``, also in copies of the module."""
+        before = vars(module).get("forward")
+        own = type(module).forward
+
+        @wraps(own)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return function(self, before or partial(own, self), *args, **kwargs)
+
+        def undo() -> None:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+        self._undo.append(undo)
+        module.forward = MethodType(forward, module)
+
+    def _longest(self) -> int:
+        return self._part.longest
+
+    @contextmanager
+    def _about(self, part: Part) -> Iterator[None]:
+        self._part = part
+        try:
+            with masks_by(lambda window: Shared(part, self._kernel, window, self._seed)):
+                yield
+        finally:
+            self._part = None
+
+    def _forward(
+        self,
+        model: PreTrainedModel,
+        own: Callable[..., Any],
+        *args: Any,
+        context_part: Part | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's forward, of what :meth:`shard` gave."""
+        if args or context_part is None or kwargs.get("labels") is not None:
+            raise ValueError(
+                "this model is spread over ranks: call it as model(**context.shard(batch)), or give it back with "
+                "context.remove() first"
+            )
+        for name in (*REFUSED, "past_key_values", "logits_to_keep", "inputs_embeds", "attention_mask"):
+            asked = kwargs.pop(name, None)
+            if asked is not None and asked is not False:
+                raise ValueError(f"{name} is not supported over ranks: leave it out")
+        tokens = kwargs.pop("input_ids")
+        kwargs |= {"position_ids": kwargs["position_ids"], "use_cache": False, "return_dict": True}
+        # With a mask that is there, no restart of a rank's positions is taken for a new document.
+        kwargs["attention_mask"] = torch.ones_like(tokens)
+        with self._about(context_part):
+            if shift_labels is None:
+                return own(input_ids=tokens, **kwargs)
+            found = model.base_model(input_ids=tokens, **kwargs)
+            total = cross_entropy_sum(model, found.last_hidden_state, shift_labels, self._loss_chunks)
+        count = max(context_part.labelled, 1) if num_items_in_batch is None else num_items_in_batch
+        count = count.to(total.device) if isinstance(count, Tensor) else count
+        loss = mean_over(self.grid.context, total / count)
+        return CausalLMOutputWithPast(loss=loss, hidden_states=found.hidden_states)
+
+
+def _check(model: nn.Module, grid: Grid) -> None:
+    """Refuse what can be seen without running the model."""
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} is no causal language model of transformers: parallelize takes those")
+    if model.base_model is model or model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is no decoder with a head over one base: not supported over ranks")
+    if model.config._attn_implementation == NAME:
+        raise ValueError("the model is spread over ranks already: context.remove() first")
+    for name in ("tensor", "pipeline"):
+        if getattr(grid, name).size > 1:
+            raise ValueError(f"{name}={getattr(grid, name).size} with a model of transformers: only Ulysses, Ring, data")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model has no weights yet (device meta): load them, then parallelize")
+    config = model.config
+    for name in REFUSED[:2]:
+        if getattr(config, name, False):
+            raise ValueError(f"the model's configuration has {name}=True, which is not supported over ranks: turn it off")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ATTENTION_KINDS:
+            raise ValueError(f"the model has layers of the kind {kind}: over ranks only {', '.join(ATTENTION_KINDS)}")
+    head_plan(config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+              grid.ulysses.size)  # fmt: skip
