@@ -14,6 +14,7 @@ import torch.distributed.fsdp  # noqa: F401
 import torch.testing  # noqa: F401
 
 import megatron.context_parallel  # noqa: F401
+import megatron.context_parallel.huggingface  # noqa: F401
 import megatron.training.arguments.parser  # noqa: F401
 import megatron.training.loop  # noqa: F401
 import tests.distributed.training_runs  # noqa: F401

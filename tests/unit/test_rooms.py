@@ -23,6 +23,7 @@ FLOORS = [
     "context_parallel.attention.kernels",
     "context_parallel.attention",
     "context_parallel.fpdt",
+    "context_parallel.huggingface",
     "formulas",
     "context_parallel.core",
     "context_parallel",  # the public names
@@ -44,8 +45,9 @@ FLOORS = [
     "simulator",
 ]
 WITHOUT_CORE = ("context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
-                "context_parallel.fpdt", "formulas", "training.refusal", "simulator.machines", "simulator.cost",
-                "simulator.planner")  # fmt: skip
+                "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal",
+                "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
+
 
 MODULES = {
     ".".join(path.relative_to(ROOT / "megatron").with_suffix("").parts).removesuffix(".__init__"): path

@@ -112,7 +112,7 @@ class Shared:
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast, if it is on, gives to products of matrices: PyTorch's own attention is one of them."""
+    """In the dtype that autocast, if it is on, gives to products of matrices, and to PyTorch's own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

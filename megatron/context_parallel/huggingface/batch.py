@@ -53,8 +53,8 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
 
     Args:
         batch: ``input_ids`` [b, s]; maybe ``labels`` [b, s], not shifted, -100 where nothing is to be predicted;
-            ``position_ids`` [b, s] or [1, s], whose restarts part documents; ``attention_mask`` [b, s], 1 for tokens and
-            0 for padding at the right; ``num_items_in_batch``.
+            ``position_ids`` [b, s] or [1, s], whose restarts part documents; ``attention_mask`` [b, s], 1 for tokens
+            and 0 for padding at the right; ``num_items_in_batch``.
         layout: of all batches; with the balance "documents" it is remade for the first sample's.
         number: of this batch.
 
@@ -102,7 +102,7 @@ def _alike(x: Tensor, tokens: Tensor, name: str) -> Tensor:
 
 
 def _ends(tokens: Tensor, positions: Tensor | None) -> tuple[tuple[int, ...], ...]:
-    """Where each sample's documents end: wherever a position is not one more than the one before, as in transformers."""
+    """Where each sample's documents end: where a position is not one more than that before, as in transformers."""
     length = tokens.size(1)
     if positions is None:
         return ((length,),) * tokens.size(0)

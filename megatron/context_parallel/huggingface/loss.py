@@ -77,7 +77,7 @@ def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
 
 
 def plain_weight(model: PreTrainedModel) -> Tensor | None:
-    """The output layer's weight, if logits are its product with hidden states and nothing else; tried with large ones."""
+    """The output layer's weight, if logits are its product with hidden states and nothing else, large ones as well."""
     head = _head(model)
     if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of transformers spread over the grid, and given back.
 
-What is changed is one name in its configuration (that of its attention), ``use_cache``, and the ``forward`` of the model
-and, with FPDT, of its layers; weights, their names, hooks and classes stay. So whatever works on the model beside it
-goes on working: gradient checkpointing, DDP, fully_shard, LoRA.
+What is changed is one name in its configuration (that of its attention), ``use_cache``, and the ``forward`` of the
+model and, with FPDT, of its layers; weights, their names, hooks and classes stay. So whatever works on the model beside
+it goes on working: gradient checkpointing, DDP, fully_shard, LoRA.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -146,13 +146,13 @@ class ContextParallel:
             self._set(model.config, "use_cache", False)
             if self.grid.context.rank == 0:
                 log.warning("use_cache=False: no keys are kept for generation while the model is spread over ranks")
+        if fpdt is not None:
+            for layer, forward in chunked_layers(model, fpdt):
+                self._replace_forward(layer, forward)
         for module in model.modules():
             if by_length(module):
                 for handle in tell_length(module, self._longest):
                     self._undo.append(handle.remove)
-        if fpdt is not None:
-            for layer, forward in chunked_layers(model, fpdt):
-                self._replace_forward(layer, forward)
         self._replace_forward(model, self._forward)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
@@ -162,12 +162,13 @@ class ContextParallel:
 
     def _replace_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
         """``module.forward(...)`` becomes ``function(module, its forward, ...)``, also in copies of the module."""
-        before = vars(module).get("forward")
-        own = type(module).forward
+        before = vars(module).get("forward")  # of accelerate, say
+        own = type(module).forward if before is None else getattr(before, "__func__", before)
+        bound = before is None or hasattr(before, "__func__")
 
         @wraps(own)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return function(self, before or partial(own, self), *args, **kwargs)
+            return function(self, MethodType(own, self) if bound else own, *args, **kwargs)
 
         def undo() -> None:
             del module.forward
@@ -234,13 +235,13 @@ def _check(model: nn.Module, grid: Grid) -> None:
         raise ValueError("the model is spread over ranks already: context.remove() first")
     for name in ("tensor", "pipeline"):
         if getattr(grid, name).size > 1:
-            raise ValueError(f"{name}={getattr(grid, name).size} with a model of transformers: only Ulysses, Ring, data")
+            raise ValueError(f"{name}={getattr(grid, name).size} with a model of transformers: make it 1")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model has no weights yet (device meta): load them, then parallelize")
     config = model.config
     for name in REFUSED[:2]:
         if getattr(config, name, False):
-            raise ValueError(f"the model's configuration has {name}=True, which is not supported over ranks: turn it off")
+            raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ATTENTION_KINDS:
             raise ValueError(f"the model has layers of the kind {kind}: over ranks only {', '.join(ATTENTION_KINDS)}")

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""``transformers.Trainer`` over Ulysses x Ring; needs accelerate.
+
+    torchrun --nproc-per-node 4 examples/huggingface/trainer.py --json out/four.json
+    python examples/huggingface/trainer.py --json out/one.json
+
+Both print the same losses. On one process it is Trainer as it is, but for the loss in chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.huggingface import ContextParallelMixin, parallelize
+
+
+class LongTrainer(ContextParallelMixin, Trainer):
+    """Trainer whose samples are cut over the ranks."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ulysses", type=int, default=2 if world % 2 == 0 else 1, help="Ulysses degree")
+    parser.add_argument("--ring", type=int, help="Ring degree; default: all other processes. What is left is data's")
+    parser.add_argument("--batch", type=int, default=4, help="samples of a step, over all processes")
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples at once")
+    parser.add_argument("--json", help="a file for the losses")
+    options = parser.parse_args(argv)
+
+    grid = cp.initialize_grid(ulysses=options.ulysses, ring=options.ring or world // options.ulysses)
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=options.seq_length, **sizes, **heads)
+    model = LlamaForCausalLM(config)
+
+    with parallelize(model, grid, seq_length=options.seq_length) as context, tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.micro_batch,
+            gradient_accumulation_steps=options.batch // options.micro_batch // grid.data.size,
+            learning_rate=1e-3,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+            disable_tqdm=True,
+        )
+        trainer = LongTrainer(context=context, model=model, args=arguments, train_dataset=samples(options.seq_length))
+        trainer.train()
+
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    if dist.get_rank() == 0 and options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(losses))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def samples(length: int) -> list[dict[str, torch.Tensor]]:
+    """Repeated phrases, with another count of labels in each."""
+    found = []
+    for number in range(32):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(256, (16,), generator=generator).repeat(length // 16)
+        labels = tokens.clone()
+        labels[: 2 * number] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixin for ``transformers.Trainer`` and what is derived from it.
+
+class LongTrainer(ContextParallelMixin, Trainer): ...
+LongTrainer(context=parallelize(model, grid, seq_length=S), model=model, args=args, train_dataset=data).train()
+
+Ranks of one context-parallel group read the same samples and cut them when the loss is computed; batches stay whole
+until then. All that is overridden is meant to be: ``compute_loss``, the data loaders and ``get_cp_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from megatron.context_parallel.huggingface.parallel import ContextParallel
+
+
+class ContextParallelMixin:
+    """Before a Trainer in the list of base classes.
+
+    Args:
+        context: from ``parallelize``, of the model that is trained.
+
+    Raises:
+        ValueError: the Trainer's settings ask for what is not supported.
+    """
+
+    def __init__(self, *args: Any, context: ContextParallel, **kwargs: Any) -> None:
+        self.context = context
+        super().__init__(*args, **kwargs)
+        grid = context.grid
+        if self.args.world_size != grid.world_size:
+            raise ValueError(f"the Trainer has {self.args.world_size} processes, the grid {grid.world_size}: use equal")
+        if self.args.label_smoothing_factor or self.compute_loss_func is not None:
+            name = "label_smoothing_factor" if self.args.label_smoothing_factor else "compute_loss_func"
+            raise ValueError(f"{name} needs whole logits, which are never made over ranks: leave it out")
+
+    def get_cp_size(self) -> int:
+        """How many ranks read the same samples."""
+        return self.context.grid.context.size
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self._dealt_over_data(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        return self._dealt_over_data(super().get_eval_dataloader(*args, **kwargs))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """The loss of a whole batch, each rank with its part, scaled as Trainer does where gradients are averaged."""
+        grid, count = self.context.grid, num_items_in_batch
+        if count is not None and not self.args.average_tokens_across_devices:
+            count = count * grid.context.size  # Trainer has divided this process' own count by get_cp_size
+        outputs = model(**self.context.shard({**inputs, "num_items_in_batch": count}))
+        loss = outputs.loss
+        if count is not None and self.args.average_tokens_across_devices:
+            loss = loss * grid.data.size  # the count is that of all data-parallel ranks
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, *args: Any,
+                        **kwargs: Any) -> Any:  # fmt: skip
+        if not prediction_loss_only:
+            raise ValueError("evaluation over ranks gives losses alone: set prediction_loss_only=True")
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def _dealt_over_data(self, loader: DataLoader) -> DataLoader:
+        """accelerate deals batches over all processes; here, over those of the data axis."""
+        grid = self.context.grid
+        if grid.world_size == 1:
+            return loader
+        dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "process_index") else loader.dataset
+        if not hasattr(dealer, "process_index"):
+            raise ValueError(
+                f"batches of {type(loader).__name__} are not dealt by accelerate's samplers: leave dispatch_batches "
+                "and train_sampling_strategy as they are by default"
+            )
+        dealer.num_processes, dealer.process_index = grid.data.size, grid.data.rank
+        return loader

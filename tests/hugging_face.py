@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random decoders of transformers, a batch for them, and what one process makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+LENGTH, VOCABULARY, BATCH = 48, 96, 2
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+BOTH_KINDS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 8},
+    "mixtral": MOE | {"sliding_window": None},
+    "gemma": {"head_dim": 8},
+    "gemma2": BOTH_KINDS
+    | {"head_dim": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": BOTH_KINDS | {"head_dim": 8, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "olmo2": {},
+    "gpt_neox": {},
+    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    "gpt_oss": BOTH_KINDS | MOE | {"head_dim": 8},
+}
+# Of these transformers' own masks do not part documents (modeling_gpt_oss.py hands no position_ids on to them).
+UNPACKED = ("gpt_oss",)
+
+
+def tiny_model(kind: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
+    """A random model whose every weight shows, in evaluation mode, the same on every rank."""
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind] | sizes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(*((0.5, 1.5) if "norm" in name and name.endswith("weight") else (-0.3, 0.3)))
+            else:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def whole_batch(packed: bool = True, length: int = LENGTH, batch: int = BATCH) -> dict[str, Tensor]:
+    """Tokens, labels of which some do not count, and positions of documents, other ones in each sample."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+    labels = tokens.masked_fill(torch.rand(batch, length, generator=generator) < 0.2, -100)
+    found = {"input_ids": tokens, "labels": labels}
+    if packed:
+        cuts = [(0, 11 + 6 * row, 30, length) for row in range(batch)]
+        rows = [torch.cat([torch.arange(b - a) for a, b in zip(row, row[1:])]) for row in cuts]
+        found["position_ids"] = torch.stack(rows)
+    return found
+
+
+@dataclass
+class Outcome:
+    """Logits [b, s, vocabulary], the loss, and each parameter's gradient by name."""
+
+    logits: Tensor
+    loss: Tensor
+    grads: dict[str, Tensor] = field(default_factory=dict)
+
+
+def on_one_process(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
+    """As transformers has it; the loss in the model's own dtype."""
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+    loss.backward()
+    return Outcome(logits.detach(), loss.detach(), take_grads(model))
+
+
+def take_grads(model: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def averaged(grads: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    if group is not None:
+        for grad in grads.values():
+            dist.all_reduce(grad, group=group)
+            grad /= group.size()
+    return grads
+
+
+def errors(found: Outcome, expected: Outcome) -> dict[str, float]:
+    """How far off, each relative to the largest entry."""
+    assert set(found.grads) == set(expected.grads)
+    pairs = {"logits": (found.logits, expected.logits), "loss": (found.loss, expected.loss)}
+    pairs |= {name: (grad, expected.grads[name]) for name, grad in found.grads.items()}
+    return {name: float((a.double() - b.double()).abs().max() / b.abs().max()) for name, (a, b) in pairs.items()}

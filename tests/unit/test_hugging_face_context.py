@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused of models of transformers and of batches, and that a model comes back as it was."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
+from transformers.masking_utils import sliding_window_causal_mask_function as window_of
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.huggingface import Fpdt, parallelize
+from megatron.context_parallel.huggingface.attention import NAME, masks_by
+from megatron.context_parallel.huggingface.attention import mask as mask_interface
+from megatron.context_parallel.huggingface.batch import cut
+from megatron.context_parallel.huggingface.loss import plain_weight
+from tests.hugging_face import LENGTH, SIZES, tiny_model, whole_batch
+
+GRID = cp.Grid()
+LAYOUT = cp.SequenceLayout(LENGTH, GRID)
+
+
+@cache
+def model(kind="llama"):
+    return tiny_model(kind)
+
+
+def state_of(module):
+    """All that parallelize may touch."""
+    config = module.config.to_dict() | {"attention": module.config._attn_implementation}
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in module.modules()]
+    return config, hooks, [set(vars(m)) for m in module.modules()], [m.training for m in module.modules()]
+
+
+@pytest.mark.parametrize("fpdt", [None, Fpdt(16)])
+def test_a_model_comes_back_as_it_was(fpdt):
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    own = tiny_model("llama", use_cache=True, rope_parameters=dynamic).train()
+    own.model.eval()
+    before, batch = state_of(own), whole_batch()
+    expected = own(**batch).loss
+    context = parallelize(own, GRID, seq_length=LENGTH, fpdt=fpdt)
+    assert state_of(own) != before and not own.config.use_cache
+    own(**context.shard(batch))
+    context.remove()
+    context.remove()
+    assert state_of(own) == before
+    assert torch.equal(own(**batch).loss, expected)
+
+
+def test_a_copy_has_weights_of_its_own():
+    own = tiny_model("llama")
+    with parallelize(own, GRID, seq_length=LENGTH, fpdt=Fpdt(16)) as context:
+        other = copy.deepcopy(own)
+        with torch.no_grad():
+            own.lm_head.weight.zero_()
+            own.model.layers[0].mlp.down_proj.weight.zero_()
+        losses = [float(one(**context.shard(whole_batch())).loss) for one in (own, other)]
+    assert losses[0] == pytest.approx(torch.log(torch.tensor(96.0)).item()) and abs(losses[0] - losses[1]) > 0.1
+
+
+def test_after_a_refusal_the_model_is_as_before():
+    own = tiny_model("gemma2")
+    before = state_of(own)
+    with pytest.raises(ValueError, match="Gemma2DecoderLayer is another"):
+        parallelize(own, GRID, seq_length=LENGTH, fpdt=Fpdt(16))
+    assert state_of(own) == before
+
+
+@pytest.mark.parametrize(
+    "kind, sizes, says",
+    [
+        ("bloom", {"n_head": 4}, "BloomForCausalLM computes attention on its own"),
+        ("falcon", {}, "FalconForCausalLM computes attention on its own"),
+        ("mamba", {}, "layers of the kind linear_attention"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the kind conv"),
+        ("llama", {"output_attentions": True}, "output_attentions=True"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
+    ],
+)
+def test_models_that_are_refused(kind, sizes, says):
+    config = AutoConfig.for_model(kind, **(SIZES | sizes), attn_implementation="eager")
+    own = AutoModelForCausalLM.from_config(config)
+    before = own.config._attn_implementation
+    with pytest.raises(ValueError, match=says):
+        parallelize(own, GRID, seq_length=LENGTH)
+    assert own.config._attn_implementation == before
+
+
+def test_a_convolution_inside_a_layer_is_found():
+    own = tiny_model("llama")
+
+    class Shifted(torch.nn.Module):
+        def __init__(self, mlp):
+            super().__init__()
+            self.mlp = mlp
+
+        def forward(self, x):
+            return self.mlp(x + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+    own.model.layers[1].mlp = Shifted(own.model.layers[1].mlp)
+    with pytest.raises(ValueError, match="see each other outside of its attention"):
+        parallelize(own, GRID, seq_length=LENGTH)
+
+
+def test_other_refusals_at_start():
+    with pytest.raises(ValueError, match="Linear is no causal language model"):
+        parallelize(torch.nn.Linear(2, 2), GRID, seq_length=LENGTH)
+    with pytest.raises(ValueError, match="LlamaModel is no causal language model"):
+        parallelize(model().model, GRID, seq_length=LENGTH)
+    with pytest.raises(ValueError, match="tensor=2 with a model of transformers"):
+        parallelize(model(), cp.abstract_grid(tensor=2), seq_length=LENGTH)
+    with pytest.raises(ValueError, match="ulysses=8 does not divide the 4 query heads"):
+        parallelize(model(), cp.abstract_grid(ulysses=8), seq_length=LENGTH)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(model().config)
+    with pytest.raises(ValueError, match="no weights yet"):
+        parallelize(empty, GRID, seq_length=LENGTH)
+    with parallelize(model(), GRID, seq_length=LENGTH), pytest.raises(ValueError, match="spread over ranks already"):
+        parallelize(model(), GRID, seq_length=LENGTH)
+    with pytest.raises(ValueError, match="1 or more"):
+        Fpdt(chunk_size=0)
+    granite = tiny_model("granite")
+    with pytest.raises(ValueError, match="its parts are put together in another way"):
+        parallelize(granite, GRID, seq_length=LENGTH, fpdt=Fpdt(16))
+
+
+def test_calls_that_are_refused():
+    batch = whole_batch()
+    with parallelize(model(), GRID, seq_length=LENGTH) as context:
+        own = context.shard(batch)
+        for call in (batch, own | {"labels": batch["labels"]}):
+            with pytest.raises(ValueError, match=r"call it as model\(\*\*context.shard"):
+                model()(**call)
+        with pytest.raises(ValueError, match="spread over ranks"):
+            model().model(input_ids=batch["input_ids"])
+        for name, value in {"output_attentions": True, "use_cache": True, "logits_to_keep": 3}.items():
+            with pytest.raises(ValueError, match=f"{name} is not supported over ranks"):
+                model()(**own, **{name: value})
+        with pytest.raises(ValueError, match="passes position_bias to its attention"):
+            model()(**own, position_bias=torch.zeros(1))
+    drop = tiny_model("llama", attention_dropout=0.5).train()
+    with parallelize(drop, GRID, seq_length=LENGTH, fpdt=Fpdt(16)) as context:
+        with pytest.raises(ValueError, match="fpdt with dropout of attention weights"):
+            drop(**context.shard(batch))
+
+
+POSITIONS = torch.arange(LENGTH)[None]
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"token_type_ids": POSITIONS}, "token_type_ids is not cut over ranks"),
+        ({"input_ids": torch.zeros(1, LENGTH - 1, dtype=torch.int64)}, r"\[1, 47\] are not \[b, 48\]"),
+        ({"labels": POSITIONS[:, 1:]}, r"labels \[1, 47\] are not as input_ids"),
+        ({"position_ids": torch.zeros(3, 1, LENGTH, dtype=torch.int64)}, "positions of several kinds"),
+        ({"attention_mask": POSITIONS.ge(5).long()}, "neither all ones nor padding at the right"),
+        ({"attention_mask": torch.zeros_like(POSITIONS)}, "neither all ones nor padding at the right"),
+        ({"attention_mask": POSITIONS.lt(40).long()}, "labels at padding count in the loss: set them to -100"),
+        ({"attention_mask": POSITIONS.ge(0), "position_ids": POSITIONS % 24}, "see each other whose position_ids"),
+        ({"attention_mask": POSITIONS.lt(40), "position_ids": POSITIONS % 24}, "give the padding positions"),
+    ],
+)
+def test_batches_that_are_refused(change, says):
+    batch = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64), "labels": POSITIONS}
+    with pytest.raises(ValueError, match=says):
+        cut(batch | change, LAYOUT, 0)
+
+
+def test_documents_come_from_positions_that_restart():
+    batch = whole_batch()
+    own, part = cut(batch, LAYOUT, 0)
+    assert part.ends == ((11, 30, 48), (17, 30, 48)) and part.longest == 19
+    assert torch.equal(own["shift_labels"][:, :-1], batch["labels"][:, 1:]) and own["shift_labels"][0, -1] == -100
+    assert part.labelled == int(batch["labels"][:, 1:].ne(-100).sum())
+    assert part.masks(None) == [cp.Documents(ends) for ends in part.ends]
+    assert part.masks(8) == [cp.Documents(ends, cp.Window(7)) for ends in part.ends]
+    plain = cut({"input_ids": batch["input_ids"]}, LAYOUT, 0)[1]
+    assert plain.masks(None) == [cp.Causal()] and plain.masks(LENGTH) == [cp.Causal()] and plain.labelled is None
+
+
+def test_masks_are_taken_for_what_they_are():
+    with masks_by(lambda window: window):
+        assert mask_interface(mask_function=causal_mask_function) is None
+        assert mask_interface(mask_function=window_of(8), local_size=8) == 8
+        chunked = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
+        odd = or_masks(causal_mask_function, lambda b, h, q, k: k == q + 1)
+        for function, options in (
+            (chunked, {"local_size": 8}),
+            (window_of(9), {"local_size": 8}),
+            (odd, {}),
+            (causal_mask_function, {"use_vmap": True}),
+            (causal_mask_function, {"allow_is_causal_skip": False}),
+        ):
+            with pytest.raises(ValueError, match="neither causal nor a causal sliding window"):
+                mask_interface(mask_function=function, **options)
+
+
+def test_a_head_that_does_more_is_told_from_a_plain_one():
+    assert plain_weight(model()) is model().lm_head.weight
+    assert plain_weight(tiny_model("gemma2").bfloat16()) is None  # a soft-cap that small logits would not show
+    assert plain_weight(tiny_model("granite")) is None
+
+
+def test_no_label_counts():
+    batch = whole_batch()
+    with parallelize(model(), GRID, seq_length=LENGTH) as context:
+        assert model()(**context.shard(batch | {"labels": torch.full((2, LENGTH), -100)})).loss == 0
+    assert model().config._attn_implementation != NAME
