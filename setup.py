@@ -53,6 +53,7 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
         "triton": TRITON,
+        "huggingface": ["accelerate>=1"],  # transformers.Trainer needs it, and nothing else here
         "test": TEST,
         "docs": DOCS,
         "dev": [*TEST, *DOCS, "ruff>=0.6"],

@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     grid = cp.initialize_grid(ulysses=options.ulysses, ring=world // options.ulysses)
     device = pick_device()
     model = make_model(options).to(device)
+    model.config.use_cache = False  # with a cache, transformers' own masks do not part packed documents
     other = copy.deepcopy(model)
 
     fpdt = Fpdt(options.fpdt_chunk_size) if options.fpdt_chunk_size else None

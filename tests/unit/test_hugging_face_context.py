@@ -157,6 +157,7 @@ POSITIONS = torch.arange(LENGTH)[None]
         ({"input_ids": torch.zeros(1, LENGTH - 1, dtype=torch.int64)}, r"\[1, 47\] are not \[b, 48\]"),
         ({"labels": POSITIONS[:, 1:]}, r"labels \[1, 47\] are not as input_ids"),
         ({"position_ids": torch.zeros(3, 1, LENGTH, dtype=torch.int64)}, "positions of several kinds"),
+        ({"cu_seq_lens_q": torch.tensor([0, 24, LENGTH])}, "cu_seq_lens_q parts documents otherwise"),
         ({"attention_mask": POSITIONS.ge(5).long()}, "neither all ones nor padding at the right"),
         ({"attention_mask": torch.zeros_like(POSITIONS)}, "neither all ones nor padding at the right"),
         ({"attention_mask": POSITIONS.lt(40).long()}, "labels at padding count in the loss: set them to -100"),
@@ -178,6 +179,9 @@ def test_documents_come_from_positions_that_restart():
     assert part.labelled == int(batch["labels"][:, 1:].ne(-100).sum())
     assert part.masks(None) == [cp.Documents(ends) for ends in part.ends]
     assert part.masks(8) == [cp.Documents(ends, cp.Window(7)) for ends in part.ends]
+    packed = {"input_ids": batch["input_ids"][:1], "position_ids": POSITIONS % 24}
+    flash = {"cu_seq_lens_q": torch.tensor([0, 24, LENGTH]), "max_length_q": 24, "seq_idx": POSITIONS // 24}
+    assert cut(packed | flash, LAYOUT, 0)[1] == cut(packed, LAYOUT, 0)[1]
     plain = cut({"input_ids": batch["input_ids"]}, LAYOUT, 0)[1]
     assert plain.masks(None) == [cp.Causal()] and plain.masks(LENGTH) == [cp.Causal()] and plain.labelled is None
 

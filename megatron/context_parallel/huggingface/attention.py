@@ -28,7 +28,7 @@ NAME = "megatron_context_parallel"
 # What models and their callers pass to attention beside what is read below, and what changes nothing in it.
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "head_mask",
+    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
 }  # fmt: skip
 
 

@@ -20,6 +20,8 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
 IGNORED = -100
 KNOWN = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch")
+# What collators say to flash attention beside position_ids, and what is read from those here.
+FOLLOWING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
     Args:
         batch: ``input_ids`` [b, s]; maybe ``labels`` [b, s], not shifted, -100 where nothing is to be predicted;
             ``position_ids`` [b, s] or [1, s], whose restarts part documents; ``attention_mask`` [b, s], 1 for tokens
-            and 0 for padding at the right; ``num_items_in_batch``.
+            and 0 for padding at the right; ``num_items_in_batch``; where documents end once more, for flash attention.
         layout: of all batches; with the balance "documents" it is remade for the first sample's.
         number: of this batch.
 
@@ -65,7 +67,7 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
         ValueError: an entry is unknown, or says what cannot be held to.
     """
     for name in batch:
-        if name not in KNOWN and batch[name] is not None:
+        if name not in KNOWN + FOLLOWING and batch[name] is not None:
             raise ValueError(f"the batch's {name} is not cut over ranks: leave it out, only {', '.join(KNOWN)} are")
     tokens = batch["input_ids"]
     if tokens.dim() != 2 or tokens.size(1) != layout.seq_length:
@@ -76,6 +78,9 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
     labels, positions, padding = (batch.get(name) for name in ("labels", "position_ids", "attention_mask"))
     targets = None if labels is None else F.pad(_alike(labels, tokens, "labels"), (0, 1), value=IGNORED)[:, 1:]
     ends = _ends(tokens, positions)
+    for name in FOLLOWING[:2]:
+        if batch.get(name) is not None and (len(ends) > 1 or batch[name].tolist() != [0, *ends[0]]):
+            raise ValueError(f"{name} parts documents otherwise than position_ids do: give position_ids that restart")
     if padding is not None:
         ends = _without_padding(ends, _alike(padding, tokens, "attention_mask"), targets)
     if positions is None:

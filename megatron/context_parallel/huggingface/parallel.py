@@ -166,17 +166,24 @@ class ContextParallel:
         own = type(module).forward if before is None else getattr(before, "__func__", before)
         bound = before is None or hasattr(before, "__func__")
 
+        active = True
+
         @wraps(own)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return function(self, MethodType(own, self) if bound else own, *args, **kwargs)
+            usual = MethodType(own, self) if bound else own
+            return function(self, usual, *args, **kwargs) if active else usual(*args, **kwargs)
+
+        ours = module.forward = MethodType(forward, module)
 
         def undo() -> None:
-            del module.forward
-            if before is not None:
-                module.forward = before
+            nonlocal active
+            active = False  # where somebody else has put a function of theirs around it meanwhile
+            if vars(module).get("forward") is ours:
+                del module.forward
+                if before is not None:
+                    module.forward = before
 
         self._undo.append(undo)
-        module.forward = MethodType(forward, module)
 
     def _longest(self) -> int:
         return self._part.longest

@@ -28,7 +28,9 @@ class _Alone:
 
 
 def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None) -> tuple[Tensor, list[Call]]:
-    """Hidden states [2, 8, h] of two samples that end with the same token, and what its attention layers asked for.
+    """Logits [2, 8, vocabulary] of two samples that end with the same token, and what its attention layers asked for.
+
+    The whole model is called, which is what fully_shard has hooks on.
 
     Args:
         then: called after it, with dropout and gradients still off.
@@ -42,7 +44,7 @@ def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None) -
     model.eval()
     try:
         with torch.no_grad(), masks_by(lambda window: _Alone(window, calls)):
-            found = model.base_model(
+            found = model(
                 input_ids=tokens,
                 attention_mask=torch.ones_like(tokens),
                 position_ids=positions,
@@ -53,7 +55,7 @@ def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None) -
     finally:
         for module in training:
             module.training = True
-    return found.last_hidden_state, calls
+    return found.logits, calls
 
 
 def refuse_mixing(model: PreTrainedModel) -> None:
@@ -61,9 +63,9 @@ def refuse_mixing(model: PreTrainedModel) -> None:
 
     With tokens that see only themselves, what comes of one must not depend on those before it.
     """
-    hidden, calls = run_alone(model)
-    first, second = hidden[:, -1].double()
-    wide = hidden.dtype in (torch.float32, torch.float64)
+    logits, calls = run_alone(model)
+    first, second = logits[:, -1].double()
+    wide = model.dtype in (torch.float32, torch.float64)
     if not calls or not (first - second).abs().max() < (1e-4 if wide else 3e-2) * first.abs().max():
         raise ValueError(
             f"tokens of {type(model).__name__} see each other outside of its attention (a convolution, a recurrence, "
