@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers over ranks against transformers on one process: logits, loss, every gradient."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,10 +36,10 @@ def over_ranks(model, batch, context) -> Outcome:
 
 
 def compare(
-    kind, ulysses, ring, packed=True, dtype=torch.float32, fpdt=None, sizes=None, **options
+    kind, ulysses, ring, packed=True, dtype=torch.float32, samples=2, fpdt=None, sizes=None, **options
 ) -> dict[str, float]:
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring)
-    model, batch = tiny_model(kind, dtype, **(sizes or {})), whole_batch(packed)
+    model, batch = tiny_model(kind, dtype, **(sizes or {})), whole_batch(packed, batch=samples)
     if dtype == torch.float64:
         model.set_attn_implementation("sdpa")  # eager's softmax is fp32
     expected = on_one_process(model, batch)
@@ -90,15 +88,17 @@ CHUNKS = Fpdt(chunk_size=16)
         *also_in_full(
             (4, {"kind": "mixtral", "fpdt": CHUNKS}),
             (4, {"kind": "phi3", "fpdt": Fpdt(16, recompute=True)}),
-            (4, {"kind": "gemma", "fpdt": CHUNKS, "dtype": torch.float64, "kernel": "math"}),
+            (4, {"kind": "qwen3", "fpdt": CHUNKS, "dtype": torch.float64, "kernel": "math"}),
             (2, {"kind": "gemma2", "loss_chunks": 1}),
+            (4, {"kind": "llama", "balance": "documents", "samples": 1}),
+            (4, {"kind": "llama", "balance": "documents", "samples": 1, "fpdt": CHUNKS}),
             (4, {"kind": "llama", "sizes": {"num_key_value_heads": 1}}),
         ),
     ],
 )  # fmt: skip
 def test_settings(pool, world, settings):
-    ulysses = settings.pop("ulysses", 2)
-    found = pool.run(partial(compare, **settings), world, ulysses=ulysses, ring=world // ulysses)
+    ulysses = settings.get("ulysses", 2)
+    found = pool.run(compare, world, **(settings | {"ulysses": ulysses, "ring": world // ulysses}))
     limit = 1e-10 if settings.get("dtype") == torch.float64 else 1e-5
     assert worst(rank.values() for rank in found) < limit, found[0]
 
@@ -175,14 +175,17 @@ def beside(what: str) -> dict[str, float]:
     expected = on_one_process(model, batch)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": what == "DDP, reentrant"})
-    context = parallelize(model, grid, seq_length=LENGTH, fpdt=CHUNKS if "FPDT" in what else None)
-    runs = model
+    before, runs = "first" in what, model
+    if not before:
+        context = parallelize(model, grid, seq_length=LENGTH, fpdt=CHUNKS if "FPDT" in what else None)
     if what.startswith("DDP"):
         runs = torch.nn.parallel.DistributedDataParallel(model)
     else:
         for layer in model.model.layers:
             torch.distributed.fsdp.fully_shard(layer)
         torch.distributed.fsdp.fully_shard(model)
+    if before:
+        context = parallelize(model, grid, seq_length=LENGTH)
     loss = runs(**context.shard(batch)).loss
     loss.backward()
     grads = {name: x.grad for name, x in model.named_parameters()}
@@ -190,7 +193,7 @@ def beside(what: str) -> dict[str, float]:
     return errors(Outcome(expected.logits, loss.detach(), grads), expected)
 
 
-@pytest.mark.parametrize("what", ["DDP", "FSDP2", *also_in_full("DDP, reentrant", "FSDP2, FPDT")])
+@pytest.mark.parametrize("what", ["DDP", "FSDP2 first", *also_in_full("DDP, reentrant", "FSDP2, FPDT")])
 def test_beside_what_averages_gradients(pool, what):
     found = pool.run(beside, 4, what)
     assert worst(rank.values() for rank in found) < 1e-5, found[0]

@@ -16,7 +16,7 @@ from megatron.context_parallel.huggingface.attention import NAME, masks_by
 from megatron.context_parallel.huggingface.attention import mask as mask_interface
 from megatron.context_parallel.huggingface.batch import cut
 from megatron.context_parallel.huggingface.loss import plain_weight
-from tests.hugging_face import LENGTH, SIZES, tiny_model, whole_batch
+from tests.hugging_face import LENGTH, SIZES, take_grads, tiny_model, whole_batch
 
 GRID = cp.Grid()
 LAYOUT = cp.SequenceLayout(LENGTH, GRID)
@@ -207,6 +207,22 @@ def test_a_head_that_does_more_is_told_from_a_plain_one():
     assert plain_weight(model()) is model().lm_head.weight
     assert plain_weight(tiny_model("gemma2").bfloat16()) is None  # a soft-cap that small logits would not show
     assert plain_weight(tiny_model("granite")) is None
+
+
+@pytest.mark.parametrize("kind, fpdt", [("qwen3", None), ("gemma2", None), ("mixtral", Fpdt(16))])
+def test_under_autocast(kind, fpdt):
+    """As Trainer's bf16=True has it: weights in fp32, products in bf16."""
+    own, batch, found = tiny_model(kind).train(), whole_batch(), []
+    for _ in range(2):
+        context = parallelize(own, GRID, seq_length=LENGTH, fpdt=fpdt) if found else None
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = own(**(context.shard(batch) if context else batch)).loss
+        loss.backward()
+        found.append((float(loss), take_grads(own)))
+    (expected, theirs), (loss, mine) = found
+    assert loss == pytest.approx(expected, rel=1e-3) and set(mine) == set(theirs)
+    for name, grad in mine.items():  # a token that goes to another expert makes more of a difference than rounding
+        assert (grad - theirs[name]).norm() < (0.3 if kind == "mixtral" else 0.05) * theirs[name].norm(), name
 
 
 def test_no_label_counts():

@@ -119,7 +119,7 @@ class ContextParallel:
         return sharded[PART].layout.gather(x, dim)
 
     def remove(self) -> None:
-        """Give the model back as it was. A second time does nothing."""
+        """Give the model back as it was, once the backward passes are done. A second time does nothing."""
         while self._undo:
             self._undo.pop()()
 
