@@ -122,6 +122,9 @@ def test_other_refusals_at_start():
         parallelize(model(), GRID, seq_length=LENGTH)
     with pytest.raises(ValueError, match="1 or more"):
         Fpdt(chunk_size=0)
+    for size, grid in ((LENGTH + 1, GRID), (3, cp.abstract_grid(ulysses=2, ring=2))):
+        with pytest.raises(ValueError, match=f"chunk_size={size}: use {grid.context.size} to 48"):
+            parallelize(model(), grid, seq_length=LENGTH, fpdt=Fpdt(size))
     granite = tiny_model("granite")
     with pytest.raises(ValueError, match="its parts are put together in another way"):
         parallelize(granite, GRID, seq_length=LENGTH, fpdt=Fpdt(16))

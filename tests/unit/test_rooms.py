@@ -23,8 +23,8 @@ FLOORS = [
     "context_parallel.attention.kernels",
     "context_parallel.attention",
     "context_parallel.fpdt",
-    "context_parallel.huggingface",
     "formulas",
+    "context_parallel.huggingface",
     "context_parallel.core",
     "context_parallel",  # the public names
     "training.refusal",

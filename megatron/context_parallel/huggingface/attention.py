@@ -16,13 +16,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
 
 from megatron.context_parallel.attention.tile import AttentionRule
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.huggingface.batch import Part
 from megatron.context_parallel.positions.dropout import Dropout
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function
+except ImportError as error:
+    raise ImportError("models over ranks need AttentionMaskInterface: install a newer transformers") from error
 
 NAME = "megatron_context_parallel"
 # What models and their callers pass to attention beside what is read below, and what changes nothing in it.

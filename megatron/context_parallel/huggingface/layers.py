@@ -21,7 +21,9 @@ from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.huggingface.attention import Call, Shared, as_autocast
 from megatron.context_parallel.huggingface.probe import run_alone
+from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Mask
+from megatron.formulas import chunks as counts
 
 PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
@@ -49,8 +51,13 @@ class Fpdt:
         if self.chunk_size < 1 or (self.ffn_chunks is not None and self.ffn_chunks < 1):
             raise ValueError(f"sizes are 1 or more: {self}")
 
-    def chunks(self, seq_length: int) -> int:
-        return ceil(seq_length / self.chunk_size)
+    def chunks(self, seq_length: int, grid: Grid) -> int:
+        """How many chunks a ring rank's sequence is cut in. ValueError: they are longer than that, or too short."""
+        ring, unit = grid.ring.size, counts.chunk_unit(grid.ulysses.size, 1, False)
+        longest = counts.chunk_rows(self.chunk_size, ring, unit)
+        if longest < 1 or self.chunk_size > seq_length:
+            raise ValueError(f"fpdt with chunk_size={self.chunk_size}: use {ring * unit} to {seq_length}")
+        return counts.attention_chunks(seq_length // ring // unit, longest)
 
 
 def chunked_layers(model: PreTrainedModel, fpdt: Fpdt) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
@@ -135,7 +142,7 @@ def _chunked(
     if ask.dropout or ask.sinks is not None:
         what = "dropout of attention weights" if ask.dropout else "sinks"
         raise ValueError(f"fpdt with {what} of {type(layer).__name__} is not supported: leave fpdt out")
-    pieces = fpdt.ffn_chunks or 2 * layout.chunks
+    pieces = fpdt.ffn_chunks or counts.ffn_chunks(layout.chunks)
     chunked = ChunkedLayer(
         project=project,
         output=output,

@@ -67,7 +67,7 @@ def parallelize(
         ValueError: the model, or its configuration, has what is not supported.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    chunks = 1 if fpdt is None else fpdt.chunks(seq_length)
+    chunks = 1 if fpdt is None else fpdt.chunks(seq_length, grid)
     layout = SequenceLayout(seq_length, grid, balance, chunks=chunks)
     _check(model, grid)
     context = ContextParallel(model, layout, kernel, loss_chunks, dropout_seed)
@@ -215,16 +215,14 @@ class ContextParallel:
             )
         for name in (*REFUSED, "past_key_values", "logits_to_keep", "inputs_embeds", "attention_mask"):
             asked = kwargs.pop(name, None)
-            if asked is not None and asked is not False:
+            if asked is not None and not (isinstance(asked, int) and asked == 0):  # False is one
                 raise ValueError(f"{name} is not supported over ranks: leave it out")
-        tokens = kwargs.pop("input_ids")
-        kwargs |= {"position_ids": kwargs["position_ids"], "use_cache": False, "return_dict": True}
         # With a mask that is there, no restart of a rank's positions is taken for a new document.
-        kwargs["attention_mask"] = torch.ones_like(tokens)
+        kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
         with self._about(context_part):
             if shift_labels is None:
-                return own(input_ids=tokens, **kwargs)
-            found = model.base_model(input_ids=tokens, **kwargs)
+                return own(**kwargs)
+            found = model.base_model(**kwargs)
             total = cross_entropy_sum(model, found.last_hidden_state, shift_labels, self._loss_chunks)
         count = max(context_part.labelled, 1) if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device) if isinstance(count, Tensor) else count
