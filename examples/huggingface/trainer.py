@@ -45,18 +45,19 @@ def main(argv: list[str] | None = None) -> int:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=256, max_position_embeddings=options.seq_length, **sizes, **heads)
     model = LlamaForCausalLM(config)
-    data = samples(options.seq_length)
+    # Trainer's evaluation is a mean over batches: with as many labels in each, it does not depend on their size.
+    data, held_out = samples(options.seq_length, 32, fewer=2), samples(options.seq_length, 8)
     if world == 1:
         trainer = Trainer(model=model, args=arguments(options, 1), train_dataset=data)
         trainer.train()
-        after = trainer.evaluate(data[:8])
+        after = trainer.evaluate(held_out)
     else:
         grid = cp.initialize_grid(ulysses=options.ulysses, ring=options.ring or world // options.ulysses)
         with parallelize(model, grid, seq_length=options.seq_length) as context:
             settings = arguments(options, grid.data.size)
             trainer = LongTrainer(context=context, model=model, args=settings, train_dataset=data)
             trainer.train()
-            after = trainer.evaluate(data[:8])
+            after = trainer.evaluate(held_out)
 
     losses = [*(row["loss"] for row in trainer.state.log_history if "loss" in row), after["eval_loss"]]
     if trainer.is_world_process_zero() and options.json:
@@ -83,14 +84,14 @@ def arguments(options: argparse.Namespace, data: int) -> TrainingArguments:
     )
 
 
-def samples(length: int) -> list[dict[str, torch.Tensor]]:
-    """Repeated phrases, with another count of labels in each."""
+def samples(length: int, count: int, fewer: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Repeated phrases, each with so many labels ``fewer`` than the one before."""
     found = []
-    for number in range(32):
+    for number in range(count):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(256, (16,), generator=generator).repeat(length // 16)
         labels = tokens.clone()
-        labels[: 2 * number] = -100
+        labels[: fewer * number] = -100
         found.append({"input_ids": tokens, "labels": labels})
     return found
 
