@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
 from megatron.training.data.batches import build_datasets, micro_batches
@@ -79,7 +80,8 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         ranks,
         False,
     )
-    done = checkpoint.progress_in(found, config.checkpoint) if found else checkpoint.Progress()
+    reset = config.checkpoint.reset_iteration
+    done = checkpoint.progress_in(found, config.checkpoint) if found and not reset else checkpoint.Progress()
     iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
@@ -93,6 +95,8 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     if found:
         progress = checkpoint.load(found, chunks, optimizer, schedule, config)
         config.notes.append(f"loaded {found}, going on after iteration {progress.iteration}")
+        if reset:
+            progress = from_zero(schedule, config)
     elif config.checkpoint.load:
         config.notes.append(f"--load {config.checkpoint.load} holds no checkpoint: starting from iteration 0")
     batch_sizes.update(progress.consumed_train_samples, False)
@@ -110,6 +114,23 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         vocab_size,
         tokenizer.eod,
     )
+
+
+def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> checkpoint.Progress:
+    """Counts of a run that goes on with --reset-iteration.
+
+    A schedule in samples goes on where it was, and one in tokens begins, as in Megatron-DeepSpeed, which reads it off
+    the samples and the tokens that were counted.
+    """
+    if schedule is not None and schedule_unit(config) > 1:
+        schedule.num_steps = 0
+        schedule.step(0)
+    if schedule is not None:
+        config.notes.append(
+            "--reset-iteration: iterations, samples and tokens count from 0; the learning rate's schedule, in "
+            + ("tokens, begins anew" if schedule_unit(config) > 1 else "samples, goes on where it was")
+        )
+    return checkpoint.Progress()
 
 
 def named_datasets(

@@ -15,6 +15,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run import leaves
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
+from megatron.training.arguments.ranks import take_ranks
 from megatron.training.orphans import follow_launcher
 from megatron.training.refusal import Refusal
 
@@ -39,9 +40,11 @@ def main(
             started, the first does it, and the others return 0 at once.
         fastest: chooses among grids, for --elastic with --gpu.
     """
-    if leaves(sys.argv[1:] if argv is None else argv, os.environ):
-        return 0
+    given = sys.argv[1:] if argv is None else argv
     try:
+        take_ranks(given, os.environ)
+        if leaves(given, os.environ):
+            return 0
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest)
         _quiet()
         if not config.simulation.dry_run:

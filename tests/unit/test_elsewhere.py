@@ -224,6 +224,31 @@ def test_a_sharding_strategy_without_fsdp_is_noted():
             "--use-rope-scaling --position-embedding-type rope",
             1,
         ),
+        ("--rank 1 --world-size 2 --local-rank 1 --dist-url tcp://a:1", "--world-size 2", 2),
+        ("--optimizer fusedadamw", "--optimizer adam", 1),
+        ("--no-cuda", "--device cpu", 1),
+        ("--eval-only true", "--skip-train", 1),
+        ("--no-train 1", "--skip-train", 1),
+        ("--bf16 --o2-gradient", "--bf16 --grad-reduce-in-bf16", 1),
+        (
+            "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16",
+            "--bf16 --use-distributed-optimizer --grad-reduce-in-bf16",
+            1,
+        ),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp32", "", 1),
+        (
+            "--pipeline-model-parallel-size 5 --pp-partition-method type:transformer|embedding",
+            "--pipeline-model-parallel-size 5 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            5,
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --pp-partition-method type:transformer|embedding",
+            "--pipeline-model-parallel-size 4",
+            4,
+        ),
+        ("--enable-zbh1-pipeline --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2", 2),
+        ("--reset-progress --load a", "--reset-iteration --load a", 1),
         ("--save-interval 5", "", 1),
         ("--ckpt-format torch --save a", "--save a", 1),
         ("--use-mpi", "--deepspeed_mpi", 1),
@@ -253,6 +278,12 @@ def test_names(theirs: str, ours: str, world_size: int):
         ("--gas 3 --global-batch-size 4", ("--gradient-accumulation-steps 3", "--global-batch-size 4", "use 3")),
         ("--spec my.module my_spec", ("--spec my.module my_spec", "leave it out")),
         ("--glu-activation geglu", ("--glu-activation geglu", "swiglu")),
+        ("--rank 0", ("--rank 0", "--world-size")),
+        ("--no-cuda --device cuda", ("--no-cuda", "--device cuda")),
+        ("--eval-only false", ("--eval-only false", "leave it out")),
+        ("--main-grads-dtype bf16", ("--main-grads-dtype bf16", "--grad-reduce-in-bf16")),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16", ("--exp-avg-dtype", "fp32")),
+        ("--reset-iteration", ("--reset-iteration", "--load")),
         ("--gas 0", ("--gradient-accumulation-steps 0",)),
     ],
 )
@@ -261,6 +292,10 @@ def test_names_that_contradict(flags: str, words: tuple[str, ...]):
 
 
 def test_what_is_not_written_is_said():
+    assert any("--use-precision-aware-optimizer: all of it is in fp32" in note for note in
+               build("--use-precision-aware-optimizer").notes)  # fmt: skip
+    pipeline = build("--pipeline-model-parallel-size 2 --pp-partition-method parameters", 2)
+    assert any("--pp-partition-method parameters: stages hold equally many" in note for note in pipeline.notes)
     assert any("nothing is saved" in note for note in build("--save-interval 5").notes)
     assert any(
         "--ckpt-format torch: checkpoints are written as torch_dist" in n for n in build("--ckpt-format torch").notes

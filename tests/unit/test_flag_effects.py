@@ -193,6 +193,9 @@ SHOWN = {
     "data_path train_data_path valid_data_path test_data_path split data_cache_path "
     "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
+    "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
+    "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
+    "tests/distributed/test_reset_iteration.py": "reset_iteration",
     "tests/unit/test_batches.py": "dataloader_type",
     "tests/unit/test_checkpoint_args.py": "use_checkpoint_args",
     "tests/unit/test_tokenizer.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
@@ -290,6 +293,7 @@ def test_every_setting_has_its_effect_shown():
         "--no-save-optim --no-save-rng",
         "--split 9,1,0 --data-cache-path a --no-mmap-bin-files --num-dataset-builder-threads 2",
         "--vocab-file a --merge-file b --tokenizer-type NullTokenizer",
+        "--fim-rate 0.1 --fim-spm-rate 0.1 --fim-no-prefix a --fim-pad-token b",
         "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
         "--tokenizer-model a --tokenizer-type NullTokenizer",
         "--tensorboard-log-interval 5 --tensorboard-queue-size 5",

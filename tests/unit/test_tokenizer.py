@@ -66,7 +66,7 @@ def make(kind, folder, special=(END,)):
         eos = {"eos_token": special[0]} if special else {}
         PreTrainedTokenizerFast(tokenizer_object=train_bpe(list(special)), **eos).save_pretrained(folder / "hf")
         data.tokenizer_model = str(folder / "hf")
-    elif kind == "GPT2BPETokenizer":
+    elif kind in ("GPT2BPETokenizer", "QwenTokenizer"):
         train_bpe(list(special)).model.save(str(folder))
         data.vocab_file, data.merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
     elif kind.startswith("TokenizerFromFile"):
@@ -91,6 +91,7 @@ KINDS = [
     "Llama2Tokenizer",
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
+    "QwenTokenizer",
     "TikTokenizer",
     "TokenizerFromFile",
     "TokenizerFromFileWithFIM",
@@ -162,6 +163,16 @@ def test_a_file_of_the_tokenizers_library_as_in_bigcode(tmp_path):
             assert ours.tokenize(text) == theirs.encode(text)
 
 
+def test_qwens_words_and_ids_as_in_transformers(tmp_path):
+    from transformers import Qwen2Tokenizer
+
+    data, _ = make("QwenTokenizer", tmp_path, special=())
+    ours, theirs = build_tokenizer(data, None), Qwen2Tokenizer(data.vocab_file, data.merge_file)
+    assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.eos_token_id)
+    for text in (*TEXTS, "12345 don't\r\n\r\n  e\u0301t\u00e9 {}", f"a{END}b"):
+        assert ours.tokenize(text) == theirs.encode(text)
+
+
 def test_hugging_face_ids_with_holes(tmp_path):
     data, _ = make("HuggingFaceTokenizer", tmp_path)
     path = tmp_path / "hf" / "tokenizer.json"
@@ -174,7 +185,7 @@ def test_hugging_face_ids_with_holes(tmp_path):
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "ByteLevelTokenizer"])
 def test_missing_options_and_files(kind, tmp_path):
-    needed = ["vocab_file", "merge_file"] if kind == "GPT2BPETokenizer" else ["tokenizer_model"]
+    needed = ["vocab_file", "merge_file"] if kind in ("GPT2BPETokenizer", "QwenTokenizer") else ["tokenizer_model"]
     for name in needed:
         flag = "--" + name.replace("_", "-")
         data, vocab_size = make(kind, tmp_path)

@@ -11,17 +11,25 @@ from megatron.training.arguments.weighted_paths import WEIGHTED
 from megatron.training.refusal import Refusal
 
 
-def settle(config: Config) -> Config:
+def settle(config: Config, started: int) -> Config:
     """A dry run needs no data, no duration and no learning rate: what was left open is filled in.
+
+    Args:
+        started: processes; where launchers say their number with --world-size, the two must agree.
 
     Raises:
         Refusal: a flag that only a dry run reads is there without it, or the other way round.
     """
     simulation = config.simulation
     if not simulation.dry_run:
+        if simulation.world_size not in (None, started):
+            here = "1 process was" if started == 1 else f"{started} processes were"
+            raise Refusal(
+                f"--world-size {simulation.world_size}, and {here} started: start as many, or add --dry-run, which "
+                "simulates them"
+            )
         given = {
             "--dry-run-json": simulation.dry_run_json,
-            "--world-size": simulation.world_size,
             "--gpu": simulation.gpu and not config.parallel.elastic,
             "--dry-run-every-layer": simulation.dry_run_every_layer,
         }

@@ -28,6 +28,8 @@ def translate(config: Config, given: Collection[str]) -> None:
     """
     express = _Express(config, given)
     _deepspeed(config, express)
+    _program(config, express)
+    _precision(config, express)
     _recompute(config, express)
     _zero(config, express)
     _heads(config, express)
@@ -77,6 +79,33 @@ def _deepspeed(config: Config, express: _Express) -> None:
         DeepSpeedFile(other.deepspeed_config, config, express).translate()
     elif other.deepspeed:
         config.notes.append("--deepspeed without --deepspeed_config: the flags alone decide")
+
+
+def _program(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.rank is not None and config.simulation.world_size is None:
+        raise Refusal(f"--rank {other.rank} is one of how many: add --world-size, or leave it out")
+    if other.no_cuda:
+        express("run.device", "cpu", "--no-cuda")
+    if other.eval_only is not None:
+        if any(word.lower() in ("false", "0") for word in other.eval_only):
+            raise Refusal(
+                f"--eval-only {' '.join(other.eval_only)} means yes in BigScience's program too: leave it out"
+            )
+        express("run.skip_train", True, "--eval-only")
+
+
+def _precision(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.o2_gradient:
+        express("parallel.grad_reduce_in_bf16", True, "--o2-gradient")
+    source = f"--main-grads-dtype {other.main_grads_dtype}"
+    if other.main_grads_dtype == "bf16" and not other.use_precision_aware_optimizer:
+        raise Refusal(f"{source} is read with --use-precision-aware-optimizer alone: use --grad-reduce-in-bf16")
+    if other.main_grads_dtype == "bf16":
+        express("parallel.grad_reduce_in_bf16", True, source)
+    elif other.use_precision_aware_optimizer:
+        config.notes.append("--use-precision-aware-optimizer: all of it is in fp32, as without it")
 
 
 def _recompute(config: Config, express: _Express) -> None:
@@ -210,11 +239,25 @@ def _grid(config: Config, express: _Express) -> None:
     other, stages = config.elsewhere, config.parallel.pipeline_model_parallel_size
     if other.no_pipeline_parallel and stages > 1:
         raise Refusal(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} differ: leave one out")
+    if other.pp_partition_method:
+        _partition(config, express)
     if other.context_parallel_algo:
         kinds = {"ulysses_cp_algo": "a2a", "megatron_cp_algo": "p2p", "hybrid_cp_algo": "a2a+p2p"}
         kinds |= {"kvallgather_cp_algo": "all_gather"}
         source = f"--context-parallel-algo {other.context_parallel_algo}"
         express("parallel.cp_comm_type", [kinds[other.context_parallel_algo]], source)
+
+
+def _partition(config: Config, express: _Express) -> None:
+    """DeepSpeed weighs layers by the names of their classes; the tied output layer is an embedding once more."""
+    method, stages = config.elsewhere.pp_partition_method, config.parallel.pipeline_model_parallel_size
+    kinds = set(method.lower().removeprefix("type:").split("|")) if method.lower().startswith("type:") else set()
+    both = kinds == {"transformer", "embedding"} and not config.model.untie_embeddings_and_output_weights
+    if both and stages > 1 and config.model.num_layers and (config.model.num_layers + 2) % stages == 0:
+        for name in ("embedding", "loss"):
+            express(f"parallel.account_for_{name}_in_pipeline_split", True, f"--pp-partition-method {method}")
+    elif stages > 1:
+        config.notes.append(f"--pp-partition-method {method}: stages hold equally many layers here, to the same result")
 
 
 def _rope(config: Config, express: _Express) -> None:

@@ -83,9 +83,15 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "data.split data.data_cache_path data.mmap_bin_files data.num_dataset_builder_threads",
     ),
     (
-        "--tokenizer-type GPT2BPETokenizer reads it",
-        lambda c: c.data.tokenizer_type == "GPT2BPETokenizer",
+        "--tokenizer-type GPT2BPETokenizer or QwenTokenizer reads it",
+        lambda c: c.data.tokenizer_type in ("GPT2BPETokenizer", "QwenTokenizer"),
         "data.vocab_file data.merge_file",
+    ),
+    (
+        "--fim-data reads it",
+        lambda c: c.data.fim_data,
+        "data.fim_rate data.fim_spm_rate data.fim_split_sample data.fim_fragment_rate data.fim_no_prefix "
+        "data.fim_prefix_token data.fim_middle_token data.fim_suffix_token data.fim_pad_token data.fim_eod_token",
     ),
     (
         "--tokenizer-type TikTokenizer reads it",
@@ -108,7 +114,14 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "logging.wandb_exp_name logging.wandb_save_dir logging.wandb_entity",
     ),
 )
-FILELESS = ("NullTokenizer", "GPT2BPETokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
+FILELESS = (
+    "NullTokenizer",
+    "GPT2BPETokenizer",
+    "QwenTokenizer",
+    "ByteLevelTokenizer",
+    "NucleotideTokenizer",
+    "CodonTokenizer",
+)
 
 
 def note_idle(config: Config) -> None:

@@ -95,7 +95,7 @@ def _read(
         take_checkpoint_args(config, given, shape_of)
     if world_size is None:
         return config
-    config = settle(config)
+    config = settle(config, world_size)
     return complete(choose_grid(config, processes(config, world_size), complete, fastest), world_size)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from math import gcd
 
-from megatron.training.arguments.config import Config
+from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.arguments.stages import chunk_layers
@@ -342,6 +342,8 @@ def check_data(config: Config) -> None:
             "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
             "or --train-weighted-split-paths and the like, or --mock-data"
         )
+    if data.fim_data:
+        _check_fim(data)
     if splits and data.split is not None:
         raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
     if data.split is not None:
@@ -354,6 +356,19 @@ def check_data(config: Config) -> None:
         model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
 
 
+def _check_fim(data: DataConfig) -> None:
+    if data.mock_data:
+        raise Refusal("--fim-data cuts texts, and --mock-data has none: leave one out")
+    if data.tokenizer_type == "NullTokenizer":
+        raise Refusal("--fim-data cuts texts between characters, and --tokenizer-type NullTokenizer has none")
+    for flag, rate in (("--fim-rate", data.fim_rate), ("--fim-spm-rate", data.fim_spm_rate),
+                       ("--fim-fragment-rate", data.fim_fragment_rate)):  # fmt: skip
+        if rate is not None and not 0 <= rate <= 1:
+            raise Refusal(f"{flag} {rate:g} must be from 0 to 1")
+    if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
+        raise Refusal("--fim-split-sample and --fim-fragment-rate go together: give both, or none")
+
+
 def check_checkpoint(config: Config) -> None:
     """Refuse what saves or loads nothing."""
     checkpoint = config.checkpoint
@@ -364,6 +379,7 @@ def check_checkpoint(config: Config) -> None:
         ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
+        ("--reset-iteration", checkpoint.reset_iteration, load, "--load"),
         ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
         ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
     )

@@ -17,8 +17,10 @@ import shutil
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -30,6 +32,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.weighted_paths import portion
 from megatron.training.data import files as data_files
+from megatron.training.data.fim import Fim, fill_in, fim_of, generator
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
@@ -64,8 +67,9 @@ def build_datasets(
         "split": data_files.parse_split(data.split) if blend else None,
         "eod_mask_loss": data.eod_mask_loss,
     }
-    core = GPTDatasetConfig(
+    core = LocalConfig(
         **settings,
+        fim=fim_of(data, tokenizer),
         path_to_cache="",
         mmap_bin_files=data.mmap_bin_files,
         num_dataset_builder_threads=data.num_dataset_builder_threads,
@@ -97,7 +101,14 @@ def build_datasets(
     return tuple(datasets)
 
 
-def _sources(core: GPTDatasetConfig, split: int) -> tuple[data_files.Blend | None, tuple[float, float] | None, str]:
+@dataclass
+class LocalConfig(GPTDatasetConfig):
+    """Core's, and what is ours."""
+
+    fim: Fim | None = None
+
+
+def _sources(core: LocalConfig, split: int) -> tuple[data_files.Blend | None, tuple[float, float] | None, str]:
     """The blend of a split, the share of its documents, and the flag that gave it."""
     if core.blend:
         return core.blend, core.split_matrix[split], "--data-path"
@@ -110,7 +121,7 @@ def _portions(blend: data_files.Blend | None) -> bool:
     return blend is not None and any(portion(prefix)[1] for prefix in blend[0])
 
 
-def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
+def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
     """Check every file that will be read: whole, of this vocabulary, with something in each split that is needed.
 
     As in Megatron, a run without validation or test data is a run without evaluation: ``samples`` becomes 0 there.
@@ -141,7 +152,7 @@ def _plan(core: GPTDatasetConfig, tokenizer: Tokenizer, samples: list[int], defa
     return list(files.values())
 
 
-def _build_cache(core: GPTDatasetConfig, samples: list[int], folder: str) -> None:
+def _build_cache(core: LocalConfig, samples: list[int], folder: str) -> None:
     """Rank 0 builds the indices and the others wait; where no cache can be written, each rank builds in memory.
 
     The folder appears whole or not at all, so an interrupted run leaves no broken cache behind.
@@ -162,7 +173,7 @@ def _build_cache(core: GPTDatasetConfig, samples: list[int], folder: str) -> Non
             torch.distributed.barrier()
 
 
-def _build(core: GPTDatasetConfig, samples: list[int], cache: str) -> list[Dataset | None]:
+def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | None]:
     """Build on this rank, with indices from or for a cache, or "" for none.
 
     Core draws a little more from each part of a blend than it thinks it needs, and fails where that was too little: few
@@ -175,7 +186,7 @@ def _build(core: GPTDatasetConfig, samples: list[int], cache: str) -> list[Datas
         config.mid_level_dataset_surplus = surplus
         try:
             kind = PortionDataset if any(map(_portions, core.blend_per_split or ())) else GPTDataset
-            return LocalBuilder(kind, samples, lambda: True, config).build()
+            return LocalBuilder(FimDataset if core.fim else kind, samples, lambda: True, config).build()
         except (IndexError, FileNotFoundError):  # too little was drawn; nothing cached, for that reason
             if surplus > parts:
                 raise
@@ -188,6 +199,16 @@ class PortionDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
         return GPTDataset.build_low_level_dataset(portion(dataset_path)[0], config)
+
+
+class FimDataset(PortionDataset):
+    """The same samples, with the middle of texts to fill in; sample n is a function of the data and the seed still."""
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        text, documents = super()._query_document_sample_shuffle_indices(idx)
+        sizes = self.dataset.sequence_lengths.shape[0]  # tells files of a blend apart, wherever they lie
+        key = (self.config.random_seed, self.index_split.value, sizes, idx)
+        return fill_in(text, self.config.fim, generator(*key)), documents
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):

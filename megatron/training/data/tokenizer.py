@@ -21,6 +21,8 @@ from megatron.training.refusal import Refusal
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 END_OF_TEXT = "<|endoftext|>"
+# Qwen 2's words: as GPT-2's, but digits one by one, and line breaks apart.
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 FIM_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 
 
@@ -34,6 +36,7 @@ class Tokenizer:
     eod: int
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[list[int]], str]
+    piece: Callable[[str], int | None] | None = None  # where `encode` does not find a special token in its text
 
     pad = -1  # core masks and zeroes every token equal to `pad`, real or padding: no id of a document may be it
 
@@ -45,6 +48,13 @@ class Tokenizer:
         """The same as integers of any kind [n]: a byte a base for genomes, whose texts are long."""
         ids = self.encode(text)
         return ids if isinstance(ids, np.ndarray) else np.array(list(ids), np.int64)
+
+    def special(self, text: str) -> int | None:
+        """The id of a token that stands for ``text`` as a whole; None where there is no such token."""
+        if self.piece is not None:
+            return self.piece(text)
+        ids = self.tokenize(text)
+        return ids[0] if len(ids) == 1 else None
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids."""
@@ -70,6 +80,9 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     if kind == "GPT2BPETokenizer":
         vocab_file = _existing(data.vocab_file, "--vocab-file", kind)
         return _gpt2_bpe(kind, vocab_file, _existing(data.merge_file, "--merge-file", kind))
+    if kind == "QwenTokenizer":
+        vocab_file = _existing(data.vocab_file, "--vocab-file", kind)
+        return _gpt2_bpe(kind, vocab_file, _existing(data.merge_file, "--merge-file", kind), QWEN)
     if kind.startswith("TokenizerFromFile"):
         path = _existing(data.tokenizer_model, "--tokenizer-model", kind)
         return _from_file(kind, path, (END_OF_TEXT, *(FIM_TOKENS if kind.endswith("WithFIM") else ())))
@@ -169,21 +182,31 @@ def _hugging_face(kind: str, path: str) -> Tokenizer:
     return Tokenizer(kind, f"{kind} {path}", size, eod, core.tokenize, core.detokenize)
 
 
-def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str) -> Tokenizer:
-    """GPT-2's byte-level BPE. Core's own fetches "gpt2" from the network and passes the vocabulary as the merges."""
+def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = None) -> Tokenizer:
+    """GPT-2's byte-level BPE. Core's own fetches "gpt2" from the network and passes the vocabulary as the merges.
+
+    Args:
+        words: how text is cut into words before, where it is not as in GPT-2; the end of a document is added then.
+    """
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, pre_tokenizers
 
     try:
         model = Model(models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:
         reason = " ".join(str(error).split())
         raise Refusal(f"--vocab-file {vocab_file} --merge-file {merge_file}: not GPT-2 BPE files: {reason}") from error
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    if words is not None:
+        cut = pre_tokenizers.Split(Regex(words), "isolated")
+        model.pre_tokenizer = pre_tokenizers.Sequence([cut, model.pre_tokenizer])
+        model.normalizer = normalizers.NFC()
+        model.add_special_tokens([END_OF_TEXT])
     model.decoder = decoders.ByteLevel()
     eod = _eod(model.token_to_id(END_OF_TEXT), kind, vocab_file, f"{END_OF_TEXT} entry")
     size = max(model.get_vocab().values()) + 1
-    return Tokenizer(kind, f"{kind} {vocab_file}", size, eod, lambda text: model.encode(text).ids, model.decode)
+    source = f"{kind} {vocab_file}"
+    return Tokenizer(kind, source, size, eod, lambda text: model.encode(text).ids, model.decode, model.token_to_id)
 
 
 def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:

@@ -56,6 +56,26 @@ class ElsewhereConfig:
     deepspeed_mpi: bool = flag(
         False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"], aliases=["--use-mpi"]
     )
+    rank: int | None = flag(None, "number of this process, for launchers that set no RANK", type=int)
+    local_rank: int = flag(0, "its number on its node, likewise", aliases=["--local_rank"])
+    dist_url: str | None = flag(
+        None, "tcp://HOST:PORT of process 0, in place of MASTER_ADDR and MASTER_PORT", type=str, aliases=["--dist_url"]
+    )
+    no_cuda: bool = flag(False, "--device cpu")
+    eval_only: list[str] | None = flag(None, "BigScience: --skip-train", type=str, nargs="*", aliases=["--no-train"])
+    use_precision_aware_optimizer: bool = flag(
+        False, "an optimizer in other dtypes: of those, --main-grads-dtype bf16 is built"
+    )
+    main_grads_dtype: str = flag(
+        "fp32", "of --use-precision-aware-optimizer: bf16 is --grad-reduce-in-bf16", choices=["fp32", "bf16"]
+    )
+    o2_gradient: bool = flag(False, "MindSpeed: --grad-reduce-in-bf16")
+    pp_partition_method: str | None = flag(
+        None,
+        "DeepSpeed: type:transformer|embedding is --account-for-embedding-in-pipeline-split and -loss-, where stages "
+        "are equally long then",
+        type=str,
+    )
     no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
     num_key_value_heads: int | None = flag(
         None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int

@@ -21,6 +21,11 @@ class CheckpointConfig:
     universal_checkpoint: bool = flag(False, "DeepSpeed: --load names the folder of a universal checkpoint")
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
     finetune: bool = flag(False, "load the weights only and start at iteration 0")
+    reset_iteration: bool = flag(
+        False,
+        "Megatron-DeepSpeed: go on with weights and optimizer, and count iterations, samples and tokens from 0",
+        aliases=["--reset-progress"],
+    )
     pretrained_checkpoint: str | None = flag(None, "weights to start from where --load has no checkpoint", type=str)
     use_checkpoint_args: bool = flag(
         False, "the model as the checkpoint describes it; sizes that flags give count all the same"
@@ -92,7 +97,7 @@ class SimulationConfig:
 
     dry_run: bool = flag(False, "simulate one step: memory, communication, FLOPs and, with --gpu, time")
     world_size: int | None = flag(
-        None, "--dry-run: number of simulated processes; default as many as were started", type=int
+        None, "number of processes, of --dry-run simulated ones; default as many as were started", type=int
     )
     gpu: str | None = flag(
         None,

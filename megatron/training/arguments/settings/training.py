@@ -13,11 +13,16 @@ def tokenizer(text: str) -> str:
     return {"PretrainedFromHF": "HuggingFaceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"}.get(text, text)
 
 
+def optimizer(text: str) -> str:
+    """Megatron-LM's adam is AdamW, and some of its forks call it so."""
+    return {"adamw": "adam", "fusedadam": "adam", "fusedadamw": "adam"}.get(text.lower(), text)
+
+
 @dataclass
 class OptimizerSettings:
     """Optimizer, learning-rate schedule and precision."""
 
-    optimizer: str = flag("adam", "optimizer", choices=["adam", "sgd"])
+    optimizer: str = flag("adam", "optimizer", type=optimizer, choices=["adam", "sgd"])
     lr: float | None = flag(None, "learning rate", type=float)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule")
     lr_decay_style: str = flag(
@@ -71,6 +76,9 @@ class OptimizerSettings:
     )
 
 
+END_OF_TEXT = "<|endoftext|>"
+
+
 @dataclass
 class DataConfig:
     """What is read, and in which batches."""
@@ -117,6 +125,17 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "positions start anew after each end-of-document token")
     reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    fim_data: bool = flag(False, "fill in the middle: texts are cut in three, and the middle comes last")
+    fim_rate: float = flag(0.5, "share of the texts that are cut so")
+    fim_spm_rate: float = flag(0.5, "share of those whose suffix comes before the prefix")
+    fim_split_sample: str | None = flag(None, "token between the parts of a text, each of which is cut alone", type=str)
+    fim_fragment_rate: float | None = flag(None, "share of such parts that are cut, of --fim-rate texts", type=float)
+    fim_no_prefix: str | None = flag(None, "texts that begin so are left as they are", type=str)
+    fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix")
+    fim_middle_token: str = flag("<fim_middle>", "token before the middle")
+    fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix")
+    fim_pad_token: str = flag("<fim_pad>", "token that fills a sample which became shorter")
+    fim_eod_token: str = flag(END_OF_TEXT, "token between texts")
     tokenizer_type: str | None = flag(
         None,
         "tokenizer",
@@ -127,6 +146,7 @@ class DataConfig:
             "Llama2Tokenizer",
             "HuggingFaceTokenizer",
             "GPT2BPETokenizer",
+            "QwenTokenizer",
             "TikTokenizer",
             "TokenizerFromFile",
             "TokenizerFromFileWithFIM",
@@ -139,7 +159,7 @@ class DataConfig:
     tokenizer_model: str | None = flag(
         None, "tokenizer file or folder", type=str, aliases=["--tokenizer-name-or-path", "--tokenizer-file"]
     )
-    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", type=str)
-    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", type=str)
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer, QwenTokenizer", type=str)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer, QwenTokenizer", type=str)
     tiktoken_pattern: str | None = flag(None, "pre-tokenizer pattern of TikTokenizer", type=str)
     tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer")

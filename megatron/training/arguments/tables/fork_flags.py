@@ -35,7 +35,15 @@ HINTS: tuple[tuple[str, str], ...] = (
         --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings
         """,
     ),
-    ("stages hold equally many layers here, whatever the cut", "--pp-partition-method 1 --num-layer-list 1"),
+    ("stages hold equally many layers here, whatever the cut", "--num-layer-list 1"),
+    (
+        "1F1B and interleaved 1F1B are the schedules built here; what is computed is the same",
+        """
+        --enable-zbh1-pipeline --enable-zbh1-exact-semantics --enable-zero-bubble --enable-zb-runtime
+        --interleave-group-size 1 --enable-1f1b-v
+        """,
+    ),
+    ("Megatron-DeepSpeed does not read it either", "--no-load-lr-state"),
     ("TP cuts every matrix along one of its sides here", "--tp-2d --tp-x 1 --tp-y 1"),
     (
         "Ulysses over one rank is no Ulysses",
@@ -107,9 +115,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "use --train-data-path, --valid-data-path and --test-data-path, with weights and prefixes",
         "--data-file-list 1",
     ),
-    ("use --finetune, which begins at iteration 0", "--reset-progress --reset-iteration"),
-    ("use --override-opt-param-scheduler", "--no-load-lr-state"),
-    ("use --skip-train", "--eval-only 1 --no-train *"),
     ("every batch of the data is used, in full: leave it out", "--skip-train-iteration-range +"),
     (
         "the loss here is the mean over all tokens that count: leave it out",
@@ -123,12 +128,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --num-attention-heads-teacher 1 --num-experts-teacher +
         """,
     ),
-    ("1F1B and interleaved 1F1B are the schedules built here: leave it out", "--enable-zbh1-pipeline"),
-    ("it is of --enable-zbh1-pipeline: leave it out", "--enable-zbh1-exact-semantics"),
-    (
-        "1F1B and interleaved 1F1B are the schedules built here: leave it out",
-        "--enable-zero-bubble --enable-zb-runtime --interleave-group-size 1 --enable-1f1b-v",
-    ),
     ("stages hold as many layers as the flags say, none that do nothing: leave it out", "--allow-padding-num-layers"),
     (
         "gradients and activations are sent as they are, never compressed: leave it out",
@@ -137,11 +136,11 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --inter_grad_comp --inter_grad_comp_rank 1 --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
         """,
     ),
-    ("use --device cpu", "--no-cuda"),
     (
         "this precision setting is not built here: leave it out",
-        "--o2-optimizer --o2-gradient --embedding-weights-in-fp32",
+        "--embedding-weights-in-fp32",
     ),
+    ("weights and states of the optimizer are in fp32 here: leave it out", "--o2-optimizer"),
     (
         "the optimizers built here are adam and sgd, on the training device: leave it out",
         "--cpu-optimizer --cpu_torch_adam --use-bnb-optimizer --remote-device 1 none",

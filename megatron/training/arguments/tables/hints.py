@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 HINTS: tuple[tuple[str, str], ...] = (
-    ("models are always built by megatron-core", "--use-mcore-models"),
+    ("models are always built by megatron-core", "--use-mcore-models --use-legacy-models"),
+    ("megatron-core's DDP is the only one, with the same sums", "--DDP-impl 1 local"),
     ("it switches nothing on by itself", "--enable-experimental"),
     ("files are read from the file system", "--disable-msc"),
     (
@@ -44,7 +45,6 @@ HINTS: tuple[tuple[str, str], ...] = (
         """,
     ),
     ("ranks are always ordered TP < Ulysses < Ring < DP < PP", "--use-tp-pp-dp-mapping"),
-    ("the local rank is read from LOCAL_RANK", "--local-rank 1 0 --local_rank 1"),
     (
         "weights are always initialised, and do not depend on the grid",
         "--no-initialization --use-cpu-initialization --init-model-with-meta-device",
@@ -153,14 +153,6 @@ HINTS: tuple[tuple[str, str], ...] = (
         """
         --optimizer-offload-fraction 1 1.0 --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d
         --no-pin-cpu-grads --no-pin-cpu-params
-        """,
-    ),
-    (
-        "without --fim-data nothing reads it",
-        """
-        --fim-rate 1 0.5 --fim-spm-rate 1 0.5 --fim-split-sample 1 --fim-fragment-rate 1 --fim-no-prefix 1
-        --fim-prefix-token 1 <fim_prefix> --fim-middle-token 1 <fim_middle> --fim-suffix-token 1 <fim_suffix>
-        --fim-pad-token 1 <fim_pad> --fim-eod-token 1 <|endoftext|>
         """,
     ),
     (

@@ -25,10 +25,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--ring-degree 1 --ring_degree 1 --sp-ring-degree 1 --sp_ring_degree 1 --ring-size 1 --context_size 1",
     ),
     ("use --context-parallel-balance zigzag, or contiguous", "--ring-impl-type 1 --ring_impl_type 1"),
-    (
-        "ranks are read from RANK, WORLD_SIZE and MASTER_ADDR, as torchrun sets them: leave it out",
-        "--rank 1 --dist-url 1 --dist_url 1",
-    ),
     # the model
     ("use --qk-layernorm", "--use-qk-norm --qk-norm"),
     ("use --rotary-base", "--rope-theta 1 --rope_theta 1 --rotary-emb-base 1"),

@@ -26,10 +26,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--save-wgrads-interval 1 --save-dgrads-interval 1 --dump-param-to-param-group-map 1",
     ),
     ("the weights are made at once here: leave it out", "--lazy-mpu-init 1"),
-    (
-        "samples are whole stretches of text here, without fill-in-the-middle: leave it out",
-        "--fim-data",
-    ),
     ("data files are on a file system here: leave it out", "--object-storage-cache-path 1"),
     (
         "this way of reading data is not built here: leave it out",
@@ -53,7 +49,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "use tools/convert_hf.py",
         "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",
     ),
-    ("megatron-core's DDP is the only one: leave it out", "--DDP-impl 1 local"),
     (
         "Mamba and hybrid models are not built here: leave it out",
         """
@@ -80,7 +75,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """
         --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
         --embedding-init-method-std 1 --heterogeneous-layers-config-path 1
-        --heterogeneous-layers-config-encoded-json 1 --use-legacy-models
+        --heterogeneous-layers-config-encoded-json 1
         """,
     ),
     (
@@ -95,9 +90,12 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "this precision setting is not built here: leave it out",
         """
         --fp32-residual-connection --disable-bf16-reduced-precision-matmul --fp16-lm-cross-entropy
-        --ddp-reduce-scatter-with-fp32-accumulation --use-precision-aware-optimizer --main-grads-dtype 1 fp32
-        --main-params-dtype 1 fp32 --exp-avg-dtype 1 fp32 --exp-avg-sq-dtype 1 fp32
+        --ddp-reduce-scatter-with-fp32-accumulation
         """,
+    ),
+    (
+        "weights and states of the optimizer are in fp32 here: leave it out",
+        "--main-params-dtype 1 fp32 --exp-avg-dtype 1 fp32 --exp-avg-sq-dtype 1 fp32",
     ),
     (
         "of FP8, only --fp8-format, --fp8-recipe and the amax settings are built here",
