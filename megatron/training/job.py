@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.schedule import schedule_unit
+from megatron.training.arguments.schedule import length_in_step, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
 from megatron.training.data.batches import build_datasets, micro_batches
@@ -159,7 +159,7 @@ def length_of_run(
     if run.skip_train:
         return 0, 0
     ramp = config.data.rampup_batch_size is not None
-    iterations, samples = math.inf, math.inf
+    iterations, samples, tokens = math.inf, math.inf, math.inf
     if run.train_iters is not None:
         iterations = run.train_iters
     elif run.train_samples is not None and not ramp:
@@ -167,7 +167,9 @@ def length_of_run(
     elif run.train_samples is not None:
         samples = run.train_samples
     count, consumed = done.iteration, done.consumed_train_samples
-    if run.train_tokens is not None:
+    if config.data.rampup_seq_length is not None:
+        ramp, tokens = True, run.train_tokens or math.inf
+    elif run.train_tokens is not None:
         left = max(run.train_tokens - done.consumed_train_tokens, 0)
         samples = min(samples, consumed + math.ceil(left / config.data.seq_length))
     if not ramp:
@@ -175,10 +177,13 @@ def length_of_run(
             min(iterations - count, math.ceil((samples - consumed) / batch) if samples < math.inf else math.inf), 0
         )
         return count + more, consumed + more * batch
-    while consumed < samples and count < iterations:
+    counted = done.consumed_train_tokens
+    while consumed < samples and count < iterations and counted < tokens:
         batch_sizes.update(consumed, False)
-        consumed += batch_sizes.get_current_running_global_batch_size()
+        batch = batch_sizes.get_current_running_global_batch_size()
+        consumed += batch
         count += 1
+        counted += batch * length_in_step(config, count)
     batch_sizes.update(0, False)
     return count, consumed
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from megatron.training.arguments.schedule import length_in_step
 from megatron.training.checkpoint import checkpoint
 from megatron.training.job import Job, batches_for, evaluations, params_norm
 from megatron.training.report.flops import peak_flops, step_flops
@@ -51,6 +52,7 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     while progress.iteration < job.iterations and not stopper.stopped:
         job.batch_sizes.update(progress.consumed_train_samples, False)
         samples = job.batch_sizes.get_current_running_global_batch_size()
+        length = length_in_step(config, progress.iteration + 1)
         learning_rate = job.optimizer.param_groups[0]["lr"]
         begin = time.perf_counter()
         with peaks.step(record=progress.iteration + 1 == profiled) as meter:
@@ -64,10 +66,11 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
                 config,
                 job.batch_sizes.get(),
                 profile.mark if profile else None,
+                length if length < config.data.seq_length else None,
             )
             timeline = profile.finish() if profile else None
         seconds = time.perf_counter() - begin
-        progress.advance(samples, config.data.seq_length)
+        progress.advance(samples, length)
         device_peak, host_peak = stopper.agree(peaks.bytes, peaks.host_bytes)
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {

@@ -43,9 +43,13 @@ class Diverged(ArithmeticError):
 
 
 def forward_step(
-    runtime: Runtime, batches: Batches, model: nn.Module, mark: Mark | None = None
+    runtime: Runtime, batches: Batches, model: nn.Module, mark: Mark | None = None, length: int | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Run the model on the next micro-batch; returns its output and the function that makes a loss of it."""
+    """Run the model on the next micro-batch; returns its output and the function that makes a loss of it.
+
+    Args:
+        length: tokens of each sample that count; under a causal mask the rest changes nothing then. Default all.
+    """
     if mark is not None:
         mark("forward")
     names = ("tokens", "position_ids", "labels", "loss_mask", "document_ends", "numbers")
@@ -53,6 +57,9 @@ def forward_step(
     if runtime.reads_data:
         restart = runtime.reset_positions
         batch.update(shard_batch(next(batches), runtime.layout, runtime.device, reset_positions=restart))
+    if length is not None and batch["loss_mask"] is not None:
+        counts = runtime.layout.positions.to(runtime.device) < length
+        batch["loss_mask"] = batch["loss_mask"] * counts.to(batch["loss_mask"].dtype)
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -86,12 +93,14 @@ def train_step(
     config: Config,
     num_microbatches: int,
     mark: Mark | None = None,
+    length: int | None = None,
 ) -> StepResult:
-    """Forward, backward, gradient reduction and update for one global batch."""
+    """Forward, backward, gradient reduction and update for one global batch; ``length`` as in `forward_step`."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = _run_schedule(runtime, chunks, batches, config, num_microbatches, forward_only=False, mark=mark)
+    step = partial(forward_step, runtime, mark=mark, length=length)
+    reports = _run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)
     loss, tokens = mean_loss(reports, runtime)
     watch = config.optimizer.check_for_nan_in_loss_and_grad and not config.optimizer.fp16
     if watch and not math.isfinite(loss):
@@ -103,7 +112,7 @@ def train_step(
         raise Diverged("gradient norm", grad_norm)
     if updated:
         samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
-        schedule.step(samples * schedule_unit(config))
+        schedule.step(samples * schedule_unit(config, length))
     return StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated)
 
 
@@ -121,7 +130,8 @@ def evaluate(
         chunk.eval()
     reports: list[Tensor] = []
     for _ in range(iterations):
-        reports += _run_schedule(runtime, chunks, batches, config, num_microbatches, forward_only=True)
+        step = partial(forward_step, runtime)
+        reports += _run_schedule(step, chunks, batches, config, num_microbatches, forward_only=True)
     for chunk in chunks:
         chunk.train()
     return StepResult(*mean_loss(reports, runtime))
@@ -141,20 +151,19 @@ def mean_loss(reports: list[Tensor], runtime: Runtime) -> tuple[float, int]:
 
 
 def _run_schedule(
-    runtime: Runtime,
+    step: Callable[..., Any],
     chunks: Sequence[nn.Module],
     batches: Batches | list[Batches],
     config: Config,
     num_microbatches: int,
     *,
     forward_only: bool,
-    mark: Mark | None = None,
 ) -> list[Tensor]:
     # Streamed layers get gradients in host memory, for which autograd takes the calling thread, while parameters (and
     # with them DDP's reductions) take the GPU's: which collective comes first would be chance, another on each rank.
     with torch.autograd.set_multithreading_enabled(not config.chunks.fpdt_stream_hidden):
         return get_forward_backward_func()(
-            forward_step_func=partial(forward_step, runtime, mark=mark),
+            forward_step_func=step,
             data_iterator=batches,
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=num_microbatches,

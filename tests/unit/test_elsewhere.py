@@ -333,6 +333,16 @@ TEMPLATE = {  # as in Megatron-DeepSpeed's examples
 }
 
 
+GROWING = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 64,
+    "max_difficulty": 192,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 953, "difficulty_step": 8},
+}
+
+
 def with_file(folder: Path, content: object, flags: str = "", world_size: int = 1) -> Config:
     path = folder / "ds.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -386,6 +396,7 @@ def test_a_deepspeed_file(tmp_path: Path):
             {"gradient_clipping": 1, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
             "--bf16",
         ),
+        ({"gradient_clipping": 1, "curriculum_learning": GROWING}, "--rampup-seq-length 64 8 953"),
         ({"gradient_clipping": 1, "curriculum_learning": {"enabled": False}, "optimizer": {"type": "Adam"}}, ""),
     ],
 )
@@ -426,6 +437,15 @@ def test_keys_of_a_deepspeed_file(tmp_path: Path, content: dict, ours: str):
         ({"zero_optimization": {"stag": 2}}, "", ("zero_optimization.stag", "not a known key")),
         ({"scheduler": {"type": "WarmupLR"}}, "", ("scheduler", "--lr-decay-style")),
         ({"curriculum_learning": {"enabled": True}}, "", ("curriculum_learning", "leave it out")),
+        ({"curriculum_learning": {**GROWING, "max_difficulty": 64}}, "", ("max_difficulty 64", "--seq-length 192")),
+        ({"curriculum_learning": {**GROWING, "min_difficulty": 1.5}}, "", ("curriculum_learning", "whole numbers")),
+        ({"curriculum_learning": {**GROWING, "min_difficulty": 4}}, "", ("--rampup-seq-length 4 8 953", "start")),
+        (
+            {"curriculum_learning": GROWING},
+            "--rampup-seq-length 8 8 9",
+            ("curriculum_learning", "--rampup-seq-length [8, 8, 9]"),
+        ),
+        ({"curriculum_learning": GROWING}, "--attention-mask full", ("--rampup-seq-length", "mask")),
         ({"communication_data_type": "fp16"}, "", ("communication_data_type",)),
         ({"grad_clipping": 1.0}, "", ("grad_clipping", "did you mean gradient_clipping?")),
         ({"fp16": {"enabled": True, "hysteresi": 1}}, "", ("fp16.hysteresi", "fp16.hysteresis")),

@@ -196,6 +196,7 @@ SHOWN = {
     "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
     "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
     "tests/distributed/test_reset_iteration.py": "reset_iteration",
+    "tests/distributed/test_rampup_seq_length.py": "rampup_seq_length",
     "tests/unit/test_batches.py": "dataloader_type",
     "tests/unit/test_checkpoint_args.py": "use_checkpoint_args",
     "tests/unit/test_tokenizer.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "

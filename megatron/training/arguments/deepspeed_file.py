@@ -40,7 +40,6 @@ ZERO_HINTS = (
 REFUSED = {
     "scheduler": "it would replace the schedule of the flags: use --lr-decay-style and its kin",
     "amp": "it is not built here: use --bf16 or --fp16",
-    "curriculum_learning": "every batch has one sequence length here: leave it out",
     "data_efficiency": "every batch is used in full here: leave it out",
     "progressive_layer_drop": "layers are never dropped here: leave it out",
     "quantize_training": "it is not built here: leave it out",
@@ -117,6 +116,7 @@ class DeepSpeedFile:
             "data_types": lambda v: self._communication(
                 (v or {}).get("grad_accum_dtype"), "data_types.grad_accum_dtype"
             ),
+            "curriculum_learning": self._curriculum,
             "optimizer": lambda v: self.config.notes.append(
                 f"optimizer in {self.path} is not read, as in Megatron-DeepSpeed: the flags say which one, and how"
             ),
@@ -229,6 +229,34 @@ class DeepSpeedFile:
             raise Refusal(f"{source} and --{other} are two precisions: leave one out")
         if on or self.express.is_given(f"optimizer.{name}"):
             self.express(f"optimizer.{name}", on, source)
+
+    def _curriculum(self, value: Any) -> None:
+        """Sequences that grow: --rampup-seq-length."""
+        section = self._section(value, "curriculum_learning")
+        if not section.get("enabled", False):
+            return
+        kinds = (section.get("curriculum_type", "seqlen"), section.get("schedule_type"))
+        if kinds != ("seqlen", "fixed_linear"):
+            raise Refusal(
+                f"curriculum_learning in {self.path} of {kinds[0]} by {kinds[1]}: only seqlen by fixed_linear is built "
+                "here: use that, or leave it out"
+            )
+        schedule = self._section(section.get("schedule_config"), "curriculum_learning.schedule_config")
+        numbers = [section.get("min_difficulty"), schedule.get("difficulty_step")]
+        numbers += [schedule.get("total_curriculum_step"), section.get("max_difficulty")]
+        if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+            raise Refusal(
+                f"curriculum_learning in {self.path} needs whole numbers for min_difficulty, max_difficulty, "
+                "difficulty_step and total_curriculum_step"
+            )
+        *ramp, most = numbers
+        if most != self.config.data.seq_length:
+            raise Refusal(
+                f"curriculum_learning.max_difficulty {most} in {self.path} is not --seq-length "
+                f"{self.config.data.seq_length}: use that"
+            )
+        source = f"curriculum_learning in {self.path}"
+        self.express("data.rampup_seq_length", ramp, source)
 
     def _communication(self, value: Any, key: str = "communication_data_type") -> None:
         """The type that gradients are summed in: fp32 here, or bf16 with --grad-reduce-in-bf16."""

@@ -8,6 +8,7 @@ times the length of one. A schedule with any such flag counts tokens throughout,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.training.arguments.config import Config
@@ -32,10 +33,27 @@ class Spans:
     total: float
 
 
-def schedule_unit(config: Config) -> int:
-    """What the schedule counts for a sample: 1, or its tokens where a flag is in tokens."""
+def schedule_unit(config: Config, length: int | None = None) -> int:
+    """What the schedule counts for a sample: 1, or its tokens where a flag is in tokens.
+
+    Args:
+        length: tokens of a sample that count in this step; default all.
+    """
     tokens = (config.optimizer.lr_decay_tokens, config.optimizer.lr_warmup_tokens, config.run.train_tokens)
-    return 1 if tokens == (None, None, None) else config.data.seq_length
+    return 1 if tokens == (None, None, None) else length or config.data.seq_length
+
+
+def length_in_step(config: Config, iteration: int) -> int:
+    """Tokens of each sample that count in a step, the first of which is iteration 1, by --rampup-seq-length.
+
+    DeepSpeed's curriculum learning with ``fixed_linear`` (deepspeed/runtime/data_pipeline/curriculum_scheduler.py).
+    """
+    whole = config.data.seq_length
+    if config.data.rampup_seq_length is None:
+        return whole
+    start, increment, over = config.data.rampup_seq_length
+    grown = math.floor(iteration / over * (whole - start) + start)
+    return min(grown - grown % increment, whole)
 
 
 def spans(config: Config) -> Spans:

@@ -24,6 +24,7 @@ from megatron.training.arguments.validate_job import (
     check_checkpoint,
     check_data,
     check_duration,
+    check_lengths,
     check_profile,
     check_ranges,
     check_recompute,
@@ -66,6 +67,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("chunks", lambda: check_chunks(config), "sequence", "recompute")
     gather.check("batch", lambda: check_batch(config, data_parallel_size(config, world_size)), "grid", "pipeline")
     gather.check("duration", lambda: check_duration(config), "batch")
+    gather.check("lengths", lambda: check_lengths(config), "ranges", "attention")
     gather.check("profile", lambda: check_profile(config))
     gather.check("schedule", lambda: check_schedule(config), "ranges", "duration")
     gather.check("data", lambda: check_data(config))

@@ -26,7 +26,8 @@ POSITIVE = {
     "attention": "recompute_num_layers",
     "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
     "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
-    "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length num_dataset_builder_threads",
+    "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length rampup_seq_length "
+    "num_dataset_builder_threads",
     "checkpoint": "save_interval save_retain_interval",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
@@ -312,6 +313,26 @@ def _tokens(config: Config, own: str) -> None:
             f"--lr-warmup-fraction {share:g} with --lr-decay-tokens is a share of what Megatron-DeepSpeed counts in "
             f"samples: use --lr-warmup-tokens {int(share * optimizer.lr_decay_tokens)} for a share of the tokens"
         )
+
+
+def check_lengths(config: Config) -> None:
+    """Refuse a --rampup-seq-length that grows to no length, or whose tokens see those that do not count."""
+    data, attention = config.data, config.attention
+    if data.rampup_seq_length is None:
+        return
+    start, increment, over = data.rampup_seq_length
+    if not increment <= start <= data.seq_length:
+        raise Refusal(
+            f"--rampup-seq-length {start} {increment} {over} needs a start from its increment to --seq-length "
+            f"{data.seq_length}: use such a one"
+        )
+    ahead = attention.attention_mask == "full" or (attention.window_size and attention.window_size[1] != 0)
+    if ahead:
+        raise Refusal("--rampup-seq-length needs a mask by which no token sees a later one: leave one out")
+    config.notes.append(
+        f"--rampup-seq-length: of each sample, tokens from {start} on begin to count over {over} iterations; all are "
+        "computed, so short steps take no less time"
+    )
 
 
 def check_profile(config: Config) -> None:

@@ -93,6 +93,12 @@ class DataConfig:
     rampup_batch_size: list[int] | None = flag(
         None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3
     )
+    rampup_seq_length: list[int] | None = flag(
+        None,
+        "grow the part of each sample that counts: start length, increment, iterations to grow over",
+        type=int,
+        nargs=3,
+    )
     seq_length: int | None = flag(None, "tokens a sample", type=int, aliases=["--encoder-seq-length"])
     data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
     train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
