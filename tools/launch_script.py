@@ -115,6 +115,7 @@ def _read(log: Path) -> list[Call]:
     return found
 
 
+# A newline follows upon what $(...) has read, which cuts it off: a backslash at a script's end goes on to nothing then.
 # The shell's side. Functions step in before programs; what is no program ends in command_not_found_handle.
 SETUP = r"""
 set -CT
@@ -148,7 +149,7 @@ _shell() {
     while [ $# -gt 0 ]; do
         case "$1" in
             -c|-lc|-ic|-exc|-xc|-ec) text=$(printf '%s\n' "$2" | _filter); shift 2
-                command "$CHECK_BASH" "${flags[@]}" -c "$text" "$@"; return ;;
+                command "$CHECK_BASH" "${flags[@]}" -c "$text"$'\n' "$@"; return ;;
             -l|-i|--login|-) shift ;;
             -o) flags+=("$1" "$2"); shift 2 ;;
             -*) flags+=("$1"); shift ;;
@@ -157,7 +158,7 @@ _shell() {
     done
     [ $# -gt 0 ] || return 0
     text=$(_filter < "$1") || return 0
-    command "$CHECK_BASH" "${flags[@]}" -c "$text" "$@"
+    command "$CHECK_BASH" "${flags[@]}" -c "$text"$'\n' "$@"
 }
 _elsewhere() {
     case "$1" in
@@ -209,7 +210,7 @@ trap '{ CHECK_ARGS=("$@"); _before "$BASH_COMMAND"; } 2> /dev/null' DEBUG
 eval() { builtin eval "$(printf '%s\n' "$*" | _filter)"; }
 source() {
     [ -f "$1" ] || { _called source "$@"; return 0; }
-    builtin eval "$(_filter "$1" < "$1")"
+    builtin eval "$(_filter "$1" < "$1")"$'\n'
 }
 .() { source "$@"; }
 cd() { builtin cd "$@" 2> /dev/null || _log cd "$@"; }

@@ -2,6 +2,7 @@
 """Datasets and blends through megatron-core, the checks before them, their cache, and mock data."""
 
 import dataclasses
+import json
 import os
 
 import numpy as np
@@ -15,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.batches import build_datasets
-from megatron.training.data.files import named_sets
+from megatron.training.data.files import named_sets, parse_blends
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
@@ -354,3 +355,37 @@ def test_more_groups_that_are_refused(tmp_path):
     (tmp_path / "x").write_text(good)
     with pytest.raises(Refusal, match="not one line of groups in double quotes"):
         build_datasets(configure(train_weighted_split_paths_path=str(tmp_path / "x")), NULL, (1, 0, 0))
+
+
+# --- blends that files name
+
+
+def test_files_that_name_the_data(tmp_path):
+    """--data-args-path, --data-file-list and --per-split-data-args-path are the flags whose words they hold."""
+    low, _ = write(tmp_path / "low", high=500)
+    high, _ = write(tmp_path / "high", low=500)
+    words, lines, splits = tmp_path / "words", tmp_path / "lines", tmp_path / "splits.json"
+    words.write_text(f"3 {low}\n1 {high}\n")
+    lines.write_text(f"3 {low}.bin books\n\n1 {high} arxiv\n")
+    splits.write_text(json.dumps({"train": ["3", low, 1, high], "valid": high, "test": []}))
+    blend = ([low, high], [3.0, 1.0])
+    named = dict(data_path=["3", low, "1", high])
+    assert parse_blends(DataConfig(**named)) == (blend, None)
+    assert parse_blends(DataConfig(data_args_path=str(words))) == (blend, None)
+    assert parse_blends(DataConfig(data_file_list=str(lines))) == (blend, None)
+    assert parse_blends(DataConfig(per_split_data_args_path=str(splits))) == (None, [blend, ([high], None), None])
+    ours, *_ = build_datasets(configure(data_args_path=str(words), split="1"), NULL, (40, 0, 0))
+    theirs, *_ = build_datasets(configure(**named, split="1"), NULL, (40, 0, 0))
+    assert samples_of(ours, 40) == samples_of(theirs, 40)
+    for flag, text, said in (
+        ("data_args_path", None, "--data-args-path .*: no such file"),
+        ("data_file_list", "1 a", "--data-file-list .*: not a line WEIGHT PREFIX CORPUS"),
+        ("per_split_data_args_path", "[1]", "--per-split-data-args-path .*: no JSON object"),
+        ("per_split_data_args_path", '{"train": []}', "--per-split-data-args-path .*: no JSON object"),
+    ):
+        path = tmp_path / "wrong"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(Refusal, match=said):
+            parse_blends(DataConfig(**{flag: str(path)}))

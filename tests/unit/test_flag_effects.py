@@ -190,6 +190,7 @@ WITHOUT --global-batch-size | --gradient-accumulation-steps 3 | micro-batches sa
 SHOWN = {
     "tests/unit/test_data.py": "train_weighted_split_paths train_weighted_split_paths_path valid_weighted_split_paths "
     "valid_weighted_split_paths_path test_weighted_split_paths test_weighted_split_paths_path "
+    "data_args_path data_file_list per_split_data_args_path "
     "data_path train_data_path valid_data_path test_data_path split data_cache_path "
     "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",

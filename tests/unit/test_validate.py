@@ -426,7 +426,6 @@ REFUSALS = [
     ("--finetune", 1, "--finetune --load"),
     ("--ckpt-step 0", 1, "--ckpt-step --load"),
     ("--exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint --load"),
-    ("--log-progress", 1, "--log-progress --save"),
     ("--manual-gc-interval 5", 1, "--manual-gc-interval --manual-gc"),
 ]
 

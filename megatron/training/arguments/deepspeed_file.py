@@ -289,5 +289,9 @@ class DeepSpeedFile:
 
 
 def _switched_on(value: Any) -> bool:
-    """A section is on unless it says otherwise; a scheduler has no switch."""
-    return bool(value.get("enabled", "type" in value)) if isinstance(value, dict) else bool(value)
+    """By its own switch; without one, by those of its parts (compression). A scheduler has none, but a type."""
+    if not isinstance(value, dict):
+        return bool(value)
+    if "enabled" in value:
+        return bool(value["enabled"])
+    return "type" in value or any(_switched_on(part) for part in value.values() if isinstance(part, dict))

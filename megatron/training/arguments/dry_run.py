@@ -41,7 +41,10 @@ def settle(config: Config, started: int) -> Config:
         raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
-    if not any((data.data_path, data.train_data_path, data.mock_data, *(getattr(data, name) for name in WEIGHTED))):
+    files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path)
+    if not any(
+        (data.data_path, data.train_data_path, data.mock_data, *files, *(getattr(data, name) for name in WEIGHTED))
+    ):
         data.mock_data = True
     if run.train_iters is None and run.train_samples is None and run.train_tokens is None:
         run.train_iters = 1

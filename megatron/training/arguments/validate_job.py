@@ -38,7 +38,7 @@ NOT_NEGATIVE = {
     "adam_eps sgd_momentum decoupled_min_lr",
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
     "checkpoint": "ckpt_step",
-    "run": "seed eval_iters manual_gc_interval",
+    "run": "seed manual_gc_interval",
 }
 ABOVE_ZERO = {
     "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
@@ -65,6 +65,8 @@ def check_ranges(config: Config) -> None:
     )
     gather = Gather()
     config.run.exit_interval = config.run.exit_interval or None  # 0 is never, as in Megatron-LM
+    config.checkpoint.save_interval = config.checkpoint.save_interval or None
+    config.run.eval_iters = max(config.run.eval_iters, 0)  # -1 evaluates nothing, likewise
 
     def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
         if number is not None and not holds(number):
@@ -97,6 +99,9 @@ def check_recompute(config: Config) -> None:
         attention.recompute_granularity = "selective"
     method, layers = attention.recompute_method, attention.recompute_num_layers
     if attention.recompute_granularity == "full":
+        if method == "uniform" and layers is None:
+            layers = attention.recompute_num_layers = 1  # as in Megatron-DeepSpeed
+            config.notes.append("--recompute-method uniform without --recompute-num-layers: units of one layer")
         if method is None or layers is None:
             raise Refusal(
                 "--recompute-granularity full needs --recompute-method and --recompute-num-layers: "
@@ -358,11 +363,13 @@ def check_data(config: Config) -> None:
             weighted_groups(data, split)
     if weighted and data.split is not None:
         raise Refusal(f"--split shares out --data-path; with --{weighted[0].replace('_', '-')}, leave it out")
-    if sum((bool(data.data_path), splits, data.mock_data, bool(weighted))) != 1:
+    files = [name for name in ("data_args_path", "data_file_list", "per_split_data_args_path") if getattr(data, name)]
+    if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
         raise Refusal(
             "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
-            "or --train-weighted-split-paths and the like, or --mock-data"
+            "or --train-weighted-split-paths and the like, or a file with one of them, or --mock-data"
         )
+    splits = splits or bool(data.per_split_data_args_path)
     if data.fim_data:
         _check_fim(data)
     if splits and data.split is not None:
@@ -396,7 +403,6 @@ def check_checkpoint(config: Config) -> None:
     save, load = checkpoint.save, checkpoint.load
     needs = (
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
-        ("--log-progress", config.logging.log_progress, save, "--save"),
         ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
@@ -407,6 +413,9 @@ def check_checkpoint(config: Config) -> None:
     if checkpoint.save_interval and not save:
         config.notes.append("--save-interval without --save: nothing is saved")
         checkpoint.save_interval = None
+    if config.logging.log_progress and not save:
+        config.notes.append("--log-progress without --save: there is no folder for progress.txt")
+        config.logging.log_progress = False
     if checkpoint.ckpt_format != "torch_dist":
         config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
         checkpoint.ckpt_format = "torch_dist"

@@ -77,6 +77,10 @@ def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[
         return None, [
             group and (group.prefixes, group.weights if len(group.prefixes) > 1 else None) for group in chosen
         ]
+    if data.data_args_path or data.data_file_list:
+        return _blend_in_file(data), None
+    if data.per_split_data_args_path:
+        return None, _blends_in_file(data.per_split_data_args_path)
     paths = [data.train_data_path, data.valid_data_path, data.test_data_path]
     flags = ["--train-data-path", "--valid-data-path", "--test-data-path"]
     given = [flag for flag, path in zip(flags, paths) if path is not None]
@@ -89,6 +93,36 @@ def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[
     if data.split is not None:
         raise Refusal(f"--split and {given[0]} exclude each other: --split divides --data-path")
     return None, [None if path is None else parse_blend(path, flag) for flag, path in zip(flags, paths)]
+
+
+def _blend_in_file(data: DataConfig) -> Blend:
+    """--data-args-path: the words of --data-path. --data-file-list: weight, prefix and a name, line by line."""
+    if data.data_args_path:
+        return parse_blend(_text(data.data_args_path, "--data-args-path").split(), "--data-args-path")
+    flag = "--data-file-list"
+    lines = [line.split() for line in _text(data.data_file_list, flag).splitlines() if line.strip()]
+    if not lines or any(len(line) != 3 for line in lines):
+        raise Refusal(f"{flag} {data.data_file_list}: not a line WEIGHT PREFIX CORPUS for each part: give it so")
+    return parse_blend([word for weight, prefix, _ in lines for word in (weight, prefix.removesuffix(".bin"))], flag)
+
+
+def _blends_in_file(path: str) -> list[Blend | None]:
+    flag = "--per-split-data-args-path"
+    try:
+        content = json.loads(_text(path, flag))
+        words = [content[split] for split in ("train", "valid", "test")]
+        words = [part.split() if isinstance(part, str) else [str(word) for word in part or ()] for part in words]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise Refusal(f'{flag} {path}: no JSON object with lists "train", "valid" and "test": give it so') from None
+    return [parse_blend(part, flag) if part else None for part in words]
+
+
+def _text(path: str, flag: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise Refusal(f"{flag} {path}: {(error.strerror or 'cannot be read').lower()}") from None
 
 
 def parse_split(split: str | None) -> str:

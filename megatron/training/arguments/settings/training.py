@@ -9,8 +9,9 @@ from megatron.training.arguments.settings.flag import flag
 
 
 def tokenizer(text: str) -> str:
-    """The name of Megatron-LM; BigScience, MindSpeed-LLM and Megatron-DeepSpeed have others for Hugging Face's."""
-    return {"PretrainedFromHF": "HuggingFaceTokenizer", "HFTokenizer": "HuggingFaceTokenizer"}.get(text, text)
+    """The name of Megatron-LM; some of its forks have others for Hugging Face's."""
+    others = ("PretrainedFromHF", "HFTokenizer", "AutoTokenizer")
+    return "HuggingFaceTokenizer" if text in others else text
 
 
 def optimizer(text: str) -> str:
@@ -104,6 +105,13 @@ class DataConfig:
     train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
     valid_data_path: list[str] | None = flag(None, "validation data, in place of --data-path", type=str, nargs="*")
     test_data_path: list[str] | None = flag(None, "test data, in place of --data-path", type=str, nargs="*")
+    data_args_path: str | None = flag(None, "file with the words of --data-path", type=str)
+    per_split_data_args_path: str | None = flag(
+        None, "JSON file with the words of --train-data-path, --valid-data-path, --test-data-path", type=str
+    )
+    data_file_list: str | None = flag(
+        None, "ALCF: file with a line WEIGHT PREFIX CORPUS for each part of --data-path", type=str
+    )
     train_weighted_split_paths: list[str] | None = flag(
         None, 'BigScience: train data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
     )

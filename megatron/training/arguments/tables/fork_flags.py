@@ -81,7 +81,8 @@ HINTS: tuple[tuple[str, str], ...] = (
         "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",
         """
         --codecarbon-dir 1 --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1
-        --no-log-learnig-rate-to-tensorboard --profile_steps 1 --experiment_name 1
+        --no-log-learnig-rate-to-tensorboard --profile_steps 1 --experiment_name 1 --experiment-name 1
+        --experiment-run-id 1 --experiment-root-dir 1
         """,
     ),
     (
@@ -110,10 +111,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them: leave it out",
         "--enable-mg2hf-convert --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1",
-    ),
-    (
-        "use --train-data-path, --valid-data-path and --test-data-path, with weights and prefixes",
-        "--data-file-list 1",
     ),
     ("every batch of the data is used, in full: leave it out", "--skip-train-iteration-range +"),
     (

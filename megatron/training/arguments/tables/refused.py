@@ -43,8 +43,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use --dry-run --world-size N", "--fake-process-group"),
     ("use --num-layers", "--decoder-num-layers 1"),
     ("use --seq-length", "--decoder-seq-length 1"),
-    ("use --data-path", "--data-args-path 1"),
-    ("use --train-data-path, --valid-data-path and --test-data-path", "--per-split-data-args-path 1"),
     (
         "use tools/convert_hf.py",
         "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",
@@ -120,7 +118,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "every batch of the data is used, in full: leave it out",
         """
         --decrease-batch-size-if-needed --iterations-to-skip + --phase-transition-iterations 1
-        --step-batch-size-schedule 1
+        --step-batch-size-schedule +
         """,
     ),
     ("SIGTERM and SIGUSR1 are the signals that save and stop: leave it out", "--exit-signal 1 SIGTERM"),
