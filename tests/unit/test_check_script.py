@@ -117,6 +117,7 @@ def test_no_program_runs_and_no_file_is_made(desk: Path, tmp_path: Path):
     [
         ("torchrun x.py '1 2' \"$1\"", "torchrun x.py 1 2 a b"),
         ("echo 'a > b' > log; torchrun $(cat log | wc -w)", "torchrun 3"),
+        ("torchrun x.py 1 \\\n", "torchrun x.py 1"),  # bash reads nothing more, and so no backslash
         ("N=$(nvidia-smi -L | wc -l); torchrun -n $N", "torchrun -n 8"),
         ("torchrun ${0##*/} $(basename ${BASH_SOURCE[0]})", "torchrun script.sh script.sh"),
         ("cd nowhere && torchrun x.py", "torchrun x.py"),
