@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from megatron.training.arguments.config import DataConfig
+from megatron.training.arguments.settings.training import END_OF_TEXT
 from megatron.training.data import genome
 from megatron.training.refusal import Refusal
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-END_OF_TEXT = "<|endoftext|>"
 # Qwen 2's words: as GPT-2's, but digits one by one, and line breaks apart.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 FIM_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
