@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.data.batches import build_datasets, micro_batches
 from megatron.training.data.files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
@@ -70,6 +71,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         return found, tokenizer, check_vocab(config.model.vocab_size, tokenizer)
 
     found, tokenizer, vocab_size = together(look)
+    found = found and choose_whole(found, config.checkpoint, config.notes)
     ranks = data_parallel_size(config, dist.get_world_size())
     batch_sizes = _build_num_microbatches_calculator(
         dist.get_rank(),

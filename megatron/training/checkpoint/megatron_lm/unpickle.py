@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,48 @@ def read_metadata(path: Path) -> Any:
             return _MetadataUnpickler(file).load()
     except (OSError, EOFError, AttributeError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise Refusal(f"{path} cannot be read: {_line(error)}") from None
+
+
+# What the FP8 states of Transformer Engine's layers consist of, beside recipes.
+ENGINE_NAMES = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+}
+RECIPES = "transformer_engine.common.recipe"
+
+
+class _EngineUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if (module, name) in ENGINE_NAMES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == RECIPES and name.isidentifier():
+            return type("Unread", (Unread,), {"of": f"{module}.{name}"})
+        raise pickle.UnpicklingError(f"{module}.{name} is nothing that such a state consists of")
+
+
+def check_engine_state(data: bytes, where: object) -> None:
+    """Raises Refusal where unpickling ``data`` could run code, and not only make the state of a layer."""
+    if data:
+        _checked(lambda: _EngineUnpickler(io.BytesIO(data)).load(), where)
+
+
+def check_plain(data: bytes, where: object) -> None:
+    """Raises Refusal where ``torch.load`` of ``data`` could run code."""
+    _checked(lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), where)
+
+
+def _checked(read: Callable[[], Any], where: object) -> None:
+    try:
+        read()
+    except Exception as error:  # whatever unpickling may raise
+        raise Refusal(f"{where} is not read, for that could run code it brings along: {_line(error)}") from None
 
 
 def _line(error: BaseException) -> str:
