@@ -28,6 +28,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.shelf import check_writable
 from megatron.training.data.batches import build_datasets, micro_batches
 from megatron.training.data.files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
@@ -66,6 +67,8 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     def look() -> tuple[Any, Tokenizer, int]:
         if runtime.offload is not None:
             check_host_memory(config)
+        if config.checkpoint.save and dist.get_rank() == 0:
+            check_writable(config.checkpoint.save)
         found = checkpoint.find(config.checkpoint)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         return found, tokenizer, check_vocab(config.model.vocab_size, tokenizer)

@@ -235,18 +235,21 @@ def test_a_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_p
     assert read["sync"] == read["async"] == read["core"]
 
 
-def save_and_be_killed(folder):
-    """One process that saves, and is killed in the middle of writing its second checkpoint."""
+def save_and_be_killed(folder, beside):
+    """One process that saves, and is killed in the middle of writing its second checkpoint, beside training or not."""
     os.setsid()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     import torch.distributed as dist
     from torch.distributed.checkpoint import filesystem
 
+    from megatron.platform.streams import streams_of
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.writer import HostCopies
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = make_job(GQA)
     state, write, written = (job.chunks, job.optimizer, job.schedule, job.config), filesystem._write_item, []
+    copies = HostCopies(streams_of(job.runtime.device))
 
     def write_or_die(*args, **kwargs):
         written.append(write(*args, **kwargs))
@@ -258,11 +261,20 @@ def save_and_be_killed(folder):
     for _ in range(2):
         written.clear()
         train_job(job, 1)
-        checkpoint.save(folder, job.progress, *state)
+        going = checkpoint.begin_save(folder, job.progress, *state)
+        if beside:
+            going.start(copies)
+            going.copied.wait()
+            train_job(job, 1)
+            job.progress.iteration -= 1
+        else:
+            going.write()
+        going.finish()
 
 
-def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path):
-    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path),))
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path, beside):
+    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path), beside))
     process.start()
     session = process.pid
     process.join(100)

@@ -28,11 +28,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
@@ -86,7 +87,7 @@ def _refusals(path: Path) -> Iterator[None]:
         raise
 
 
-class _Reader(torch_checkpoint.FileSystemReader):
+class _Reader(FileSystemReader):
     """PyTorch's, with a list of contents that is read once, and no more than a list."""
 
     _found: Metadata | None = None
@@ -121,7 +122,7 @@ class _LoadTensors(TorchDistLoadShardedStrategy):
         )
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
-        torch_checkpoint.load_state_dict(state, _Reader(checkpoint_dir), planner=planner)
+        _load_state_dict(state, _Reader(checkpoint_dir), planner=planner)
         found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(found, flat, renamed)
         _restore_dict_types(loaded, sharded_state_dict)

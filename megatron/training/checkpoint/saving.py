@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.platform.streams import Event
 from megatron.training.checkpoint import shelf
 from megatron.training.checkpoint.checksums import write_sums
 from megatron.training.checkpoint.writer import HostCopies, Sum, Writer, write_object
@@ -74,13 +75,20 @@ class Save:
         self._fail(errors)
 
     def write(self) -> None:
-        """Write this rank's files, from the tensors as they are."""
-        self._write(None)
+        """Write this rank's files, from the tensors as they are. An error is kept until all ranks learn of it."""
+        try:
+            if self._first:
+                write_object(self.partial / "common.pt", self._common, self._sums)
+            self._results = self._writer.write(self._sums)
+        except (Exception, CheckpointException) as problem:
+            self._error = words(problem)
+        self._common, self._writer.parts = {}, []
+        self.copied.set()
 
     def start(self, copies: HostCopies) -> None:
         """The same in the background, from copies."""
         made = copies.begin()
-        self._work(lambda: self._write(copies.take(self._writer, made)))
+        self._work(lambda: self._copy_and_write(copies, made))
 
     @property
     def bytes(self) -> int:
@@ -122,25 +130,18 @@ class Save:
         def run() -> None:
             try:
                 task()
-            except BaseException as problem:  # also torch's kind, which is no Exception
+            except Exception as problem:
                 self._error = words(problem)
-            finally:
-                self.copied.set()
 
         self._thread = threading.Thread(target=run, daemon=True, name="checkpoint")
         self._thread.start()
 
-    def _write(self, copies: Any) -> None:
-        self.copied.set()
+    def _copy_and_write(self, copies: HostCopies, made: Event) -> None:
         try:
-            if self._first:
-                write_object(self.partial / "common.pt", self._common, self._sums)
-            self._results = self._writer.write(copies, self._sums)
-        except (Exception, CheckpointException) as problem:
-            self._error = words(problem)
-        self._common, plan = None, self._writer.plan
-        self._writer.planner = None  # with it goes the state, and what was made for it
-        plan.items.clear()
+            copies.take(self._writer, made)
+        finally:
+            self.copied.set()
+        self.write()
 
     def _publish(self, every: list[tuple[list[Any], dict[str, Sum], str | None]]) -> None:
         """On rank 0: what all ranks have written becomes a checkpoint."""

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.writer import new_file
+from megatron.training.refusal import Refusal
 
 PARTIAL, REMOVED = ".partial", ".removed"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -22,6 +24,17 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 def partial_of(final: Path) -> Path:
     """Where a checkpoint is written before it has its name."""
     return final.with_name(f".{final.name}{PARTIAL}")
+
+
+def check_writable(folder: str) -> None:
+    """Refuse a ``--save`` that nothing can be written to, before hours of training; makes nothing."""
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise Refusal(f"--save {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise Refusal(f"--save {folder}: {there} cannot be written to")
 
 
 def clear(folder: Path) -> None:
@@ -44,10 +57,8 @@ def publish(final: Path) -> None:
         partial.rename(final)
     _sync(folder)
     beside = folder / f".{TRACKER}{PARTIAL}"
-    with open(beside, "w") as file:
-        file.write(final.name.removeprefix("iter_").lstrip("0") or "0")
-        file.flush()
-        os.fsync(file.fileno())
+    with new_file(beside, {}) as file:
+        file.write((final.name.removeprefix("iter_").lstrip("0") or "0").encode())
     beside.rename(folder / TRACKER)
     _sync(folder)
     clear(folder)  # what had the name before

@@ -13,10 +13,9 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.context_parallel.fpdt.host_pool import HostPool
@@ -76,42 +75,40 @@ def write_object(path: Path, data: Any, sums: dict[str, Sum], dump: Callable[[An
 
 
 class Writer(FileSystemWriterAsync):
-    """Takes part in core's planning, and remembers what came of it."""
+    """Takes part in core's planning, and writes what came of it."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self.plan: SavePlan | None = None
-        self.planner: SavePlanner | None = None
+        self.parts: list[tuple[WriteItem, Tensor | io.BytesIO]] = []  # tensors as they are, maybe on a GPU
+        self.prefix = ""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # the folder is there; a rank that failed here would leave the others waiting
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self.plan, self.planner = plan, planner
+        self.parts = [(item, planner.resolve_data(item)) for item in plan.items]
+        self.prefix = plan.storage_data.prefix
 
-    def data(self, item: WriteItem) -> Tensor | io.BytesIO:
-        """What to write for ``item``: as it is now, maybe on a GPU, maybe part of a larger tensor."""
-        return self.planner.resolve_data(item)
+    @property
+    def bytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(data.nbytes for _, data in self.parts if isinstance(data, Tensor))
 
-    def write(self, copies: Mapping[int, Tensor] | None, sums: dict[str, Sum]) -> list[WriteResult]:
-        """Write this rank's file, if it has anything to write; where each item lies in it.
-
-        Args:
-            copies: of tensors, by their items' ids; without them the tensors are read as they are now.
+    def write(self, sums: dict[str, Sum]) -> list[WriteResult]:
+        """Write this rank's file, if it has anything to write; where each part lies in it.
 
         Raises:
             OSError: it could not be written.
         """
-        if not self.plan.items:
+        if not self.parts:
             return []
-        name = f"{self.plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"
+        name = f"{self.prefix}0{filesystem.DEFAULT_SUFFIX}"
         with new_file(Path(self.checkpoint_dir) / name, sums) as file, _without_inner_sums():
-            return [self._write_item(file, name, item, copies) for item in self.plan.items]
+            return [self._write_item(file, name, item, data) for item, data in self.parts]
 
     def _write_item(
-        self, file: io.BufferedWriter, name: str, item: WriteItem, copies: Mapping[int, Tensor] | None
+        self, file: io.BufferedWriter, name: str, item: WriteItem, data: Tensor | io.BytesIO
     ) -> WriteResult:
-        data = self.data(item) if copies is None or id(item) not in copies else copies[id(item)]
         if isinstance(data, Tensor):
             data = data.detach().cpu()
             if data.untyped_storage().size() != data.nbytes:
@@ -121,16 +118,10 @@ class Writer(FileSystemWriterAsync):
                 self.transforms, file, data, item, name, filesystem.SerializationFormat.TORCH_SAVE
             )
         except RuntimeError as error:  # torch's zip writer fails once more when it is closed
-            chain = error
+            chain: BaseException | None = error
             while chain is not None and not isinstance(chain, OSError):
                 chain = chain.__context__
             raise chain or error from None
-
-    @property
-    def bytes(self) -> int:
-        """Of this rank's tensors."""
-        tensors = (item.tensor_data for item in self.plan.items if item.type != WriteItemType.BYTE_IO)
-        return sum(prod(one.chunk.sizes) * one.properties.dtype.itemsize for one in tensors)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]], sums: dict[str, Sum]) -> None:
         """Write which tensor lies where, for all ranks."""
@@ -162,16 +153,18 @@ class HostCopies:
         """To be called where the tensors are made; what :meth:`take` wants to know."""
         return self.streams.record(COMPUTE)
 
-    def take(self, writer: Writer, made: Event) -> dict[int, Tensor]:
-        """Copies of all tensors that ``writer`` is to write, done when this returns; from any thread."""
+    def take(self, writer: Writer, made: Event) -> None:
+        """Put copies in the place of a writer's tensors, from any thread; done when this returns."""
         self.streams.wait(STORES, made)
-        copies = {}
-        for item in writer.plan.items:
-            if item.type != WriteItemType.BYTE_IO:
-                data = writer.data(item).detach()
-                copies[id(item)] = self.pool.empty(data.shape, data.dtype) if data.numel() else torch.empty_like(data)
-                self.streams.copy(STORES, copies[id(item)], data)
+        copies = []
+        for item, data in writer.parts:
+            if isinstance(data, Tensor) and data.numel():
+                copy = self.pool.empty(data.shape, data.dtype)
+                self.streams.copy(STORES, copy, data.detach())
+                copies.append((item, copy))
+            else:
+                copies.append((item, data))
         done = self.streams.record(STORES)
         if done is not None:
             done.synchronize()
-        return copies
+        writer.parts = copies
