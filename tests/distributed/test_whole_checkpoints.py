@@ -84,12 +84,12 @@ def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, fl
 
 
 def test_a_disk_that_is_full_meanwhile_costs_one_line_and_one_checkpoint(pool, tmp_path):
-    flags = f"--train-iters 9 --exit-interval 4 --save-interval 1 --save {tmp_path} --async-save"
-    said, whole, _ = pool.run(trained, 2, f"{flags} --zero-stage 1", (2, 3), timeout=120)[0]
+    flags = "--train-iters 9 --exit-interval 4 --save-interval 1 --async-save --zero-stage 1"
+    said, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}", (2, 3), timeout=120)[0]
     warnings = [line for line in said if "WARNING" in line]
     assert whole and len(warnings) == 2 and all("No space left on device" in line for line in warnings)
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000004", TRACKER}
-    _, whole, _ = pool.run(trained, 1, f"{flags}/more", (4,), timeout=120)[0]
+    _, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}/more", (4,), timeout=120)[0]
     assert not whole  # the program's exit code
 
 
@@ -116,6 +116,7 @@ def saves_with(folder, refused):
             checkpoint.save(folder, job.progress, *state)
             told.append(None)
         except OSError as error:
+            dist.barrier()  # the first rank clears away
             told.append((str(error), sorted(path.name for path in Path(folder).iterdir())))
         finally:
             writer._Summed.write, Path.mkdir = write, mkdir
@@ -229,7 +230,7 @@ class Harmful:
         self.path = str(path)
 
     def __reduce__(self):
-        return open, (self.path, "w")
+        return os.system, (f"touch {self.path}",)
 
 
 def save_harm(folder, harm):
@@ -259,7 +260,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(pool, two, tmp_path, place)
             common = unpickle.read(path / place)
             torch.save({**common, "more": Harmful(harm)}, path / place)
     (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert told and "\n" not in told and str(folder) in told
+    assert told and "\n" not in told and (str(folder) in told or place == "among tensors" and "rng/" in told)
     assert not harm.exists()
 
 

@@ -103,7 +103,8 @@ class _Reader(FileSystemReader):
 class _Planner(MCoreLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[name], unpickle.read_bytes(value.getvalue(), name))
+        read = unpickle.read_bytes(value.getvalue(), name, whole=True)
+        set_element(self.original_state_dict, self.mappings[name], read)
 
 
 class _LoadCommon(TorchCommonLoadStrategy):

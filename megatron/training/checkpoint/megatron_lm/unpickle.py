@@ -61,18 +61,27 @@ def read(path: Path, *, mmap: bool = False) -> Any:
     return _load(path, str(path), mmap=mmap)
 
 
-def read_bytes(data: bytes, where: object) -> Any:
-    """The same of bytes; ``where`` names them in messages."""
-    return _load(data, str(where))
+def read_bytes(data: bytes, where: object, *, whole: bool = False) -> Any:
+    """The same of bytes.
+
+    Args:
+        where: names them in messages.
+        whole: refuse what would come as an :class:`Unread`.
+    """
+    return _load(data, str(where), whole=whole)
 
 
-def _load(source: Path | bytes, where: str, **options: Any) -> Any:
+def _load(source: Path | bytes, where: str, *, whole: bool = False, **options: Any) -> Any:
     def file() -> Any:
         return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file())
-        with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
+        found = [(_stand_in(name), name) for name in names]
+        unknown = [name for one, name in found if isinstance(one, type) and issubclass(one, Unread)]
+        if whole and unknown:
+            raise pickle.UnpicklingError(f"{unknown[0]} is nothing that it should hold")
+        with torch.serialization.safe_globals(found):
             return torch.load(file(), map_location="cpu", weights_only=True, **options)
     except (OSError, EOFError, KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise Refusal(f"{where} cannot be read: {_line(error)}") from None
