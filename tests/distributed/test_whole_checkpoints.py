@@ -182,6 +182,8 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool
     assert iteration == 1
     assert any(note.startswith("WARNING") and "1 iterations are done again" in note for note in notes)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    shutil.rmtree(newest)
+    assert pool.run(going_on, 1, f"--load {folder} --skip-damaged-checkpoints")[0][0] == 1
     os.unlink(folder / "iter_0000001" / "common.pt")
     (told,) = pool.run(refused, 1, f"--load {folder} --skip-damaged-checkpoints")
     assert "there is no older whole one" in told and "\n" not in told
@@ -260,7 +262,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(pool, two, tmp_path, place)
             common = unpickle.read(path / place)
             torch.save({**common, "more": Harmful(harm)}, path / place)
     (told,) = pool.run(refused, 1, f"--load {folder}")
-    assert told and "\n" not in told and (str(folder) in told or place == "among tensors" and "rng/" in told)
+    assert told and "\n" not in told and str(folder) in told
     assert not harm.exists()
 
 

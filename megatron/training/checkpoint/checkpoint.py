@@ -148,8 +148,11 @@ def find(settings: CheckpointConfig) -> Path | None:
         Refusal: it was asked for by name and is not there.
     """
     if settings.load:
-        look = universal_path if settings.universal_checkpoint else checkpoint_path
-        found = look(Path(settings.load), settings.ckpt_step)
+        folder, step = Path(settings.load), settings.ckpt_step
+        if settings.universal_checkpoint:
+            found = universal_path(folder, step)
+        else:
+            found = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints)
         if found:
             return found
         if settings.exit_on_missing_checkpoint:

@@ -37,6 +37,8 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
     Args:
         share, shares: read the contents of one file in ``shares``. Sizes are looked at of all.
     """
+    if path.name.startswith("iter_") and not (path / "metadata.json").exists():
+        return f"{path / 'metadata.json'} is missing"
     try:
         sums = _listed(path)
         if sums is None:
@@ -104,13 +106,13 @@ def choose_whole(found: Path, settings: CheckpointConfig, notes: list[str]) -> P
     if wrong is None:
         return found
     number = found.name.removeprefix("iter_")
-    earlier = checkpoints_before(found.parent, int(number)) if number.isdigit() else ()
-    whole = (one for one in earlier if (one[1] / "metadata.json").exists() and _damage_together(one[1]) is None)
-    iteration, older = next(whole, (0, None))
+    earlier = [list(checkpoints_before(found.parent, int(number)) if number.isdigit() else ())]
+    dist.broadcast_object_list(earlier)  # a folder in a network may look different to each
+    iteration, older = next((one for one in earlier[0] if _damage_together(one[1]) is None), (0, None))
     line = f"checkpoint {found} is damaged: {wrong}"
     if older is None:
         refusal = Refusal(f"{line}; there is no older whole one in {found.parent}")
-    elif settings.skip_damaged_checkpoints and settings.ckpt_step is None:
+    elif settings.skip_damaged_checkpoints and found.parent == Path(settings.load):
         notes.append(
             f"WARNING: {line}; --skip-damaged-checkpoints: going on from {older}, {int(number) - iteration} "
             "iterations are done again"

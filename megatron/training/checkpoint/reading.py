@@ -83,7 +83,7 @@ def _refusals(path: Path) -> Iterator[None]:
         if isinstance(inner, CheckpointException):
             first = next(iter(inner.failures.values()))[0]
             if isinstance(first, Refusal):
-                raise first from None
+                raise Refusal(f"checkpoint {path}: {first}") from None
         raise
 
 
