@@ -14,7 +14,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,16 +155,17 @@ class HostCopies:
 
     def take(self, writer: Writer, made: Event) -> None:
         """Put copies in the place of a writer's tensors, from any thread; done when this returns."""
-        self.streams.wait(STORES, made)
-        copies = []
-        for item, data in writer.parts:
-            if isinstance(data, Tensor) and data.numel():
-                copy = self.pool.empty(data.shape, data.dtype)
-                self.streams.copy(STORES, copy, data.detach())
-                copies.append((item, copy))
-            else:
-                copies.append((item, data))
-        done = self.streams.record(STORES)
-        if done is not None:
-            done.synchronize()
-        writer.parts = copies
+        device = self.streams.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a thread begins with the first
+            self.streams.wait(STORES, made)
+            writer.parts = [(item, self._copy(data)) for item, data in writer.parts]
+            done = self.streams.record(STORES)
+            if done is not None:
+                done.synchronize()
+
+    def _copy(self, data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
+        if not isinstance(data, Tensor) or not data.numel():
+            return data
+        copy = self.pool.empty(data.shape, data.dtype)
+        self.streams.copy(STORES, copy, data.detach())
+        return copy
