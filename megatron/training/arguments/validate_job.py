@@ -380,9 +380,7 @@ def check_checkpoint(config: Config) -> None:
         if value and not other:
             raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
     if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
-        raise Refusal(
-            "--ckpt-step and --skip-damaged-checkpoints exclude each other: the first names the one to load"
-        )
+        raise Refusal("--ckpt-step and --skip-damaged-checkpoints exclude each other: the first names the one to load")
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         raise Refusal(
             f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.shelf import checkpoints_before
-from megatron.training.checkpoint.writer import Sum, write_object
+from megatron.training.checkpoint.writer import Sum, write_bytes
 from megatron.training.refusal import Refusal
 
 CHECKSUMS = "checksums.json"
@@ -28,7 +28,7 @@ BLOCK = 1 << 22  # bytes read at once
 def write_sums(folder: Path, sums: Mapping[str, Sum]) -> None:
     """List all other files of a checkpoint. Raises OSError."""
     listed = {name: asdict(one) for name, one in sorted(sums.items())}
-    write_object(folder / CHECKSUMS, listed, {}, lambda data, file: file.write(json.dumps(data, indent=1).encode()))
+    write_bytes(folder / CHECKSUMS, json.dumps(listed, indent=1).encode(), {})
 
 
 def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:

@@ -13,6 +13,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron.platform.streams import Event
 from megatron.training.checkpoint import shelf
 from megatron.training.checkpoint.checksums import write_sums
-from megatron.training.checkpoint.writer import HostCopies, Sum, Writer, write_object
+from megatron.training.checkpoint.writer import HostCopies, Sum, Writer, packed, write_bytes
 
 
 class Save:
@@ -67,7 +68,8 @@ class Save:
         except OSError as problem:
             self._error = words(problem)
         try:
-            self._common, self._writer, self._metadata = _planned(describe(), content, self.partial)
+            common, self._writer, self._metadata = _planned(describe(), content, self.partial)
+            self._common = packed(common) if self._first else b""  # now, for it may refer to what a step changes
         except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
             self._error = self._error or words(problem)
         errors: list[str | None] = [None] * dist.get_world_size()
@@ -78,11 +80,11 @@ class Save:
         """Write this rank's files, from the tensors as they are. An error is kept until all ranks learn of it."""
         try:
             if self._first:
-                write_object(self.partial / "common.pt", self._common, self._sums)
+                write_bytes(self.partial / "common.pt", self._common, self._sums)
             self._results = self._writer.write(self._sums)
         except (Exception, CheckpointException) as problem:
             self._error = words(problem)
-        self._common, self._writer.parts = {}, []
+        self._common, self._writer.parts = b"", []
         self.copied.set()
 
     def start(self, copies: HostCopies) -> None:
@@ -152,14 +154,15 @@ class Save:
         try:
             sums = {name: one for _, of_rank, _ in every for name, one in of_rank.items()}
             self._writer.finish(self._metadata, [results for results, _, _ in every], sums)
-            config = asdict(CheckpointingConfig("torch_dist", 1))
-            write_object(self.partial / CONFIG_FNAME, config, sums, _dump_json)
+            config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
+            write_bytes(self.partial / CONFIG_FNAME, config.encode(), sums)
             write_sums(self.partial, sums)
             shelf.publish(self.final)
-        except OSError as problem:
+        except Exception as problem:
             self._error = words(problem)
             return
-        self.after()
+        with suppress(OSError):  # what should have gone stays
+            self.after()
 
     def _fail(self, errors: list[str | None]) -> None:
         """If any rank has failed, every rank raises: nobody is left waiting."""
@@ -183,12 +186,8 @@ def _planned(
         mcore_to_pyt_state_dict(by_key), Writer(folder), planner=planner
     )
     if metadata is not None:
-        del metadata.all_local_plans  # as large as the rest, and used by no reader unless it saves the same again
+        vars(metadata).pop("all_local_plans", None)  # as large as the rest; readers do without
     return common, writer, metadata
-
-
-def _dump_json(data: Any, file: Any) -> None:
-    file.write(json.dumps(data).encode())
 
 
 def words(problem: BaseException) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
-from megatron.training.checkpoint.writer import new_file
+from megatron.training.checkpoint.writer import write_bytes
 from megatron.training.refusal import Refusal
 
 PARTIAL, REMOVED = ".partial", ".removed"
@@ -57,8 +57,7 @@ def publish(final: Path) -> None:
         partial.rename(final)
     _sync(folder)
     beside = folder / f".{TRACKER}{PARTIAL}"
-    with new_file(beside, {}) as file:
-        file.write((final.name.removeprefix("iter_").lstrip("0") or "0").encode())
+    write_bytes(beside, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
     beside.rename(folder / TRACKER)
     _sync(folder)
     clear(folder)  # what had the name before

@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +66,17 @@ def new_file(path: Path, sums: dict[str, Sum]) -> Iterator[io.BufferedWriter]:
         raw.close()  # the buffer of a full disk could not be written any more
 
 
-def write_object(path: Path, data: Any, sums: dict[str, Sum], dump: Callable[[Any, Any], Any] = torch.save) -> None:
-    """Write something small. Raises OSError."""
-    packed = io.BytesIO()  # torch's own writer hides a full disk behind an error of its own
-    dump(data, packed)
+def write_bytes(path: Path, data: bytes, sums: dict[str, Sum]) -> None:
+    """Write a whole file. Raises OSError."""
     with new_file(path, sums) as file:
-        file.write(packed.getbuffer())
+        file.write(data)
+
+
+def packed(data: Any) -> bytes:
+    """What ``torch.save`` makes of something small."""
+    file = io.BytesIO()
+    torch.save(data, file)
+    return file.getvalue()
 
 
 class Writer(FileSystemWriterAsync):
@@ -128,7 +133,7 @@ class Writer(FileSystemWriterAsync):
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
-        write_object(Path(self.checkpoint_dir) / filesystem._metadata_fn, metadata, sums, pickle.dump)
+        write_bytes(Path(self.checkpoint_dir) / filesystem._metadata_fn, pickle.dumps(metadata), sums)
 
 
 @contextmanager
