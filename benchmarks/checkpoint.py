@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How long a save and a load take, by part: with our writer and with megatron-core's own, in turns.
+"""How long a save and a load take, by part, and how long training stands still for it: our saves and core's, in turns.
 
     python benchmarks/checkpoint.py --json checkpoint.json
-    python benchmarks/checkpoint.py --ranks 1 --writers core alone -- --num-layers 4 --hidden-size 1024 \\
+    python benchmarks/checkpoint.py --ranks 1 --steps 6 --writers ours async -- --num-layers 4 --hidden-size 1024 \\
         --num-attention-heads 8
 
-Default: the Llama of examples/quickstart.sh on 4 processes. Flags after `--` are pretrain_llama.py's. `ours` leaves to
-core's writer what is large; `alone` never does. Every turn is a fresh start of the processes, as core's writer is slow
-at the first save. Seconds are of the slowest rank in each part; CPU seconds of all processes together, those that
-core's writer starts included.
+Default: the Llama of examples/quickstart.sh on 4 processes. Flags after `--` are pretrain_llama.py's. Every turn is a
+fresh start of the processes; it saves twice, with `--steps` steps after each save, beside which `async` writes.
+`still`: how long the training loop waited for the save. `slower`: how much longer the steps beside took than as many
+without. Seconds are of the slowest rank in each part; CPU seconds of all processes together, those that core's writer
+starts included. `check`: looking at all files before loading, all of it on one process.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,35 +47,36 @@ QUICKSTART = (
     "--zero-stage 1"
 ).split()
 RUN = (
-    "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 "
+    "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --train-iters 99 --lr 1e-3 --eval-iters 0 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --num-workers 0"
 ).split()
-PARTS = ("state", "checks", "plan", "write", "metadata", "rename")
+PARTS = ("still", "slower", "state", "plan", "write", "publish")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--writers", nargs="+", choices=("core", "ours", "alone"), default=["core", "ours"])
+    parser.add_argument("--writers", nargs="+", choices=("core", "ours", "async"), default=["core", "ours", "async"])
+    parser.add_argument("--steps", type=int, default=2, help="after each save")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--folder", help="where to save; default: a temporary folder")
     parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="of pretrain_llama.py")
     args = parser.parse_args()
     if args.worker:
-        work(args.writers[0], args.folder, args.flags, Path(args.worker))
+        work(args.writers[0], args.folder, args.flags, args.steps, Path(args.worker))
         return 0
     flags = args.flags or QUICKSTART
     grid = [] if args.flags or args.ranks != 4 else "--ulysses-parallel-size 2 --ring-parallel-size 2".split()
     turns = {writer: [] for writer in args.writers}
     for _ in range(args.repeats):
         for writer in args.writers:
-            turns[writer].append(turn(writer, args.ranks, args.folder, [*flags, *grid]))
+            turns[writer].append(turn(writer, args.ranks, args.folder, args.steps, [*flags, *grid]))
     first = next(iter(turns.values()))[0]
     size = f"{first['parameters'] / 1e6:.1f}M parameters a rank, {first['bytes'] / 1e6:.0f} MB"
     print(f"{size}, {args.ranks} processes; median of {args.repeats} turns, load {os.getloadavg()[0]:.1f}; seconds")
-    print(f"{'':14}{'all':>7}{'CPU':>7}" + "".join(f"{part:>{len(part) + 2}}" for part in PARTS) + "   load")
+    print(f"{'':14}{'all':>7}{'CPU':>7}" + "".join(f"{part:>{len(part) + 2}}" for part in PARTS) + "   load  check")
     report: dict[str, Any] = {"ranks": args.ranks, "turns": turns}
     report |= {key: first[key] for key in ("parameters", "bytes")}
     for writer, found in turns.items():
@@ -84,7 +86,7 @@ def main() -> int:
             report[f"{writer} {number + 1}"] = median
             line = f"{writer}, save {number + 1:<2}".ljust(14) + f"{median['all']:7.2f}{median['cpu']:7.2f}"
             line += "".join(f"{median[part]:{len(part) + 2}.2f}" for part in PARTS)
-            print(line + f"{statistics.median(one['load'] for one in found):7.2f}")
+            print(line + "".join(f"{statistics.median(one[key] for one in found):7.2f}" for key in ("load", "check")))
     if "ours" in turns and not args.flags:
         print(f"our first save: best {min(one['saves'][0]['all'] for one in turns['ours']):.2f} s; goal {GOAL:.0f} s")
     if args.json:
@@ -92,95 +94,125 @@ def main() -> int:
     return 0
 
 
-def turn(writer: str, ranks: int, folder: str | None, flags: list[str]) -> dict[str, Any]:
+def turn(writer: str, ranks: int, folder: str | None, steps: int, flags: list[str]) -> dict[str, Any]:
     """Start the processes, save twice, load once; what rank 0 reports."""
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory(dir=folder) as place:
         answer = Path(place, "answer.json")
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        own = [__file__, "--writers", writer, "--folder", f"{place}/saved", "--worker", str(answer), "--"]
+        own = [__file__, "--writers", writer, "--folder", f"{place}/saved", "--steps", str(steps)]
+        own += ["--worker", str(answer), "--"]
         subprocess.run([*start, *own, *flags], check=True, env=environment, stdout=subprocess.DEVNULL)
         return json.loads(answer.read_text())
 
 
-def work(writer: str, folder: str, flags: list[str], answer: Path) -> None:
+def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -> None:
     """One rank of a turn."""
     import torch.distributed as dist
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     from megatron.training.arguments.parser import parse
-    from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint import checkpoint, checksums
     from megatron.training.job import batches_for, prepare
+    from megatron.training.saver import Saver
     from megatron.training.setup import start
     from megatron.training.step import train_step
+    from megatron.training.stopping import Stopper
 
     world = int(os.environ["WORLD_SIZE"])
-    config = parse([*RUN, "--global-batch-size", str(world), *flags], LLAMA, world)
+    save = ["--save", folder, *(["--async-save"] if writer == "async" else [])]
+    config = parse([*RUN, "--global-batch-size", str(world), *save, *flags], LLAMA, world)
     job = prepare(config, start(config))
     batches = batches_for(job, job.datasets[0], 0, 0)
-    train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, config, job.batch_sizes.get())
-    job.progress.iteration = 1
-    core = partial(TorchDistSaveShardedStrategy, "torch_dist", 1)
-    own = checkpoint.SaveStrategy
-    checkpoint.SaveStrategy = {"core": core, "ours": own, "alone": partial(own, much=sys.maxsize)}[writer]
-    spent = measure_parts(checkpoint)
-    state, saves = (job.chunks, job.optimizer, job.schedule, config), []
+    stopper, lines = Stopper(job.runtime.device, None), []
+    saver = Saver(job, SimpleNamespace(say=lines.append))
+    state = (job.chunks, job.optimizer, job.schedule, config)
+
+    def train(count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            mark = saver.before_update(None)
+            train_step(job.runtime, *state[:3], batches, config, job.batch_sizes.get(), mark)
+            job.progress.iteration += 1
+            (writing,) = stopper.agree(int(saver.writing))
+            saver.go_on(writing)
+        return time.perf_counter() - begin
+
+    train(2)  # the first one makes the optimizer's states
+    alone, saves, spent = train(max(steps, 1)), [], measure_parts(checkpoint)
     for _ in range(2):
         dist.barrier()
         spent.clear()
         begin, cpu = time.perf_counter(), cpu_seconds()
-        path = checkpoint.save(folder, job.progress, *state)
-        mine = {"all": time.perf_counter() - begin, "cpu": cpu_seconds() - cpu, **{key: spent[key] for key in PARTS}}
+        if writer == "core":
+            core_save(checkpoint, folder, job)
+            mine = {"all": time.perf_counter() - begin}
+            mine |= {"still": mine["all"], "slower": 0.0}
+        else:
+            saver.save()
+            called = time.perf_counter() - begin
+            beside = train(steps)
+            saver.finish()
+            mine = {"all": float(lines[-1].split(" in ")[-1].split()[0]), "still": saver.stall or called}
+            mine["slower"] = max(beside - alone, 0.0) if steps else 0.0
+        mine |= {"cpu": cpu_seconds() - cpu} | {key: spent[key] for key in PARTS[2:]}
         every: list[dict[str, float]] = [{} for _ in range(world)]
         dist.all_gather_object(every, mine)
         slowest = {key: max(one[key] for one in every) for key in mine}
         saves.append(slowest | {"cpu": sum(one["cpu"] for one in every)})
+        if writer == "core":
+            train(1)  # the next save has another name
+    path = sorted(Path(folder).glob("iter_*"))[-1]
     dist.barrier()
     begin = time.perf_counter()
     checkpoint.load(path, *state)
     dist.barrier()
-    load = time.perf_counter() - begin
+    load, begin = time.perf_counter() - begin, time.perf_counter()
     if dist.get_rank() == 0:
+        assert checksums.damage(path) is None
+        check = time.perf_counter() - begin
         size = sum(file.stat().st_size for file in path.iterdir())
         parameters = sum(parameter.numel() for chunk in job.chunks for parameter in chunk.parameters())
-        answer.write_text(json.dumps({"saves": saves, "load": load, "bytes": size, "parameters": parameters}))
+        found = {"saves": saves, "load": load, "check": check, "bytes": size, "parameters": parameters, "step": alone}
+        answer.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_parts(checkpoint: Any) -> Counter[str]:
-    """Seconds by part, filled by the saves that follow; a part within another one does not count in both."""
-    from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver
-    from megatron.core.dist_checkpointing.strategies import torch as core
-    from torch.distributed.checkpoint import FileSystemWriter
+def core_save(checkpoint: Any, folder: str, job: Any) -> None:
+    """As Megatron-LM saves: core's own writer, with its processes."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from megatron.training.checkpoint import writer
+    path = Path(folder, f"iter_{job.progress.iteration:07d}")
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True)
+    dist.barrier()
+    state = checkpoint._state(job.chunks, job.optimizer, job.schedule, job.progress, job.config, loading=False)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    dist_checkpointing.save(state, str(path), strategy, content_metadata=dict(checkpoint.METADATA))
+
+
+def measure_parts(checkpoint: Any) -> Counter[str]:
+    """Seconds by part, filled by our saves that follow; of the main thread or another."""
+    from megatron.training.checkpoint import saving, writer
 
     spent: Counter[str] = Counter()
 
     def timed(part: str, function: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
-            begin, before = time.perf_counter(), sum(spent.values())
+            begin = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[part] += time.perf_counter() - begin - (sum(spent.values()) - before)
+                spent[part] += time.perf_counter() - begin
 
         return run
 
-    async_writer = filesystem_async.FileSystemWriterAsync
     checkpoint._state = timed("state", checkpoint._state)
-    serialization.save_preprocess = timed("checks", serialization.save_preprocess)
-    for module in (core, writer):
-        module.save_state_dict_async_plan = timed("plan", state_dict_saver.save_state_dict_async_plan)
-    filesystem_async._get_write_results_queue = timed("write", filesystem_async._get_write_results_queue)
-    FileSystemWriter.write_data = timed("write", FileSystemWriter.write_data)
-    async_writer.write_preloaded_data_multiproc = staticmethod(
-        timed("write", async_writer.write_preloaded_data_multiproc)
-    )
-    core.save_state_dict_async_finalize = timed("metadata", core.save_state_dict_async_finalize)
-    checkpoint._publish = timed("rename", checkpoint._publish)
+    saving._planned = timed("plan", saving._planned)
+    writer.Writer.write = timed("write", writer.Writer.write)
+    saving.Save._publish = timed("publish", saving.Save._publish)
     return spent
 
 

@@ -28,6 +28,8 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import length_in_step, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.shelf import check_writable
 from megatron.training.data.batches import build_datasets, micro_batches
 from megatron.training.data.files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
@@ -66,11 +68,14 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     def look() -> tuple[Any, Tokenizer, int]:
         if runtime.offload is not None:
             check_host_memory(config)
+        if config.checkpoint.save and dist.get_rank() == 0:
+            check_writable(config.checkpoint.save)
         found = checkpoint.find(config.checkpoint)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         return found, tokenizer, check_vocab(config.model.vocab_size, tokenizer)
 
     found, tokenizer, vocab_size = together(look)
+    found = found and choose_whole(found, config.checkpoint, config.notes)
     ranks = data_parallel_size(config, dist.get_world_size())
     batch_sizes = _build_num_microbatches_calculator(
         dist.get_rank(),

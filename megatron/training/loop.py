@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from typing import Any
 
@@ -13,13 +12,13 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.schedule import length_in_step
-from megatron.training.checkpoint import checkpoint
 from megatron.training.job import Job, batches_for, evaluations, params_norm
 from megatron.training.report.flops import peak_flops, step_flops
 from megatron.training.report.memory import PeakBytes
 from megatron.training.report.memory_profile import MemoryProfile, write_profile
 from megatron.training.report.reporter import Reporter
-from megatron.training.step import StepResult, evaluate, train_step
+from megatron.training.saver import Saver
+from megatron.training.step import Diverged, StepResult, evaluate, train_step
 from megatron.training.stopping import Stopper
 
 
@@ -29,10 +28,20 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     Raises:
         Diverged: the loss or the gradient norm is not finite; nothing is saved then.
     """
+    saver = Saver(job, reporter)
+    try:
+        _train(job, reporter, stopper, saver)
+    except Diverged:
+        saver.finish()
+        raise
+    return saver.finish()
+
+
+def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None:
     config, runtime, progress = job.config, job.runtime, job.progress
     if progress.iteration >= job.iterations:
         reporter.say(f" > iteration {progress.iteration} is reached already: nothing to train")
-        return True
+        return
     batches = batches_for(job, job.datasets[0], progress.consumed_train_samples, config.data.num_workers)
     flops = step_flops(config, job.vocab_size)
     dist.barrier()  # so that ranks that share a machine measure its rate at the same time
@@ -44,7 +53,6 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
         resized=config.parallel.zero_stage >= 2,
     )
     profiled = progress.iteration + config.logging.profile_memory_step if config.logging.profile_memory else None
-    saved_at, saved = progress.iteration, True
     if config.run.manual_gc:
         gc.disable()
     for chunk in job.chunks:
@@ -65,13 +73,13 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
                 batches,
                 config,
                 job.batch_sizes.get(),
-                profile.mark if profile else None,
+                saver.before_update(profile.mark if profile else None),
                 length if length < config.data.seq_length else None,
             )
             timeline = profile.finish() if profile else None
         seconds = time.perf_counter() - begin
         progress.advance(samples, length)
-        device_peak, host_peak = stopper.agree(peaks.bytes, peaks.host_bytes)
+        device_peak, host_peak, writing = stopper.agree(peaks.bytes, peaks.host_bytes, saver.writing)
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -99,12 +107,12 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
             gc.collect()
         if _due(config.run.exit_interval, iteration):
             stopper.stop("--exit-interval")
+        saver.go_on(writing)
         if _due(config.checkpoint.save_interval, iteration):
-            saved, saved_at = save(job, reporter), iteration
-    if config.checkpoint.save and saved_at != progress.iteration:
-        saved = save(job, reporter)
+            saver.save()
+    if config.checkpoint.save and saver.saved_at != progress.iteration:
+        saver.save()
     gc.enable()
-    return saved
 
 
 def _due(interval: int | None, iteration: int) -> bool:
@@ -141,29 +149,6 @@ def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None
     result = evaluate(job.runtime, job.chunks, batches, config, microbatches, config.run.eval_iters)
     reporter.evaluation(job.progress.iteration, name, result.lm_loss)
     return {f"{name}_loss": result.lm_loss}
-
-
-def save(job: Job, reporter: Reporter) -> bool:
-    """Save a checkpoint; a failure (a full disk) is told and does not end the run."""
-    settings, iteration = job.config.checkpoint, job.progress.iteration
-    begin = time.perf_counter()
-    try:
-        path = checkpoint.save(settings.save, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
-    except OSError as error:
-        reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
-        return False
-    reporter.say(f" > saved {path} in {time.perf_counter() - begin:.1f} s")
-    if not job.runtime.is_rank_zero:
-        return True
-    if settings.save_retain_interval:
-        checkpoint.remove_older(settings.save, settings.save_retain_interval, iteration)
-    if job.config.logging.log_progress:
-        try:
-            with open(os.path.join(settings.save, "progress.txt"), "a") as file:
-                file.write(f"{time.strftime('%F %T')}\tsaved iteration {iteration}\t{path}\n")
-        except OSError as error:
-            reporter.say(f" WARNING: --log-progress: {error.strerror}")
-    return True
 
 
 def extras(job: Job, result: StepResult) -> dict[str, float]:

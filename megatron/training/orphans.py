@@ -4,7 +4,7 @@
 torchrun starts each worker in a session of its own, so that a killed torchrun leaves them waiting for each other, with
 the memory of their GPUs. The launcher is watched from a thread, every second: Linux' parent-death signal would also
 come when the *thread* that started a process ends, as launchers have threads of their own. Forks of a worker (data
-loader, checkpoint writers) get that signal, where the main thread forks.
+loader) get that signal, where the main thread forks.
 """
 
 from __future__ import annotations

@@ -299,19 +299,23 @@ def save(run: Megatron, folder: str, iteration: int, kind: str | None, *, core_w
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization
 
-    from megatron.training.checkpoint.writer import SaveStrategy
+    from megatron.training.checkpoint.saving import Save
 
     metadata: dict[str, Any] = {"distrib_optim_sharding_type": kind} if kind else {}
     metadata |= {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     path = Path(folder) / f"iter_{iteration:07d}"
-    path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     state = state_of(run, metadata, loading=False, iteration=iteration)
     state["num_floating_point_operations_so_far"] = 1e9
-    # core's writer forks and spawns processes; what it writes is the same, see test_checkpoint.py
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1) if core_writer else SaveStrategy()
     content = _clean_metadata_for_serialization(metadata)
-    dist_checkpointing.save(state, str(path), strategy, content_metadata=content)
+    if core_writer:
+        path.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+        dist_checkpointing.save(state, str(path), strategy, content_metadata=content)
+    else:  # core's writer forks and spawns processes; what it writes is the same, see test_checkpoint.py
+        going = Save(path, lambda: state, content, lambda: (path / "checksums.json").unlink())
+        going.write()
+        going.finish()
     if dist.get_rank() == 0:
         (Path(folder) / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     dist.barrier()

@@ -177,12 +177,16 @@ def load_on_core_alone(flags, folder):
     return [hashlib.sha256(tensor.double().numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
-def save_with(flags, folder, strategy):
-    """Train two steps, save with core's strategy or one of ours; what processes ran while files were being written."""
+def save_with(flags, folder, writer):
+    """Train two steps and save, in one of three ways; where, and how many processes ran beside meanwhile."""
     import psutil
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from torch.distributed.checkpoint import filesystem
 
+    from megatron.platform.streams import streams_of
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.writer import HostCopies
 
     job = make_job(flags)
     train_job(job, 2)
@@ -192,58 +196,60 @@ def save_with(flags, folder, strategy):
         found.append(len(psutil.Process().children(recursive=True)))
         return write(*args, **kwargs)
 
-    ours, filesystem._write_item = checkpoint.SaveStrategy, look_and_write
     before = len(psutil.Process().children(recursive=True))
-    checkpoint.SaveStrategy = strategy or ours
+    state = (job.chunks, job.optimizer, job.schedule)
+    if writer == "core":
+        Path(folder).mkdir(exist_ok=True)
+        described = checkpoint._state(*state, job.progress, job.config, loading=False)
+        core = TorchDistSaveShardedStrategy("torch_dist", 1)
+        dist_checkpointing.save(described, folder, core, content_metadata=dict(checkpoint.METADATA))
+        return folder, 0
+    filesystem._write_item = look_and_write
     try:
-        path = checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        going = checkpoint.begin_save(folder, job.progress, *state, job.config)
+        if writer == "async":
+            going.start(HostCopies(streams_of(job.runtime.device)))
+            going.copied.wait()
+            train_job(job, 1)  # changes everything that is being written
+        else:
+            going.write()
+        return str(going.finish()), max(found, default=0) - before
     finally:
-        checkpoint.SaveStrategy, filesystem._write_item = ours, write
-    return path, max(found, default=before) - before
-
-
-def core_strategy():
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    return TorchDistSaveShardedStrategy("torch_dist", 1)
-
-
-def what_is_large():
-    from megatron.training.checkpoint.writer import SaveStrategy
-
-    return SaveStrategy(much=0)
+        filesystem._write_item = write
 
 
 @pytest.mark.parametrize(
     "world, flags",
     [(1, ""), pytest.param(4, f"{P2} --ring-parallel-size 2 --zero-stage 1", marks=pytest.mark.full)],
 )
-def test_a_small_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_path, world, flags):
+def test_a_save_starts_no_process_and_holds_what_cores_writer_writes(pool, tmp_path, world, flags):
     flags, read = f"{GQA} {flags}", {}
-    for name, strategy in (("ours", None), ("core", core_strategy), ("large", what_is_large)):
-        saved = pool.run(save_with, world, flags, str(tmp_path / name), strategy, timeout=120)
-        path = saved[0][0]
-        if name == "ours":
-            assert [started for _, started in saved] == [0] * world
+    for writer in ("sync", "async", "core"):
+        saved = pool.run(save_with, world, flags, str(tmp_path / writer), writer, timeout=120)
+        path = Path(saved[0][0])
+        assert [started for _, started in saved] == [0] * world
         names = {file.name for file in path.iterdir()}
         assert names >= {".metadata", "common.pt", "metadata.json", "__0_0.distcp"}
-        assert ("__0_1.distcp" in names) == (name != "ours")  # core's two processes write a file each
-        read[name] = pool.run(load_on_core_alone, world, flags, str(path), timeout=120)
-    assert read["ours"] == read["core"] == read["large"]
+        assert ("checksums.json" in names) == (writer != "core")
+        read[writer] = pool.run(load_on_core_alone, world, flags, str(path), timeout=120)
+    assert read["sync"] == read["async"] == read["core"]
 
 
-def save_and_be_killed(folder):
-    """One process that saves, and is killed in the middle of writing its second checkpoint."""
+def save_and_be_killed(folder, beside):
+    """One process that saves, and is killed in the middle of writing its second checkpoint, beside training or not."""
     os.setsid()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     import torch.distributed as dist
     from torch.distributed.checkpoint import filesystem
 
+    from megatron.platform.streams import streams_of
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.writer import HostCopies
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = make_job(GQA)
     state, write, written = (job.chunks, job.optimizer, job.schedule, job.config), filesystem._write_item, []
+    copies = HostCopies(streams_of(job.runtime.device))
 
     def write_or_die(*args, **kwargs):
         written.append(write(*args, **kwargs))
@@ -255,11 +261,20 @@ def save_and_be_killed(folder):
     for _ in range(2):
         written.clear()
         train_job(job, 1)
-        checkpoint.save(folder, job.progress, *state)
+        going = checkpoint.begin_save(folder, job.progress, *state)
+        if beside:
+            going.start(copies)
+            going.copied.wait()
+            train_job(job, 1)
+            job.progress.iteration -= 1
+        else:
+            going.write()
+        going.finish()
 
 
-def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path):
-    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path),))
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path, beside):
+    process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path), beside))
     process.start()
     session = process.pid
     process.join(100)
@@ -330,13 +345,21 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
         assert losses[0] < 5.5  # a fresh model starts at 5.72
 
 
-def test_older_checkpoints_are_removed(tmp_path):
-    from megatron.training.checkpoint.checkpoint import remove_older
+@pytest.mark.parametrize(
+    "keep, multiple_of, left", [(1, 4, [4, 8, 10]), (2, None, [8, 10]), (3, 2, [2, 4, 6, 8, 10]), (9, None, "all")]
+)
+def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
+    from megatron.training.checkpoint.shelf import remove_older
 
-    for iteration in (2, 4, 6, 8, 10):
+    for iteration in (2, 4, 6, 8, 10, 12):  # the last is of a run that went further, before it was taken up here
         (tmp_path / f"iter_{iteration:07d}").mkdir()
-    remove_older(str(tmp_path), 4, latest=10)
-    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [4, 8, 10]
+    (tmp_path / "iter_0000002.bak").mkdir()
+    (tmp_path / "iter_0000001").symlink_to("iter_0000002.bak")
+    remove_older(tmp_path, 10, keep, multiple_of)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert {"iter_0000012", "iter_0000002.bak", "iter_0000001"} <= found
+    numbers = sorted(int(name[5:]) for name in found if name[5:].isdigit() and name[5:] not in ("0000001", "0000012"))
+    assert numbers == ([2, 4, 6, 8, 10] if left == "all" else left)
 
 
 def train_on_tokens(flags, folder, steps):

@@ -140,10 +140,9 @@ def rewritten(source, folder, *, change):
     import torch
     from megatron.core import dist_checkpointing
 
-    from megatron.training.checkpoint.writer import SaveStrategy
+    from megatron.training.checkpoint.saving import Save
 
     path, new = next(Path(source).glob("iter_*")), Path(folder) / "iter_0000002"
-    new.mkdir(parents=True)
     make_job(FLAGS)  # process groups
     common = dist_checkpointing.load_common_state_dict(str(path))
     content = common.pop("content_metadata")
@@ -155,8 +154,9 @@ def rewritten(source, folder, *, change):
     content = content | {"distrib_optim_sharding_type": "fully_sharded_model_space"} if change is flat else content
     parts = {key: change(key, tensor) for key, tensor in tensors.items()}
     state = {**common, "parts": parts}
-    dist_checkpointing.save(state, str(new), SaveStrategy(), content_metadata=content)
-    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
+    going = Save(new, lambda: state, content, lambda: None)
+    going.write()
+    going.finish()
 
 
 def flat(key, tensor):

@@ -77,7 +77,8 @@ def stopped_by_sigterm(folder: Path) -> tuple[str, str, str]:
     flags = (
         f"--ring-parallel-size 2 --train-iters 400 --eval-iters 1 --eval-interval 100 --log-throughput "
         f"--log-params-norm --log-num-zeros-in-grad --log-progress --tensorboard-dir {folder}/tensorboard "
-        f"--log-jsonl {folder}/log.jsonl --save {folder}/checkpoints --load {folder}/checkpoints"
+        f"--log-jsonl {folder}/log.jsonl --save {folder}/checkpoints --load {folder}/checkpoints "
+        "--async-save --save-interval 2"
     )
     process = start(flags, *TORCHRUN)
     seen = ""

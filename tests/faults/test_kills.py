@@ -18,11 +18,11 @@ ITERATIONS, INTERVAL, RANKS = 10, 2, 2
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def flags(folder: Path) -> list[str]:
+def flags(folder: Path, more: str = "") -> list[str]:
     return (
         f"{FLAGS} --ring-parallel-size 2 --zero-stage 1 --train-iters {ITERATIONS} --eval-iters 0 "
         f"--save-interval {INTERVAL} --save {folder}/checkpoints --load {folder}/checkpoints "
-        f"--log-jsonl {folder}/log.jsonl"
+        f"--log-jsonl {folder}/log.jsonl {more}"
     ).split()
 
 
@@ -46,7 +46,8 @@ def saved(folder: Path) -> int:
 def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float) -> tuple[str, str]:
     """What was killed, or "over", and the errors that the ranks printed."""
     with meeting(ENVIRONMENT, RANKS) as environments:
-        ranks = [start_forked(PROGRAM, flags(folder), one, logs / str(rank)) for rank, one in enumerate(environments)]
+        said = flags(folder, draw.choice(("", "--async-save --keep-last-checkpoints 1")))
+        ranks = [start_forked(PROGRAM, said, one, logs / str(rank)) for rank, one in enumerate(environments)]
         time.sleep(draw.uniform(0.05, seconds))
         victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
         over = not any(rank.is_alive() for rank in ranks)

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -229,6 +230,47 @@ def test_refused_files(corpus, tmp_path):
     builder.add_document([1, 2, 3], [3])
     builder.finalize(f"{short}.idx")
     refused("1 of 1 documents with 3 tokens, at least 17 are needed", train_data_path=[short, short])
+
+
+@pytest.mark.parametrize("document", [0, 7, 19])
+@pytest.mark.parametrize("what", ["length", "start"])
+def test_a_flipped_bit_in_an_index_is_refused(corpus, document, what):
+    prefix = corpus[0]
+    at = 34 + 4 * document if what == "length" else 34 + 4 * 20 + 8 * document
+    with open(f"{prefix}.idx", "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 2]))
+    with pytest.raises(Refusal, match=r"corpus\.idx, document .* damaged|corpus\.bin holds .* from the \.idx"):
+        build_datasets(configure(data_path=[prefix]), NULL, (10, 0, 0))
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("form", ["array of objects", "bare pickle", "truncated"])
+def test_a_cached_index_that_is_not_numbers_is_refused_and_not_unpickled(corpus, tmp_path, form):
+    config, harm = configure(data_path=[corpus[0]], split="1,0,0"), tmp_path / "harm"
+    build_datasets(config, NULL, (10, 0, 0))
+    (folder,) = (tmp_path / "index-cache").iterdir()
+    file = next(folder.glob("*shuffle_index.npy"))
+    if form == "array of objects":
+        np.save(file, np.array([Harmful(harm)], dtype=object), allow_pickle=True)
+    elif form == "bare pickle":
+        file.write_bytes(pickle.dumps(Harmful(harm)))
+    else:
+        cut(file, os.path.getsize(file) - 1)
+    with pytest.raises(Refusal, match="is no index of data .* remove .*index-cache"):
+        build_datasets(config, NULL, (10, 0, 0))
+    assert not harm.exists()
 
 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "reset_position_ids"])

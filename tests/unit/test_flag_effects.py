@@ -206,6 +206,7 @@ SHOWN = {
     "tests/distributed/test_convert_checkpoint.py": "universal_checkpoint",
     "tests/distributed/test_embed_layernorm.py": "embed_layernorm",
     "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
+    "tests/distributed/test_whole_checkpoints.py": "async_save keep_last_checkpoints skip_damaged_checkpoints",
     "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
     "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir",
     "tests/distributed/test_switches.py": "load_optim save_optim save_rng load_rng pretrained_checkpoint "

@@ -425,6 +425,11 @@ REFUSALS = [
     ("--save a --save-interval 2 --save-retain-interval 5", 1, "--save-retain-interval 5 multiple --save-interval 2"),
     ("--finetune", 1, "--finetune --load"),
     ("--ckpt-step 0", 1, "--ckpt-step --load"),
+    ("--async-save", 1, "--async-save --save"),
+    ("--keep-last-checkpoints 2", 1, "--keep-last-checkpoints --save"),
+    ("--keep-last-checkpoints 0 --save a", 1, "--keep-last-checkpoints"),
+    ("--skip-damaged-checkpoints", 1, "--skip-damaged-checkpoints --load"),
+    ("--skip-damaged-checkpoints --load a --ckpt-step 2", 1, "--ckpt-step --skip-damaged-checkpoints"),
     ("--exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint --load"),
     ("--manual-gc-interval 5", 1, "--manual-gc-interval --manual-gc"),
 ]

@@ -28,7 +28,7 @@ POSITIVE = {
     "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
     "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length rampup_seq_length "
     "num_dataset_builder_threads",
-    "checkpoint": "save_interval save_retain_interval",
+    "checkpoint": "save_interval save_retain_interval keep_last_checkpoints",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
 }
@@ -403,7 +403,10 @@ def check_checkpoint(config: Config) -> None:
     save, load = checkpoint.save, checkpoint.load
     needs = (
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
+        ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints, save, "--save"),
+        ("--async-save", checkpoint.async_save, save, "--save"),
         ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
+        ("--skip-damaged-checkpoints", checkpoint.skip_damaged_checkpoints, load, "--load"),
         ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
         ("--reset-iteration", checkpoint.reset_iteration, load, "--load"),
@@ -422,6 +425,8 @@ def check_checkpoint(config: Config) -> None:
     for flag, value, other, need in needs:
         if value and not other:
             raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
+    if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
+        raise Refusal("--ckpt-step and --skip-damaged-checkpoints exclude each other: the first names the one to load")
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         raise Refusal(
             f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "

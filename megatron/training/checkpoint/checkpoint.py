@@ -9,11 +9,8 @@ loaded through megatron_lm/.
 
 from __future__ import annotations
 
-import logging
-import os
 import random
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import random as core_random
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.arguments.models import activation
@@ -35,7 +31,9 @@ from megatron.training.arguments.validate import Refusal
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
-from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path, universal_path
+from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
+from megatron.training.checkpoint.reading import load_common, load_state
+from megatron.training.checkpoint.saving import Save
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
     Places,
@@ -47,10 +45,7 @@ from megatron.training.checkpoint.sharded_state import (
     optimizer_state,
     weights_state,
 )
-from megatron.training.checkpoint.writer import SaveStrategy
 from megatron.training.model.precision import compute_dtype
-
-logger = logging.getLogger(__name__)
 
 # Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
 SHAPES = (
@@ -113,65 +108,37 @@ def save(
     optimizer: MegatronOptimizer | None,
     schedule: OptimizerParamScheduler | None,
     config: Config,
-    *,
-    name: str | None = None,
 ) -> Path:
-    """Write ``folder/iter_NNNNNNN`` (or ``folder/name``) and point the tracker at it. All ranks call it.
+    """Write ``folder/iter_NNNNNNN`` and point the tracker at it. All ranks call it.
 
     Raises:
         OSError: the checkpoint could not be written; earlier ones are untouched.
     """
-    name = name or f"iter_{progress.iteration:07d}"
-    final, partial = Path(folder) / name, Path(folder) / f".{name}.partial"
-    # Only the words of an error are kept: the exception's frames would hold process groups of core's.
-    error: str | None = None
-    try:
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-    except OSError as problem:
-        error = _words(problem)
-    _raise_together(error, folder)
-    try:
+    going = begin_save(folder, progress, chunks, optimizer, schedule, config)
+    going.write()
+    return going.finish()
+
+
+def begin_save(
+    folder: str,
+    progress: Progress,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    schedule: OptimizerParamScheduler | None,
+    config: Config,
+    after: Callable[[], Any] = lambda: None,
+) -> Save:
+    """The same as far as all ranks take part; :class:`Save` does the rest.
+
+    Args:
+        after: called on rank 0 when the checkpoint is there.
+    """
+
+    def describe() -> dict[str, Any]:
         gather_parameters(chunks, config)
-        state = _state(chunks, optimizer, schedule, progress, config, loading=False)
-        dist_checkpointing.save(state, str(partial), SaveStrategy(), content_metadata=dict(METADATA))
-    except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
-        error = _words(problem)
-    try:
-        _raise_together(error, folder)
-        if dist.get_rank() == 0:
-            _publish(partial, final, Path(folder) / TRACKER, name)
-    except OSError as problem:
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        error = error or _words(problem)
-    _raise_together(error, folder)
-    return final
+        return _state(chunks, optimizer, schedule, progress, config, loading=False)
 
-
-def _publish(partial: Path, final: Path, tracker: Path, name: str) -> None:
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    beside = tracker.with_name(f".{tracker.name}.partial")
-    with open(beside, "w") as file:
-        file.write(name.removeprefix("iter_").lstrip("0") or "0")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(tracker)
-
-
-def remove_older(folder: str, keep_multiple_of: int, latest: int) -> None:
-    """Remove checkpoints before ``latest`` whose iteration is not a multiple of ``keep_multiple_of`` (rank 0)."""
-    for path in Path(folder).glob("iter_[0-9]*"):
-        number = path.name.removeprefix("iter_")
-        iteration = int(number) if number.isdigit() else latest  # not ours: iter_0000010.bak
-        if iteration < latest and iteration % keep_multiple_of:
-            shutil.rmtree(path, ignore_errors=True)
+    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after)
 
 
 def find(settings: CheckpointConfig) -> Path | None:
@@ -181,8 +148,11 @@ def find(settings: CheckpointConfig) -> Path | None:
         Refusal: it was asked for by name and is not there.
     """
     if settings.load:
-        look = universal_path if settings.universal_checkpoint else checkpoint_path
-        found = look(Path(settings.load), settings.ckpt_step)
+        folder, step = Path(settings.load), settings.ckpt_step
+        if settings.universal_checkpoint:
+            found = universal_path(folder, step)
+        else:
+            found = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints)
         if found:
             return found
         if settings.exit_on_missing_checkpoint:
@@ -209,7 +179,7 @@ def load(
     """
     settings = config.checkpoint
     theirs = open_foreign(path)
-    common = theirs.common if theirs else dist_checkpointing.load_common_state_dict(str(path))
+    common = theirs.common if theirs else load_common(path)
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
     weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
     _check_model(theirs.model if theirs else common.get("config", {}).get("model", {}), config, path, weights_only)
@@ -239,7 +209,7 @@ def load(
         with_rng=with_rng,
     )
     places = _places(chunks, config)
-    loaded = incoming.load(theirs, state) if theirs else dist_checkpointing.load(state, str(path))
+    loaded = incoming.load(theirs, state) if theirs else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             unwrap(chunk).load_state_dict(loaded[key])
@@ -267,7 +237,7 @@ def progress_in(path: Path, settings: CheckpointConfig) -> Progress:
     theirs = open_foreign(path)
     if theirs and theirs.weights_alone:
         return Progress()
-    return _progress(theirs, {} if theirs else dist_checkpointing.load_common_state_dict(str(path)))
+    return _progress(theirs, {} if theirs else load_common(path))
 
 
 def _progress(theirs: incoming.Theirs | None, common: dict[str, Any]) -> Progress:
@@ -411,17 +381,3 @@ def _activation_of(saved: dict[str, Any]) -> str | None:
     if "bias_gelu_fusion" not in saved:
         model.openai_gelu = True
     return activation(model)
-
-
-def _raise_together(error: str | None, folder: str) -> None:
-    """If any rank has failed, every rank raises: nobody is left waiting."""
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, error)
-    failed = [(rank, reason) for rank, reason in enumerate(reasons) if reason]
-    if failed:
-        rank, reason = failed[0]
-        raise OSError(f"no checkpoint was written to {folder} (rank {rank}: {reason})")
-
-
-def _words(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {problem}"

@@ -9,6 +9,7 @@ blocks that it holds, and nothing is gathered. Optimizer states have the layout 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -197,12 +198,23 @@ def core_optimizer_state(optimizer: MegatronOptimizer, models: dict[str, Any], *
     a checkpoint looks as if there were one.
     """
     part, rows = parts_of(optimizer)
-    state = part.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
+    with _little_garbage():
+        state = part.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
     if rows is not None:
         if loading and rows.get_parameters() and not rows.optimizer.state:
             rows.load_state_dict(rows.state_dict())  # makes states: Transformer Engine's Adam has none before a step
         state["positions"] = rows.sharded_param_state_fully_reshardable(models, loading, dict(METADATA))
     return state
+
+
+@contextmanager
+def _little_garbage() -> Iterator[None]:
+    """Keep a collection within from walking over all that the program has imported: 0.3 s of a small save."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def load_core_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ sequence length and the number of samples asked for; never of the grid.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import shutil
@@ -89,6 +90,8 @@ def build_datasets(
         return None, None, None
     folder = data_files.cache_folder(data, files, {**settings, "samples": samples})
     _build_cache(core, samples, folder)
+    check = functools.partial(data_files.check_cache, folder) if os.path.isdir(folder) else lambda: None
+    together(check) if torch.distributed.is_initialized() else check()
     if not needed:
         return None, None, None
     datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
@@ -138,6 +141,8 @@ def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_s
             share = part or whole
             if prefix not in files:
                 files[prefix] = data_files.open_prefix(prefix, flag)
+                if not (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
+                    data_files.check_order(files[prefix], flag)
                 data_files.check_token_ids(files[prefix], tokenizer.vocab_size, tokenizer.source)
                 if packed:
                     data_files.check_document_ends(files[prefix], tokenizer.eod)

@@ -168,6 +168,37 @@ def open_prefix(prefix: str, flag: str) -> DataFile:
     return DataFile(prefix, TOKEN_TYPES[code], sequences, identity)
 
 
+def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
+    """Check that each document begins where the one before ends, as Megatron writes them: reads the whole .idx."""
+    lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
+    for first in range(0, file.sequences, block):
+        of_block, ends = starts[first : first + block + 1], lengths[first : first + block].astype(np.int64) * size
+        ends += of_block[: len(ends)]
+        wrong = (ends < of_block[: len(ends)]).nonzero()[0]
+        if not len(wrong):
+            wrong = (ends[: len(of_block) - 1] != of_block[1:]).nonzero()[0]
+        if len(wrong) or starts[0] != 0:
+            document = first + int(wrong[0]) if len(wrong) else 0
+            raise Refusal(
+                f"{flag} {file.prefix}: in {file.prefix}.idx, document {document} does not end where the next one "
+                "begins: damaged"
+            )
+
+
+def check_cache(folder: str) -> None:
+    """Check that cached indices are whole and nothing but numbers: core would unpickle what says that it is pickled."""
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".npy"):
+            path = os.path.join(folder, name)
+            try:
+                np.load(path, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise Refusal(
+                    f"{path} is no index of data ({' '.join(str(error).split())[:100]}): remove {folder}, and it is "
+                    "made anew"
+                ) from None
+
+
 def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int = 64, tokens: int = 4096) -> None:
     """Look for ids outside the vocabulary in a sample of the documents, first and last included."""
     lengths, starts = file.lengths(), file.starts()

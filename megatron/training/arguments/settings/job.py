@@ -17,6 +17,8 @@ class CheckpointConfig:
         None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"]
     )
     save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
+    keep_last_checkpoints: int | None = flag(None, "keep the newest this many, and remove older ones", type=int)
+    async_save: bool = flag(False, "go on training while a checkpoint is written from a copy in host memory")
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
     universal_checkpoint: bool = flag(False, "DeepSpeed: --load names the folder of a universal checkpoint")
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
@@ -31,6 +33,9 @@ class CheckpointConfig:
         False, "the model as the checkpoint describes it; sizes that flags give count all the same"
     )
     exit_on_missing_checkpoint: bool = flag(False, "stop where --load has no checkpoint")
+    skip_damaged_checkpoints: bool = flag(
+        False, "where files of the latest checkpoint are damaged, go on from the next older whole one"
+    )
     save_optim: bool = flag(True, "leave the optimizer out of checkpoints", flags=["--no-save-optim"])
     save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
     load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])

@@ -112,7 +112,6 @@ HINTS: tuple[tuple[str, str], ...] = (
         "where memory goes is shown by --profile-memory",
         "--record-memory-history --memory-snapshot-path 1 snapshot.pickle",
     ),
-    ("a checkpoint is written whole before training goes on", "--async-save"),
     (
         "a dense model has none of it: --num-experts is what asks for experts",
         """

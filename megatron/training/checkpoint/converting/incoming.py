@@ -35,6 +35,7 @@ from megatron.training.checkpoint.hugging_face.folders import (
     write_json,
 )
 from megatron.training.checkpoint.hugging_face.tensors import Piece
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -81,7 +82,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
                 for name in others:
                     put(name, read(name))
         _save(folder / "release", model, vocab_size, dtype, pieces, read, bar(len(pieces)))
-        (folder / checkpoint.TRACKER).write_text("release")
+        (folder / TRACKER).write_text("release")
     numbers = sum(torch.Size(piece.shape).numel() for piece in pieces)
     lines = [
         f"{target}: {numbers:,} parameters, {dtype_name(dtype)}, {numbers * dtype.itemsize / 1e9:,.2f} GB; "

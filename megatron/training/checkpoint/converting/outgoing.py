@@ -27,21 +27,21 @@ from megatron.training.checkpoint.hugging_face.folders import (
     dtype_name,
     new_folder,
     one_process,
-    readable,
     some,
     write_json,
 )
 from megatron.training.checkpoint.hugging_face.tensors import Piece
 from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.converting.lazy_save import sharded
+    from megatron.training.checkpoint.reading import load_common, load_state, tensors_in
 
 ROWS = "embedding.word_embeddings.weight"
 
@@ -67,13 +67,11 @@ def to_hugging_face(
     """
     path = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
     if path is None:
-        raise Refusal(f"--from {source}: no checkpoint there ({checkpoint.TRACKER} is missing)")
+        raise Refusal(f"--from {source}: no checkpoint there ({TRACKER} is missing)")
     along = along or source / "hf"
     original = llama.read_config(along / "config.json") if (along / "config.json").exists() else None
     with one_process(), new_folder(target) as folder:
-        with readable(path):
-            common = dist_checkpointing.load_common_state_dict(str(path))
-            stored = dist_checkpointing.load_tensors_metadata(str(path))
+        common, stored = load_common(path), tensors_in(path)
         model = _model(path, common)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
         pieces = list(tensors.pieces(model, vocab_size))
@@ -189,8 +187,7 @@ def _weights(
     for _, group in itertools.groupby(pieces, key=lambda piece: piece.layer):
         layer = list(group)
         state = {str(number): sharded(piece, model.num_layers, dtype, "cpu") for number, piece in enumerate(layer)}
-        with readable(path):
-            loaded = dist_checkpointing.load({"pieces": state}, str(path), validate_access_integrity=False)["pieces"]
+        loaded = load_state({"pieces": state}, path, whole_tensors_once=False)["pieces"]
         for number, piece in enumerate(layer):
             rows = loaded[str(number)].view(piece.shape)
             yield from zip(piece.names, tensors.split(piece, rows, model.num_query_groups))

@@ -16,10 +16,13 @@ OTHER_FORMS = (
 )
 
 
-def checkpoint_path(folder: Path, step: int | None) -> Path | None:
+def checkpoint_path(folder: Path, step: int | None, *, whole: bool = True) -> Path | None:
     """The checkpoint of iteration ``step``, or the latest; None where there is none and none was asked for.
 
     A Hugging Face folder is a checkpoint itself.
+
+    Args:
+        whole: refuse one that is not there, or not whole; otherwise only its name is told.
 
     Raises:
         Refusal: it is not there, not whole, or of a format that is not loaded.
@@ -49,7 +52,12 @@ def checkpoint_path(folder: Path, step: int | None) -> Path | None:
             f"checkpoint {path} is of Megatron-LM's format torch_dcp or fsdp_dtensor: save it there with "
             "--ckpt-format torch_dist"
         )
-    raise Refusal(f"checkpoint {path} is missing or incomplete: choose another one with --ckpt-step")
+    if not whole and name.startswith("iter_"):
+        return path
+    raise Refusal(
+        f"checkpoint {path} is missing or incomplete: choose another one with --ckpt-step, or pass "
+        "--skip-damaged-checkpoints to go on from the next older one"
+    )
 
 
 def _refuse_others(folder: Path) -> None:

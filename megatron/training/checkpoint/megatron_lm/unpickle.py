@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -60,18 +61,27 @@ def read(path: Path, *, mmap: bool = False) -> Any:
     return _load(path, str(path), mmap=mmap)
 
 
-def read_bytes(data: bytes, where: object) -> Any:
-    """The same of bytes; ``where`` names them in messages."""
-    return _load(data, str(where))
+def read_bytes(data: bytes, where: object, *, whole: bool = False) -> Any:
+    """The same of bytes.
+
+    Args:
+        where: names them in messages.
+        whole: refuse what would come as an :class:`Unread`.
+    """
+    return _load(data, str(where), whole=whole)
 
 
-def _load(source: Path | bytes, where: str, **options: Any) -> Any:
+def _load(source: Path | bytes, where: str, *, whole: bool = False, **options: Any) -> Any:
     def file() -> Any:
         return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file())
-        with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
+        found = [(_stand_in(name), name) for name in names]
+        unknown = [name for one, name in found if isinstance(one, type) and issubclass(one, Unread)]
+        if whole and unknown:
+            raise pickle.UnpicklingError(f"{unknown[0]} is nothing that it should hold")
+        with torch.serialization.safe_globals(found):
             return torch.load(file(), map_location="cpu", weights_only=True, **options)
     except (OSError, EOFError, KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise Refusal(f"{where} cannot be read: {_line(error)}") from None
@@ -113,6 +123,48 @@ def read_metadata(path: Path) -> Any:
             return _MetadataUnpickler(file).load()
     except (OSError, EOFError, AttributeError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise Refusal(f"{path} cannot be read: {_line(error)}") from None
+
+
+# What the FP8 states of Transformer Engine's layers consist of, beside recipes.
+ENGINE_NAMES = {
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+}
+RECIPES = "transformer_engine.common.recipe"
+
+
+class _EngineUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if (module, name) in ENGINE_NAMES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == RECIPES and name.isidentifier():
+            return type("Unread", (Unread,), {"of": f"{module}.{name}"})
+        raise pickle.UnpicklingError(f"{module}.{name} is nothing that such a state consists of")
+
+
+def check_engine_state(data: bytes, where: object) -> None:
+    """Raises Refusal where unpickling ``data`` could run code, and not only make the state of a layer."""
+    if data:
+        _checked(lambda: _EngineUnpickler(io.BytesIO(data)).load(), where)
+
+
+def check_plain(data: bytes, where: object) -> None:
+    """Raises Refusal where ``torch.load`` of ``data`` could run code."""
+    _checked(lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), where)
+
+
+def _checked(read: Callable[[], Any], where: object) -> None:
+    try:
+        read()
+    except Exception as error:  # whatever unpickling may raise
+        raise Refusal(f"{where} is not read, for that could run code it brings along: {_line(error)}") from None
 
 
 def _line(error: BaseException) -> str:

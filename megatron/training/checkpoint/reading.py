@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a folder of core's form ``torch_dist`` without running code that it brings along.
+
+core's own way unpickles ``.metadata``, and every object among the tensors, with the plain unpickler. Here both go
+through :mod:`unpickle`, as ``common.pt`` does. Transformer Engine unpickles the states of its FP8 layers itself, so
+those are looked at before they are handed to it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from megatron.training.checkpoint.hugging_face.folders import readable
+from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.refusal import Refusal
+
+EXTRA_STATE = "_extra_state"
+
+
+def load_state(state: dict[str, Any], path: Path, *, whole_tensors_once: bool = True) -> dict[str, Any]:
+    """core's ``dist_checkpointing.load``. All ranks call it.
+
+    Args:
+        whole_tensors_once: whether to check that the parts that all ranks ask for make up each tensor just once.
+
+    Raises:
+        Refusal: on every rank; something is damaged or missing, has another shape, or could run code.
+    """
+    with _refusals(path), readable(path):
+        loaded = dist_checkpointing.load(
+            state, str(path), _LoadTensors(), _LoadCommon(), validate_access_integrity=whole_tensors_once
+        )
+    check_engine_states(loaded, path)
+    return loaded
+
+
+def load_common(path: Path) -> dict[str, Any]:
+    """What is no tensor, and the same on all ranks. Raises Refusal."""
+    common = unpickle.read(path / "common.pt")
+    if not isinstance(common, dict):
+        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
+    return common
+
+
+def tensors_in(path: Path) -> dict[str, ShardedTensor]:
+    """Shapes and dtypes of all tensors. Raises Refusal."""
+    with _refusals(path), readable(path):
+        return _LoadTensors().load_tensors_metadata(path, _Reader(path).read_metadata())
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """A refusal from within torch's exceptions, as it was."""
+    try:
+        yield
+    except Refusal as refusal:
+        inner: BaseException | None = refusal.__cause__
+        if isinstance(inner, CheckpointException):
+            first = next(iter(inner.failures.values()))[0]
+            if isinstance(first, Refusal):
+                raise Refusal(f"checkpoint {path}: {first}") from None
+        raise
+
+
+class _Reader(FileSystemReader):
+    """PyTorch's, with a list of contents that is read once, and no more than a list."""
+
+    _found: Metadata | None = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        if self._found is None:
+            self._found = unpickle.read_metadata(Path(self.path) / ".metadata")
+            if getattr(self._found, "storage_meta", None) is None:
+                self._found.storage_meta = StorageMeta()
+        return self._found
+
+
+class _Planner(MCoreLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        read = unpickle.read_bytes(value.getvalue(), name, whole=True)
+        set_element(self.original_state_dict, self.mappings[name], read)
+
+
+class _LoadCommon(TorchCommonLoadStrategy):
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return load_common(Path(checkpoint_dir))
+
+
+class _LoadTensors(TorchDistLoadShardedStrategy):
+    """core's strategy with the two above; it names its own in ``load``, which this follows line by line."""
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
+        wanted = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
+        planner = _Planner(
+            shapes_validation_sharded_tensors=[part for part in wanted if not part.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={part.key: part for part in wanted if part.allow_shape_mismatch},
+        )
+        by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = mcore_to_pyt_state_dict(by_key, True)
+        _load_state_dict(state, _Reader(checkpoint_dir), planner=planner)
+        found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(found, flat, renamed)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+def check_engine_states(loaded: Any, where: object) -> None:
+    """Refuse states of Transformer Engine's layers that could run code; it unpickles them with the plain unpickler."""
+    items = loaded.items() if isinstance(loaded, dict) else enumerate(loaded) if isinstance(loaded, list) else ()
+    for key, value in items:
+        if isinstance(key, str) and key.endswith(EXTRA_STATE):
+            if isinstance(value, torch.Tensor):
+                unpickle.check_engine_state(value.detach().cpu().numpy().tobytes(), f"{where}: {key}")
+            elif isinstance(value, io.BytesIO):
+                unpickle.check_plain(value.getvalue(), f"{where}: {key}")
+        else:
+            check_engine_states(value, where)

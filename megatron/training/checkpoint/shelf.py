@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder that holds checkpoints: how one appears in it, whole or not at all, and which ones leave it.
+
+All of this is done by one rank. What is not a checkpoint yet, or not any more, has a name that begins with a dot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.writer import write_bytes
+from megatron.training.refusal import Refusal
+
+PARTIAL, REMOVED = ".partial", ".removed"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+def partial_of(final: Path) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return final.with_name(f".{final.name}{PARTIAL}")
+
+
+def check_writable(folder: str) -> None:
+    """Refuse a ``--save`` that nothing can be written to, before hours of training; makes nothing."""
+    there = Path(folder).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise Refusal(f"--save {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise Refusal(f"--save {folder}: {there} cannot be written to")
+
+
+def clear(folder: Path) -> None:
+    """Remove what saves and removals that were cut off have left. Raises OSError."""
+    for suffix in (PARTIAL, REMOVED):
+        for left in folder.glob(f".*{suffix}"):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def publish(final: Path) -> None:
+    """Give a checkpoint that is whole its name, and make it the latest. Raises OSError."""
+    folder, partial = final.parent, partial_of(final)
+    _sync(partial)
+    if not (final.exists() and _exchange(partial, final)):
+        if final.exists():  # no exchange on this file system
+            final.rename(final.with_name(f".{final.name}{REMOVED}"))
+        partial.rename(final)
+    _sync(folder)
+    beside = folder / f".{TRACKER}{PARTIAL}"
+    write_bytes(beside, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
+    beside.rename(folder / TRACKER)
+    _sync(folder)
+    clear(folder)  # what had the name before
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two folders' names at once, so that no kill finds neither; False where that cannot be done."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(first), os.fsencode(second)
+    return rename is not None and rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0
+
+
+def _sync(folder: Path) -> None:
+    """Names in a folder, on the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError:  # some file systems do not sync folders
+        pass
+    finally:
+        os.close(number)
+
+
+def checkpoints_before(folder: Path, iteration: int) -> Iterator[tuple[int, Path]]:
+    """(iteration, path) of what look like checkpoints of earlier iterations, the newest first."""
+    found = []
+    for path in folder.glob("iter_[0-9]*"):
+        number = path.name.removeprefix("iter_")
+        if number.isdigit() and int(number) < iteration:  # not ours: iter_0000010.bak
+            found.append((int(number), path))
+    yield from sorted(found, reverse=True)
+
+
+def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | None) -> None:
+    """Remove checkpoints before ``latest``, which is whole: all but the newest ``keep`` and those at multiples.
+
+    Args:
+        keep: how many stay, ``latest`` among them.
+        multiple_of: iterations at multiples of this stay as well.
+    """
+    for number, (iteration, path) in enumerate(checkpoints_before(Path(folder), latest), start=2):
+        if number <= keep or (multiple_of and iteration % multiple_of == 0) or path.is_symlink():
+            continue
+        gone = path.with_name(f".{path.name}{REMOVED}")
+        try:
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)  # half of a checkpoint shall not look like one
+        except OSError:
+            continue  # told by a disk that fills up; training is worth more
+        shutil.rmtree(gone, ignore_errors=True)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint is there whole or not at all: beside training, on a full disk, damaged, or made to do harm."""
+
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.checkpoint import checksums
+from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.refusal import Refusal
+from tests.distributed.training_runs import make_job, train_job
+
+SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Lines:
+    """In place of a reporter: keeps what is said."""
+
+    def __init__(self):
+        self.said = []
+
+    def say(self, line):
+        self.said.append(line)
+
+    def step(self, *_, **__):
+        pass
+
+    evaluation = step
+
+
+def trained(flags, full_at=()):
+    """Run the real loop; (what it said, whether the last checkpoint was saved, losses after it).
+
+    ``full_at``: iterations whose checkpoints find the disk full.
+    """
+    from megatron.training.checkpoint import writer
+    from megatron.training.loop import training_loop
+    from megatron.training.stopping import Stopper
+
+    job, lines, names = make_job(f"{SMALL} {flags}"), Lines(), [f"iter_{number:07d}" for number in full_at]
+    stopper = Stopper(job.runtime.device, None)
+    write = writer._Summed.write
+    writer._Summed.write = lambda file, data: (
+        full_disk() if any(name in str(file.name) for name in names) else write(file, data)
+    )
+    try:
+        whole = training_loop(job, lines, stopper)
+    finally:
+        writer._Summed.write = write
+        stopper.restore()
+    return lines.said, whole, train_job(job, 2)[0]
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def going_on(flags):
+    job = make_job(f"{SMALL} {flags}")
+    return job.progress.iteration, train_job(job, 2)[0], job.config.notes
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [(1, "--bf16"), (2, "--zero-stage 1 --hidden-dropout 0.1"), (2, "--zero-stage 3 --micro-batch-size 1")],
+)
+def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, flags):
+    """Each save while the next step changes everything; the newest ones stay."""
+    save = (
+        f"--train-iters 9 --exit-interval 5 --save-interval 1 --save {tmp_path} --async-save --keep-last-checkpoints 2"
+    )
+    said, whole, after = pool.run(trained, world, f"{flags} {save}", timeout=120)[0]
+    assert whole and sum("beside training, which stood still for" in line for line in said) == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000004", "iter_0000005", TRACKER}
+    goes_on = f"{flags} --train-iters 9 --load {tmp_path}"
+    iteration, losses, _ = pool.run(going_on, world, goes_on, timeout=120)[0]
+    assert iteration == 5 and losses == after
+
+
+def test_a_disk_that_is_full_meanwhile_costs_one_line_and_one_checkpoint(pool, tmp_path):
+    flags = "--train-iters 9 --exit-interval 4 --save-interval 1 --async-save --zero-stage 1"
+    said, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}", (2, 3), timeout=120)[0]
+    warnings = [line for line in said if "WARNING" in line]
+    assert whole and len(warnings) == 2 and all("No space left on device" in line for line in warnings)
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", "iter_0000004", TRACKER}
+    _, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}/more", (4,), timeout=120)[0]
+    assert not whole  # the program's exit code
+
+
+def saves_with(folder, refused):
+    """A save, then one for each (rank, file) that cannot be written; what was said, and what is left each time."""
+    import torch.distributed as dist
+
+    from megatron.training.checkpoint import checkpoint, shelf, writer
+
+    job = make_job(f"{SMALL} --zero-stage 1")
+    train_job(job, 1)
+    state, write, mkdir = (job.chunks, job.optimizer, job.schedule, job.config), writer._Summed.write, Path.mkdir
+    checkpoint.save(folder, job.progress, *state)
+    job.progress.iteration, told = 2, []
+    for rank, name in refused:
+        if dist.get_rank() == rank:
+            writer._Summed.write = lambda file, data, at=name: (
+                full_disk() if Path(file.name).name == at else write(file, data)
+            )
+            Path.mkdir = lambda path, *args, at=name, **more: (
+                full_disk() if path.name == at else mkdir(path, *args, **more)
+            )
+        try:
+            checkpoint.save(folder, job.progress, *state)
+            told.append(None)
+        except OSError as error:
+            dist.barrier()  # the first rank clears away
+            told.append((str(error), sorted(path.name for path in Path(folder).iterdir())))
+        finally:
+            writer._Summed.write, Path.mkdir = write, mkdir
+        dist.barrier()
+    assert shelf.partial_of(Path(folder) / "iter_0000002").exists() is False
+    return told
+
+
+def test_a_disk_that_is_full_in_any_phase_leaves_what_was_there(pool, tmp_path):
+    names = ["common.pt", "__0_0.distcp", ".metadata", "metadata.json", "checksums.json", ".iter_0000002.partial"]
+    refused = [(0, name) for name in names] + [(1, "__1_0.distcp")]
+    for rank_told in pool.run(saves_with, 2, str(tmp_path), refused, timeout=120):
+        for (rank, name), (line, left) in zip(refused, rank_told):
+            assert f"(rank {rank}: " in line and "No space left on device" in line and "\n" not in line, name
+            assert left == ["iter_0000001", TRACKER], name
+    assert (tmp_path / TRACKER).read_text() == "1"
+
+
+def saved_twice(folder):
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(SMALL)
+    for _ in range(2):
+        train_job(job, 1)
+        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+
+
+@pytest.fixture(scope="module")
+def two(pool, shared, tmp_path_factory):
+    """A folder with two checkpoints, to be copied."""
+
+    def make():
+        folder = str(tmp_path_factory.mktemp("two"))
+        pool.run(saved_twice, 1, folder, timeout=120)
+        return folder
+
+    return Path(shared("saved twice", make))
+
+
+def refused(flags):
+    try:
+        make_job(f"{SMALL} {flags}")
+    except Refusal as refusal:
+        return str(refusal)
+    return None
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool, two, tmp_path):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    newest = folder / "iter_0000002"
+    flip(newest / "__0_0.distcp", -200)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"checkpoint {newest} is damaged: {newest}/__0_0.distcp is not what was written" in told
+    assert f"the next older whole one is {folder}/iter_0000001" in told and "--ckpt-step 1" in told
+    iteration, _, notes = pool.run(going_on, 1, f"--load {folder} --skip-damaged-checkpoints")[0]
+    assert iteration == 1
+    assert any(note.startswith("WARNING") and "1 iterations are done again" in note for note in notes)
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    shutil.rmtree(newest)
+    assert pool.run(going_on, 1, f"--load {folder} --skip-damaged-checkpoints")[0][0] == 1
+    os.unlink(folder / "iter_0000001" / "common.pt")
+    (told,) = pool.run(refused, 1, f"--load {folder} --skip-damaged-checkpoints")
+    assert "there is no older whole one" in told and "\n" not in told
+
+
+def test_every_file_is_looked_at(two, tmp_path):
+    path = Path(shutil.copytree(two / "iter_0000002", tmp_path / "c"))
+    assert checksums.damage(path) is None
+    names = sorted(file.name for file in path.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "checksums.json", "common.pt", "metadata.json"]
+    for name in names:
+        whole = (path / name).read_bytes()
+        for at in (0, len(whole) // 2, -1) if name != "checksums.json" else (0,):
+            flip(path / name, at)
+            assert name in checksums.damage(path)
+        (path / name).write_bytes(whole[:-1])
+        assert name in checksums.damage(path)
+        if name != "checksums.json":
+            os.unlink(path / name)
+            assert checksums.damage(path) == f"{path / name} is missing"
+        (path / name).write_bytes(whole)
+    assert checksums.damage(path) is None
+    shares = [checksums.damage(path, share, 3) for share in range(3)]
+    flip(path / "__0_0.distcp", 100)
+    assert shares == [None] * 3 and sum(checksums.damage(path, share, 3) is not None for share in range(3)) == 1
+
+
+def test_without_checksums_a_short_file_is_found_and_a_whole_one_loaded(pool, two, tmp_path):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    newest = folder / "iter_0000002"
+    os.unlink(newest / "checksums.json")
+    assert pool.run(going_on, 1, f"--load {folder}")[0][0] == 2
+    file = newest / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"{file} has" in told and "were written" in told
+    os.unlink(newest / ".metadata")
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert str(newest) in told and ".metadata" in told and "\n" not in told
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def save_harm(folder, harm):
+    """A checkpoint with right checksums whose random states do harm."""
+    from megatron.training.checkpoint import checkpoint
+
+    job, states = make_job(SMALL), checkpoint._random_state
+    checkpoint._random_state = lambda: {"python": Harmful(harm)}
+    try:
+        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    finally:
+        checkpoint._random_state = states
+
+
+@pytest.mark.parametrize("place", ["common.pt", ".metadata", "among tensors"])
+def test_a_checkpoint_that_would_run_code_is_refused(pool, two, tmp_path, place):
+    folder, harm = tmp_path / "c", tmp_path / "harm"
+    if place == "among tensors":
+        pool.run(save_harm, 1, str(folder), str(harm))
+    else:
+        shutil.copytree(two, folder)
+        path = folder / "iter_0000002"
+        os.unlink(path / "checksums.json")
+        if place == ".metadata":
+            (path / place).write_bytes(pickle.dumps(Harmful(harm)))
+        else:
+            common = unpickle.read(path / place)
+            torch.save({**common, "more": Harmful(harm)}, path / place)
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert told and "\n" not in told and str(folder) in told
+    assert not harm.exists()
+
+
+def test_states_of_engine_layers_are_tensors_and_numbers_or_refused(tmp_path):
+    harm = tmp_path / "harm"
+    plain = {"scale_fwd": torch.ones(3), "amax_history_fwd": torch.zeros(4, 3), "extra_fp8_variables": {"steps": 3}}
+    unpickle.check_engine_state(b"", "x")
+    unpickle.check_engine_state(pickle.dumps(plain), "x")
+    with pytest.raises(Refusal, match="could run code"):
+        unpickle.check_engine_state(pickle.dumps({**plain, "more": Harmful(harm)}), "x")
+    inner = tmp_path / "inner.pt"
+    torch.save(Harmful(harm), inner)
+
+    class Storage:  # as tensors are pickled: with a pickle inside
+        def __reduce__(self):
+            return torch.storage._load_from_bytes, (inner.read_bytes(),)
+
+    with pytest.raises(Refusal, match="could run code"):
+        unpickle.check_engine_state(pickle.dumps(Storage()), "x")
+    assert not harm.exists()
+    pickle.loads(pickle.dumps(Storage()))
+    assert harm.exists()  # it would have
+
+
+@pytest.mark.parametrize("folder", ["file/c", "file"])
+def test_a_folder_that_cannot_be_saved_in_is_refused_at_the_start(pool, tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    (told,) = pool.run(refused, 1, f"--save {tmp_path / folder}")
+    assert told == f"--save {tmp_path / folder}: {tmp_path / 'file'} is no folder"
