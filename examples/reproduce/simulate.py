@@ -67,8 +67,9 @@ class Simulated:
     def seconds(
         self, model: str, workload: Workload, strategy: Strategy, *, inputs_in_host: bool = False
     ) -> float | str:
-        """``inputs_in_host``: FPDT's program copies them while it computes nothing (ours overlaps them)."""
-        took = estimate(workload, strategy, self.machine).seconds
+        """Of the papers' programs, in which PyTorch's operations rotate queries and keys; FPDT's copies
+        ``inputs_in_host`` while it computes nothing (ours overlaps them)."""
+        took = estimate(workload, replace(strategy, fused_rope=False), self.machine).seconds
         if inputs_in_host:
             copied = float(BF16 * strategy.local_tokens(workload) * workload.shape.hidden)
             waiting = sum(copy_seconds(HostCopy(way, copied), self.machine) for way in ("to_host", "to_device"))

@@ -80,7 +80,7 @@ def test_a_gpu_copies_on_streams_of_its_own():
     config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1 --global-batch-size 1", 1)
     from megatron.simulator.dry_run.one_rank import run_rank
 
-    gpu, cpu = (run_rank(config, 1, 0, 301, on_gpu=on_gpu) for on_gpu in (True, False))
+    gpu, cpu = (run_rank(config, 1, 0, 301, machine=machine) for machine in (load("A100-80G"), None))
     copies, on_cpu = ([e for e in x.trace.events if isinstance(e, HostCopy)] for x in (gpu, cpu))
     waited = {ticket for e in gpu.trace.events if isinstance(e, Wait) for ticket in e.tickets}
     assert sum(e.bytes for e in copies) == sum(e.bytes for e in on_cpu) > 0
@@ -93,8 +93,9 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
     flags += " --max-position-embeddings 1024 --global-batch-size 1"
     from megatron.simulator.dry_run.one_rank import run_rank
 
+    machine = load("A100-80G")
     kept, left = (
-        run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, on_gpu=True) for more in ("", "--offload-checkpoints")
+        run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, machine=machine) for more in ("", "--offload-checkpoints")
     )
     hidden = 1024 * 64 * 2
     # Of four inputs, the one in use and the one that comes are there; the other two are not.
@@ -109,8 +110,9 @@ def test_weights_come_while_the_layer_before_computes():
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.simulator.dry_run.replay import replay
 
-    trace = run_rank(config, 4, 0, 301, on_gpu=True).trace
-    replayed = replay(trace, replace(load("A100-80G"), calibration=Calibration()))
+    machine = load("A100-80G")
+    trace = run_rank(config, 4, 0, 301, machine=machine).trace
+    replayed = replay(trace, replace(machine, calibration=Calibration()))
     assert 0 < replayed.exposed["dp"] < 0.5 * replayed.busy["dp"]
     tickets = [e.ticket for e in trace.events if isinstance(e, Transfer) and e.axis == "dp" and e.ticket]
     waited = [ticket for e in trace.events if isinstance(e, Wait) for ticket in e.tickets]
@@ -183,7 +185,7 @@ def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
             "2 ranks does not divide the 3 processes",
         ),
         ("--dry-run --world-size 0", "--world-size 0"),
-        ("--dry-run --gpu A100-80G --bf16 --attention-kernel cpu", "--attention-kernel cpu: cannot run this on a GPU"),
+        ("--dry-run --gpu A100-80G --bf16 --attention-kernel cpu", "--attention-kernel cpu: needs tensors on the CPU"),
         ("--dry-run --dry-run-json /proc/nothing/x.json", "--dry-run-json /proc/nothing/x.json cannot be written"),
     ],
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from megatron.context_parallel.fpdt.chunked_loss import pieces_together
@@ -52,15 +53,16 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
     together = tokens / groups
     dgrad = gemm("logits_dgrad", together, shape.hidden, vocab, backward=True)
     wgrad = gemm("logits_wgrad", vocab, shape.hidden, together, backward=True)
-    sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
     leave = leaving(strategy, shape.hidden, together)
     if chunks:
+        wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)  # adds to a wide sum
         return [
             Segment((entropy,), count=pieces),
             Segment((dgrad,), count=groups),
             Segment((), leave, count=groups),
-            Segment((wgrad, sums), count=groups),
+            Segment((wide,), count=groups),
         ]
+    sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
     return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, sums), leave)]
 
 
