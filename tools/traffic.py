@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="that is counted (default 0)")
     parser.add_argument("--torch-rope", action="store_true", help="RoPE by PyTorch's operations, as without Triton")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the bytes")
-    parser.add_argument("flags", nargs="+", metavar="-- FLAG", help="of pretrain_llama.py; --gpu is A100-80G by default")
+    parser.add_argument("flags", nargs="+", metavar="-- FLAG", help="of pretrain_llama.py; --gpu: A100-80G by default")
     options = parser.parse_args(argv)
     try:
         found = counted(options)
