@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.simulator.cost.trace import HostCopy, Transfer, Wait
+from megatron.formulas.copies import Loads, forward_loads
+from megatron.simulator.cost.trace import HostCopy, Phase, Transfer, Wait
 from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import dry_run, ranks_of, run_job
 from megatron.simulator.machines.machine import Calibration
@@ -101,6 +102,26 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
     # Of four inputs, the one in use and the one that comes are there; the other two are not.
     assert kept.device_peak - left.device_peak >= 2 * hidden
     assert left.host_peak - kept.host_peak == 4 * hidden
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
+    """A forward pass of FPDT: docs/fpdt.md, "What is copied"."""
+    from megatron.simulator.dry_run.one_rank import run_rank
+
+    flags = f"--fpdt --fpdt-chunk-size 64 --ring-parallel-size 2 --context-parallel-balance {balance} --bf16"
+    config = config_of(f"{flags} --num-layers 1 --global-batch-size 1 --group-query-attention --num-query-groups 2", 2)
+    events = run_rank(config, 2, 1, 301, machine=load("A100-80G")).trace.events
+    forward = events[: next(i for i, e in enumerate(events) if isinstance(e, Phase) and e.name == "backward")]
+    sent, came = (
+        sum(e.bytes for e in forward if isinstance(e, HostCopy) and e.direction == way)
+        for way in ("to_host", "to_device")
+    )
+    q, kv, lse = 32 * 8 * 8 * 2, 2 * 32 * 2 * 8 * 2, 32 * 8 * 4
+    assert sent == 4 * (2 * q + kv + lse)
+    loads = forward_loads(4, 2, early_half=balance == "zigzag")
+    assert loads == (Loads(8, 2) if balance == "zigzag" else Loads(12, 3))
+    assert came == loads.keys * kv + loads.queries * q
 
 
 def test_weights_come_while_the_layer_before_computes():
