@@ -70,8 +70,8 @@ class Strategy:
         ffn_chunks, loss_chunks: pieces of FFN and loss; 0: as the program derives them with FPDT, else one.
         virtual: virtual pipeline stages a rank.
         sequence_parallel: activations are split over TP between the linear layers.
-        fused_rope: one kernel rotates queries and keys; else PyTorch's operations do, as where Triton is not installed
-            and in the papers' programs.
+        fused: one kernel rotates queries and keys, and several chunks of the loss together are added to its weight's
+            gradient, within a product; else several operations do, chunk by chunk, as in the papers' programs.
     """
 
     tensor: int = 1
@@ -93,7 +93,7 @@ class Strategy:
     sequence_parallel: bool = True
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
-    fused_rope: bool = True
+    fused: bool = True
 
     @property
     def context(self) -> int:

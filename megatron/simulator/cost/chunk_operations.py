@@ -59,11 +59,22 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     travel = _hops(a, strategy, size, chunks, a.blocks.keys, a.blocks.grads)
     if not strategy.fpdt_offload:
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
+    if a.ring == 1:
+        return [
+            *before,
+            Segment((own, sums), (), first, chunks - 1),
+            Segment((own, sums)),
+            Segment((other, sums), travel, pair, met),
+        ]
+    # Queries begin to come when a block has: nothing hides the first ones.
+    blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
     return [
         *before,
-        Segment((own, sums), (), first, chunks - 1),
+        Segment(copies=coming, count=blocks - 1),
+        Segment((own, sums), (), _copies(3 * q, q + kv), chunks - 1),
         Segment((own, sums)),
-        Segment((other, sums), travel, pair, met),
+        Segment((other, sums), travel, pair, met - (blocks - chunks)),
+        Segment((other, sums), travel, _copies(2 * q, 0), blocks - chunks),
     ]
 
 

@@ -130,7 +130,7 @@ def _rotary(shape: Shape, strategy: Strategy, tokens: float, backward: bool = Fa
     if shape.positions:
         return ()
     held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
-    each = ROTARY_BYTES if strategy.fused_rope else UNFUSED_ROTARY_BYTES
+    each = ROTARY_BYTES if strategy.fused else UNFUSED_ROTARY_BYTES
     return (memory("rotary", each * tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
 
 
