@@ -99,9 +99,7 @@ def test_a_gpu_that_is_here_and_one_that_is_not_choose_alike(monkeypatch, gpu, h
 
 def test_the_closed_form_prices_what_the_dry_run_does():
     machine, shape = load("B200-192G"), (32768.0, 32768.0, 32.0, 256.0)
-    closed, recorded = (
-        Kernel(name, "attention", 4e15, 1e9, shape) for name in ("attention", attention_named("flash"))
-    )
+    closed, recorded = (Kernel(name, "attention", 4e15, 1e9, shape) for name in ("attention", attention_named("flash")))
     assert kernel_seconds(closed, machine) == kernel_seconds(recorded, machine)
     assert kernel_seconds(closed, machine) > 4 * kernel_seconds(replace_name(closed, "cudnn"), machine)
 
