@@ -128,9 +128,8 @@ def ring_keys_by_queries(strategy: Strategy, causal: bool, chunks: int) -> int:
     """Blocks of keys that pass by in a forward pass where the keys of all ranks meet one of ``chunks`` query chunks
     after another (fpdt/by_queries.py), of the rank that `ring_blocks_sent` means.
 
-    On a causal zigzag ring the chunks of the early half see the early halves of blocks alone, and of those before
-    theirs. Rank 1 passes on two of them, or, where it is the last, none. To each of the others come the early halves of
-    all other blocks, and go on from rank 1 as many late halves.
+    On a causal zigzag ring, in halves of blocks: for a chunk of the early half rank 1 passes on rank 0's and its own,
+    unless it is the last rank; for one of the late half R - 1 early ones and R - 1 late ones.
     """
     ring = strategy.ring
     if ring == 1 or not causal or strategy.balance == "contiguous":

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import KernelUnavailable, triton_tiles
+from megatron.context_parallel.fpdt.chunked_loss import add_product
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.simulator.cost.seconds import attention_named, kernel_seconds
@@ -116,6 +118,20 @@ def launches(mask, s=256, b=2, h=4, d=64, **how):
         out = cp.attention(q, k, v, layout=layout, mask=mask, **how)
         out.backward(torch.ones_like(out))
     return [event for event in recorder.trace.events if getattr(event, "kind", "") == "attention"], recorder.trace
+
+
+def test_products_that_add_to_a_sum_are_products():
+    recorder = Recorder({})
+    with FakeTensorMode(), gpu_kernels(recorder, load("A100-80G")), recorder:
+        total, a, b = torch.empty(6, 5), torch.empty(6, 3, dtype=bf16), torch.empty(3, 5, dtype=bf16)
+        add_product(total, a, b)  # narrow matrices into a wide sum
+        add_product(total, a.float(), b.float())
+    products = [event for event in recorder.trace.events if getattr(event, "kind", "") == "gemm"]
+    sums = 2 * 4 * 6 * 5  # read and written
+    assert [(one.name, one.flops, one.bytes, one.itemsize) for one in products] == [
+        ("addmm", 2 * 6 * 3 * 5, sums + 2 * (6 * 3 + 3 * 5), 2),
+        ("addmm_", 2 * 6 * 3 * 5, sums + 4 * (6 * 3 + 3 * 5), 4),
+    ]
 
 
 def test_tritons_launches_are_priced_by_the_pairs_of_their_tiles():
