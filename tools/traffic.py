@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="that is counted (default 0)")
     parser.add_argument("--torch-rope", action="store_true", help="RoPE by PyTorch's operations, as without Triton")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the bytes")
-    parser.add_argument("flags", nargs="+", metavar="-- FLAG", help="of pretrain_llama.py")
+    parser.add_argument("flags", nargs="+", metavar="-- FLAG", help="of pretrain_llama.py; --gpu: A100-80G by default")
     options = parser.parse_args(argv)
     try:
         found = counted(options)
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 def counted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     from megatron.simulator.dry_run.traffic import layer_traffic
     from megatron.simulator.dry_run.vocabulary import vocabulary_of
+    from megatron.simulator.machines.machine_file import load
     from pretrain_llama import LLAMA
 
     words = [*options.flags, "--dry-run", "--world-size", str(options.gpus)]
@@ -53,8 +54,9 @@ def counted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         raise Refusal("--pipeline-model-parallel-size: the layers of one stage are counted; leave it out")
     if not 0 <= options.rank < options.gpus:
         raise Refusal(f"--rank {options.rank}: there are {options.gpus} ranks, from 0; see --gpus")
+    machine = load(config.simulation.gpu or "A100-80G")
     return layer_traffic(
-        config, options.gpus, options.rank, vocabulary_of(config)[0], fused_rope=not options.torch_rope
+        config, options.gpus, options.rank, vocabulary_of(config)[0], machine, fused_rope=not options.torch_rope
     )
 
 

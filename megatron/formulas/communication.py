@@ -124,15 +124,33 @@ def ring_blocks_sent(strategy: Strategy, causal: bool) -> RingBlocks:
     return RingBlocks(ring - 1, ring - 2 + last, last) if ring > 1 else RingBlocks(0, 0.0, 0.0)
 
 
+def ring_keys_by_queries(strategy: Strategy, causal: bool, chunks: int) -> int:
+    """Blocks of keys that pass by in a forward pass where the keys of all ranks meet one of ``chunks`` query chunks
+    after another (fpdt/by_queries.py), of the rank that `ring_blocks_sent` means.
+
+    On a causal zigzag ring, in halves of blocks: for a chunk of the early half rank 1 passes on rank 0's and its own,
+    unless it is the last rank; for one of the late half R - 1 early ones and R - 1 late ones.
+    """
+    ring = strategy.ring
+    if ring == 1 or not causal or strategy.balance == "contiguous":
+        return chunks * (ring - 1)
+    early = chunks // 2
+    return early * (ring > 2) + (chunks - early) * (ring - 1)
+
+
 def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Keys and values that travel on, once a pass; in the backward pass with their fp32 gradients."""
+    """Keys and values that travel on, in the backward pass with their fp32 gradients: once a pass, but for forward
+    passes by queries."""
     if strategy.ring == 1:
         return 0
     shape, blocks = workload.shape, ring_blocks_sent(strategy, workload.causal)
     plan = head_plan(shape.heads // strategy.tensor, max(shape.kv_heads // strategy.tensor, 1), strategy.ulysses)
     block = 2 * len(plan.kv_index[0]) * shape.head_dim * strategy.micro_batch * (workload.seq_length // strategy.ring)
-    passes = passes_of(workload, strategy).attention + 1
-    layer = passes * blocks.keys * block * itemsize + int(blocks.grads * block * WIDE)
+    forward = blocks.keys
+    if strategy.fpdt_chunk and strategy.fpdt_offload:
+        forward = ring_keys_by_queries(strategy, workload.causal, chunks_of(workload, strategy).attention)
+    keys = passes_of(workload, strategy).attention * forward + blocks.keys
+    layer = keys * block * itemsize + int(blocks.grads * block * WIDE)
     return layer * (shape.layers // strategy.pipeline) * _micro_batches(workload, strategy)
 
 

@@ -70,6 +70,8 @@ class Strategy:
         ffn_chunks, loss_chunks: pieces of FFN and loss; 0: as the program derives them with FPDT, else one.
         virtual: virtual pipeline stages a rank.
         sequence_parallel: activations are split over TP between the linear layers.
+        fused: one kernel rotates queries and keys, and several chunks of the loss together are added to its weight's
+            gradient, within a product; else several operations do, chunk by chunk, as in the papers' programs.
     """
 
     tensor: int = 1
@@ -91,6 +93,7 @@ class Strategy:
     sequence_parallel: bool = True
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    fused: bool = True
 
     @property
     def context(self) -> int:

@@ -132,6 +132,57 @@ def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     assert resumed == pytest.approx(uninterrupted, rel=1e-5)
 
 
+def sinks_of(job):
+    """This rank's learned sinks, by (layer of the model, head of the model)."""
+    from megatron.training.checkpoint.checkpoint import unwrap
+    from megatron.training.model.weights import canonical_parameters
+
+    found = {}
+    for chunk in job.chunks:
+        for name, parameter in canonical_parameters(unwrap(chunk)):
+            if name.endswith("softmax_offset"):
+                first = job.runtime.grid.tensor.rank * len(parameter)
+                found |= {(name, first + head): value for head, value in enumerate(parameter.tolist())}
+    return found
+
+
+def train_sinks(flags, folder, steps_before, steps_after):
+    """Train, save in ``folder``, go on; without a save, go on from what is there. The sinks at both times."""
+    from megatron.training.checkpoint import checkpoint
+
+    job = make_job(flags)
+    train_job(job, steps_before)
+    if steps_before:
+        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    there = sinks_of(job)
+    train_job(job, steps_after)
+    return there, sinks_of(job)
+
+
+@pytest.mark.parametrize(
+    "world, saved_on, loaded_on",
+    [
+        (2, T2, P2),
+        (2, f"{T2} --zero-stage 1", ""),
+        *also_in_full((2, T2, ""), (2, P2, T2), (2, "", f"{T2} --zero-stage 1")),
+    ],
+)
+def test_learned_sinks_go_from_grid_to_grid(pool, tmp_path, world, saved_on, loaded_on):
+    """Each head's, and its optimizer's states: what they become in the next steps is the same."""
+    flags = f"{TWO} --softmax-type learnable --lr 1e-2"
+
+    def whole(ranks):
+        return tuple({name: value for rank in ranks for name, value in rank[when].items()} for when in (0, 1))
+
+    saved, later = whole(pool.run(train_sinks, world, f"{flags} {saved_on}", str(tmp_path), 2, 2, timeout=120))
+    where = f"{flags} {loaded_on} --load {tmp_path}"
+    loaded, resumed = whole(pool.run(train_sinks, world, where, str(tmp_path), 0, 2, timeout=120))
+    assert len(saved) == 2 * 8 == len(set(saved.values()))
+    assert loaded == saved
+    assert resumed == pytest.approx(later, abs=1e-5)
+    assert max(abs(later[name] - saved[name]) for name in saved) > 5e-3
+
+
 def save_where_files_cannot_grow(flags, folder):
     """Save once, then again with a limit on file sizes, as on a full disk; the message of the failure."""
     from megatron.training.checkpoint import checkpoint

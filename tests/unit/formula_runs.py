@@ -98,12 +98,13 @@ def flags(case: Case) -> list[str]:
 def measure(case: Case) -> Measured:
     """A step of a case on one simulated rank: in bf16 of a GPU, in fp32 of a CPU."""
     from megatron.simulator.dry_run.one_rank import run_rank
+    from megatron.simulator.machines.machine_file import load
     from megatron.training.arguments.parser import parse
     from megatron.training.report.memory_picture import KINDS, series
 
     shape, ranks = case.workload.shape, case.strategy.ranks
     config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)
-    found = run_rank(config, ranks, case.rank, shape.vocab, on_gpu=case.fused)
+    found = run_rank(config, ranks, case.rank, shape.vocab, machine=load("A100-80G") if case.fused else None)
     _, sizes = series(found.profile)
     left = dict(zip(KINDS, sizes[-1].tolist()))  # when the step is over
     states = {kind: left[kind] for kind in ("parameters", "gradients", "optimizer")}

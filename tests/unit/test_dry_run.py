@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.simulator.cost.trace import HostCopy, Transfer, Wait
+from megatron.formulas.copies import Loads, forward_loads
+from megatron.simulator.cost.trace import HostCopy, Phase, Transfer, Wait
 from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import dry_run, ranks_of, run_job
 from megatron.simulator.machines.machine import Calibration
@@ -80,7 +81,7 @@ def test_a_gpu_copies_on_streams_of_its_own():
     config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1 --global-batch-size 1", 1)
     from megatron.simulator.dry_run.one_rank import run_rank
 
-    gpu, cpu = (run_rank(config, 1, 0, 301, on_gpu=on_gpu) for on_gpu in (True, False))
+    gpu, cpu = (run_rank(config, 1, 0, 301, machine=machine) for machine in (load("A100-80G"), None))
     copies, on_cpu = ([e for e in x.trace.events if isinstance(e, HostCopy)] for x in (gpu, cpu))
     waited = {ticket for e in gpu.trace.events if isinstance(e, Wait) for ticket in e.tickets}
     assert sum(e.bytes for e in copies) == sum(e.bytes for e in on_cpu) > 0
@@ -93,13 +94,34 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
     flags += " --max-position-embeddings 1024 --global-batch-size 1"
     from megatron.simulator.dry_run.one_rank import run_rank
 
+    machine = load("A100-80G")
     kept, left = (
-        run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, on_gpu=True) for more in ("", "--offload-checkpoints")
+        run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, machine=machine) for more in ("", "--offload-checkpoints")
     )
     hidden = 1024 * 64 * 2
     # Of four inputs, the one in use and the one that comes are there; the other two are not.
     assert kept.device_peak - left.device_peak >= 2 * hidden
     assert left.host_peak - kept.host_peak == 4 * hidden
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
+    """A forward pass of FPDT: docs/fpdt.md, "What is copied"."""
+    from megatron.simulator.dry_run.one_rank import run_rank
+
+    flags = f"--fpdt --fpdt-chunk-size 64 --ring-parallel-size 2 --context-parallel-balance {balance} --bf16"
+    config = config_of(f"{flags} --num-layers 1 --global-batch-size 1 --group-query-attention --num-query-groups 2", 2)
+    events = run_rank(config, 2, 1, 301, machine=load("A100-80G")).trace.events
+    forward = events[: next(i for i, e in enumerate(events) if isinstance(e, Phase) and e.name == "backward")]
+    sent, came = (
+        sum(e.bytes for e in forward if isinstance(e, HostCopy) and e.direction == way)
+        for way in ("to_host", "to_device")
+    )
+    q, kv, lse = 32 * 8 * 8 * 2, 2 * 32 * 2 * 8 * 2, 32 * 8 * 4
+    assert sent == 4 * (2 * q + kv + lse)
+    loads = forward_loads(4, 2, early_half=balance == "zigzag")
+    assert loads == (Loads(8, 2) if balance == "zigzag" else Loads(12, 3))
+    assert came == loads.keys * kv + loads.queries * q
 
 
 def test_weights_come_while_the_layer_before_computes():
@@ -109,8 +131,9 @@ def test_weights_come_while_the_layer_before_computes():
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.simulator.dry_run.replay import replay
 
-    trace = run_rank(config, 4, 0, 301, on_gpu=True).trace
-    replayed = replay(trace, replace(load("A100-80G"), calibration=Calibration()))
+    machine = load("A100-80G")
+    trace = run_rank(config, 4, 0, 301, machine=machine).trace
+    replayed = replay(trace, replace(machine, calibration=Calibration()))
     assert 0 < replayed.exposed["dp"] < 0.5 * replayed.busy["dp"]
     tickets = [e.ticket for e in trace.events if isinstance(e, Transfer) and e.axis == "dp" and e.ticket]
     waited = [ticket for e in trace.events if isinstance(e, Wait) for ticket in e.tickets]
@@ -183,7 +206,7 @@ def test_without_a_gpu_nothing_is_predicted(tmp_path, capsys):
             "2 ranks does not divide the 3 processes",
         ),
         ("--dry-run --world-size 0", "--world-size 0"),
-        ("--dry-run --gpu A100-80G --bf16 --attention-kernel cpu", "--attention-kernel cpu: cannot run this on a GPU"),
+        ("--dry-run --gpu A100-80G --bf16 --attention-kernel cpu", "--attention-kernel cpu: needs tensors on the CPU"),
         ("--dry-run --dry-run-json /proc/nothing/x.json", "--dry-run-json /proc/nothing/x.json cannot be written"),
     ],
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,7 +15,8 @@ from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
-from megatron.formulas.communication import ring_blocks_sent, sent_bytes
+from megatron.formulas.communication import ring_blocks_sent, ring_keys_by_queries, sent_bytes
+from megatron.formulas.copies import forward_loads
 from megatron.formulas.flops import busiest_ring_rank, step_flops
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.step_operations import busiest_stage, step_trace
@@ -116,3 +118,24 @@ def test_blocks_on_a_ring_are_those_of_its_plans(ring: int, chunks: int, balance
     assert grads[1 if balance == "zigzag" else -1] == told.grads * block
     if balance == "zigzag":
         assert keys[1] == max(keys)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("ring", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 5])
+def test_blocks_that_meet_query_chunks_are_those_of_the_plans(
+    ring: int, chunks: int, balance: str, causal: bool
+) -> None:
+    block, keys, met = 240, [], 0
+    for rank in range(ring):
+        layout = SequenceLayout(block * ring, Grid(ring=Axis(ring, rank), context=Axis(ring)), balance, chunks=chunks)
+        mask, pairs = Causal() if causal else Full(), list(product(range(chunks), repeat=2))
+        plans = [ring_plan(layout, mask, chunk=key, query_chunk=query) for query, key in pairs]
+        keys.append(sum(count(hop.forward) for plan in plans for hop in plan.hops))
+        met = sum(plan.needed for plan in plans)
+        assert sum(plan.pairs for plan in plans) == ring_plan(layout, mask).pairs
+    told = ring_keys_by_queries(Strategy(ring=ring, balance=balance), causal, chunks)
+    assert max(keys) == told * block == keys[1 if balance == "zigzag" else ring - 2]
+    loads = forward_loads(chunks, ring, early_half=causal and balance == "zigzag")
+    assert loads.keys == met - chunks

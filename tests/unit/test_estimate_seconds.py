@@ -32,6 +32,7 @@ CASES = [
     case("zero 3, inputs in host memory", 64 * K, ulysses=4, zero=3, recompute="full", offload_checkpoints=True),
     case("fpdt", 64 * K, ulysses=4, recompute="full", fpdt_chunk=16 * K),
     case("pipeline", 16 * K, 4, pipeline=2, zero=0),
+    case("fpdt on a ring", 64 * K, ulysses=2, ring=2, recompute="full", fpdt_chunk=16 * K),
 ]
 MORE = [
     case("tensor", 16 * K, tensor=4, zero=0),
@@ -46,6 +47,8 @@ MORE = [
     case("zero 2", 16 * K, 4, data=4, zero=2),
     case("fpdt on the device", 64 * K, ulysses=4, recompute="full", fpdt_chunk=16 * K, fpdt_offload=False),
     case("virtual stages", 16 * K, 8, layers=4, pipeline=2, virtual=2, zero=0),
+    case("fpdt on a ring of four", 128 * K, ring=4, fpdt_chunk=32 * K),
+    case("fpdt on a contiguous ring", 64 * K, ulysses=2, ring=2, balance="contiguous", fpdt_chunk=16 * K),
     case("ffn and loss in chunks", 16 * K, ffn_chunks=4, loss_chunks=8, recompute="full", zero=0),
 ]
 
@@ -55,12 +58,21 @@ def names(cases: list[Case]) -> Any:
 
 
 @names(CASES)
-def test_a_step_takes_as_long_as_its_dry_run(case: Case) -> None:
-    machine, ranks = load("A100-80G"), case.strategy.ranks
+def test_a_step_takes_as_long_as_its_dry_run(case: Case, gpu: str = "A100-80G") -> None:
+    machine, ranks = load(gpu), case.strategy.ranks
     config = parse(flags(case), dict(LLAMA), ranks)
     found = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
     told = estimate(case.workload, case.strategy, machine)
     assert told.seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gpu", ["H100-80G", "B200-192G"])
+def test_heads_of_256_run_on_the_kernel_that_takes_them(gpu: str) -> None:
+    """cuDNN on Hopper; on Blackwell FlashAttention-2."""
+    wide = case("heads of 256", 16 * K, zero=0)
+    shape = replace(SHAPE, heads=16, kv_heads=4, head_dim=256)
+    test_a_step_takes_as_long_as_its_dry_run(replace(wide, workload=replace(wide.workload, shape=shape)), gpu)
 
 
 @pytest.mark.full

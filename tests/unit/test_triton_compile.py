@@ -64,13 +64,10 @@ def test_every_variant_compiles(compiler, capability, head, which, variant):
 
 
 # Known to spill, up to 40 bytes in fp32 and 872 for heads of 256: to be mended, and then to be taken out here.
-SPILLING = {
-    (90, 256, "queries"), (90, 256, "keys"), (100, 256, "keys"), (120, 32, "keys"),
-}  # fmt: skip
+SPILLING = {(90, 256, "queries"), (90, 256, "keys"), (100, 256, "keys")}
 SPILLING_FP32 = {
-    (80, 64, "queries"), (80, 128, "queries"), (80, 256, "queries"), (89, 256, "forward"), (90, 64, "forward"),
-    (90, 128, "forward"), (90, 256, "forward"), (100, 64, "queries"), (100, 128, "forward"), (100, 256, "forward"),
-    (120, 64, "forward"), (120, 128, "forward"), (120, 256, "forward"),
+    (80, 128, "queries"), (80, 256, "queries"), (89, 256, "forward"), (90, 128, "forward"), (90, 256, "forward"),
+    (100, 128, "forward"), (100, 256, "forward"), (120, 128, "forward"), (120, 256, "forward"),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from megatron.context_parallel.layout.masks import Mask
@@ -33,7 +33,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """All hops of one rank. ``hops[0]`` is its own block."""
+    """All hops of one rank. ``hops[0]`` is its own block. ``needed``: whether any rank needs anything of any block."""
 
     rank: int
     next: int
@@ -41,6 +41,7 @@ class RingPlan:
     hops: tuple[Hop, ...]
     grads_home: tuple[int, Spans]  # rank and rows of the gradients that return to this rank at the end
     home_hop: int  # the hop after which that rank sends them
+    needed: bool = True
 
     @property
     def pairs(self) -> int:
@@ -54,6 +55,7 @@ def ring_plan(
     rank: int | None = None,
     chunk: int | None = None,
     key_layout: SequenceLayout | None = None,
+    query_chunk: int | None = None,
 ) -> RingPlan:
     """The plan of ring rank ``rank`` (default: this one): its queries against everybody's keys.
 
@@ -63,13 +65,10 @@ def ring_plan(
     Args:
         chunk: only the keys of this chunk of every rank travel (FPDT); default the whole blocks.
         key_layout: of the keys, in cross-attention; default ``layout``.
+        query_chunk: only the queries of this chunk of every rank meet them; default all.
     """
     ring, key_layout = layout.grid.ring, key_layout or layout
-    queries = tuple(layout.ring_spans(r) for r in range(ring.size))
-    if chunk is None:
-        keys = tuple(key_layout.ring_spans(r) for r in range(ring.size))
-    else:
-        keys = tuple(key_layout.chunk_spans(chunk, r) for r in range(ring.size))
+    queries, keys = _blocks(layout, query_chunk), _blocks(key_layout, chunk)
     return _plan(queries, keys, mask, key_layout.seq_length, ring.rank if rank is None else rank)
 
 
@@ -77,7 +76,12 @@ Blocks = tuple[Spans, ...]
 """Positions of every ring rank's block."""
 
 
-@lru_cache(maxsize=256)  # with packed documents, each batch has plans of its own
+def _blocks(layout: SequenceLayout, chunk: int | None) -> Blocks:
+    spans = layout.ring_spans if chunk is None else partial(layout.chunk_spans, chunk)
+    return tuple(spans(rank) for rank in range(layout.grid.ring.size))
+
+
+@lru_cache(maxsize=4096)  # of each pair of chunks one; with packed documents, each batch has plans of its own
 def _plan(queries: Blocks, keys: Blocks, mask: Mask, length: int, rank: int) -> RingPlan:
     size, needed = len(keys), _needed(queries, keys, mask, length)
     ways = {step: [_Way(needed[home], home, step) for home in range(size)] for step in (1, -1)}
@@ -108,6 +112,7 @@ def _plan(queries: Blocks, keys: Blocks, mask: Mask, length: int, rank: int) -> 
         hops=tuple(hops),
         grads_home=((rank + step * own.last) % size, own.touched[own.last]),
         home_hop=own.last,
+        needed=any(rows for home in needed for rows in home),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops by queries: a query chunk stays while its key chunks come. On a ring of one."""
+"""The loops by queries: a query chunk stays while its key chunks come; on a ring, forward, those of all ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             q = shelf.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
             for key, there in zip(keys, shelf.walk([[("kv", key)] for key in keys], fresh)):
-                kv = run.work.unpacked(there["kv", key])
-                attend(run.tiles.between(query, key, 0), q, *kv, kernel=run.work.kernel, result=result)
+                for block in run.tiles.source(key, query).blocks(*run.work.unpacked(there["kv", key])):
+                    attend(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
+            if not run.saving:
+                shelf.drop(("q", query))
 
 
 def backward(run: ChunkPass, dy: HiddenStates) -> None:

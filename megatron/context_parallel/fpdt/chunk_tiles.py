@@ -30,13 +30,17 @@ class ChunkTiles:
         found = self.between(query, key, block.hop.source)
         return [replace(tile, k=place(tile.k, block.hop.held)) for tile in found]
 
-    def source(self, key: int) -> RingSource:
-        """Key chunk ``key`` of every rank, around the ring."""
-        return RingSource(ring_plan(self.layout, self.mask, chunk=key), self.layout.grid.ring)
+    def source(self, key: int, query: int | None = None) -> RingSource:
+        """Key chunk ``key`` of every rank, around the ring; for all query chunks, or every rank's chunk ``query``."""
+        plan = ring_plan(self.layout, self.mask, chunk=key, query_chunk=query)
+        return RingSource(plan, self.layout.grid.ring)
 
     def keys_of(self, query: int) -> list[int]:
-        """This rank's key chunks that a query chunk meets."""
-        return [key for key in range(self.layout.chunks) if self.between(query, key, self.layout.grid.ring.rank)]
+        """The key chunks that a query chunk meets; on a ring, that this chunk of any rank meets on any rank."""
+        chunks, ring = range(self.layout.chunks), self.layout.grid.ring
+        if ring.size == 1:
+            return [key for key in chunks if self.between(query, key, ring.rank)]
+        return [key for key in chunks if self.source(key, query).plan.needed]
 
     def queries_of(self, key: int, ring: int) -> list[int]:
         """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""

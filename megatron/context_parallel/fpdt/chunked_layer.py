@@ -83,8 +83,10 @@ class _Chunked(torch.autograd.Function):
 
 
 def _forward(run: ChunkPass, y: HiddenStates | None) -> None:
-    """By queries; on a ring by keys, which travel around it."""
-    (by_queries if run.layer.layout.grid.ring.size == 1 else by_keys).forward(run, y)
+    """By queries. On a ring all ranks' keys pass by each query chunk; where no host has the chunks, by keys, which then
+    go round once."""
+    on_device = run.layer.layout.grid.ring.size > 1 and run.layer.offload is None
+    (by_keys if on_device else by_queries).forward(run, y)
 
 
 def _backward(run: ChunkPass, dy: HiddenStates) -> None:

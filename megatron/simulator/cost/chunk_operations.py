@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FPDT's attention: tiles between chunks, and what comes from and goes to host memory meanwhile.
 
-The loops are those of fpdt/by_queries.py and fpdt/by_keys.py. By queries keys move, by keys queries do; on a ring both
-passes go by keys. A tile and the copies for the next one are side by side, which is what the double buffer is for.
-What the first chunk of a backward pass needs comes while nothing else is there to do; one chunk alone hides nothing.
+The loops are those of fpdt/by_queries.py and fpdt/by_keys.py. By queries keys move, by keys queries do; on a ring the
+backward pass goes by keys, and the forward pass where no host has the chunks. A tile and the copies for the next one
+are side by side, which is what the double buffer is for. What the first chunk of a backward pass needs comes while
+nothing else is there to do; one chunk alone hides nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.formulas.communication import ring_keys_by_queries
+from megatron.formulas.copies import forward_loads
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.cost.attention_operations import Attended, ring_backward, ring_forward
 from megatron.simulator.cost.operations import BF16, FP32, memory, tile
@@ -24,16 +27,19 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     width = size * a.batch * a.head_dim
     q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
     merge = memory("merge", (BF16 + 2 * FP32) * width * a.heads)
-    own, out, back = 2 * q + kv + lse, 0, kv
-    if a.ring > 1:  # sums come and go with their queries
-        out, back = 2 * q + lse, 3 * q + lse
-    offload = saving and strategy.fpdt_offload
+    offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
+    if strategy.fpdt_offload:
+        travelling = ring_keys_by_queries(strategy, a.causal, chunks)
+    kept = _copies(2 * q + kv + lse, 0) if offload else ()
     if chunks == 1:
         head, *rest = ring_forward(a, strategy)
-        return [replace(head, copies=_copies(own, 0) if offload else ()), *rest]
+        return [replace(head, copies=kept), *rest]
+    loaded = forward_loads(chunks, a.ring, early_half=a.causal and a.balanced, causal=a.causal)
+    back = _copies(0, (loaded.keys * kv + loaded.queries * q) / met) if offload else ()
+    hops = _hops(a, strategy, size, chunks, travelling)
     return [
-        Segment((_tile(a, size, own=True),), copies=_copies(own, 0) if offload else (), count=chunks),
-        Segment((_tile(a, size), merge), _hops(a, strategy, size, chunks), _copies(out, back) if offload else (), met),
+        Segment((_tile(a, size, own=True),), copies=kept, count=chunks),
+        Segment((_tile(a, size), merge), hops, back, met),
     ]
 
 
@@ -50,14 +56,25 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         return [*before, *ring_backward(a, strategy)]
     own, other = _tile(a, size, own=True, backward=True), _tile(a, size, backward=True)
     sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
-    travel = _hops(a, strategy, size, chunks, backward=True)
+    travel = _hops(a, strategy, size, chunks, a.blocks.keys, a.blocks.grads)
     if not strategy.fpdt_offload:
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
+    if a.ring == 1:
+        return [
+            *before,
+            Segment((own, sums), (), first, chunks - 1),
+            Segment((own, sums)),
+            Segment((other, sums), travel, pair, met),
+        ]
+    # Queries begin to come when a block has: nothing hides the first ones.
+    blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
     return [
         *before,
-        Segment((own, sums), (), first, chunks - 1),
+        Segment(copies=coming, count=blocks - 1),
+        Segment((own, sums), (), _copies(3 * q, q + kv), chunks - 1),
         Segment((own, sums)),
-        Segment((other, sums), travel, pair, met),
+        Segment((other, sums), travel, pair, met - (blocks - chunks)),
+        Segment((other, sums), travel, _copies(2 * q, 0), blocks - chunks),
     ]
 
 
@@ -75,12 +92,13 @@ def _tile(a: Attended, size: float, *, own: bool = False, backward: bool = False
     return tile(size, size, a.heads * a.batch, a.head_dim, pairs, backward=backward)
 
 
-def _hops(a: Attended, strategy: Strategy, size: float, chunks: int, *, backward: bool = False) -> tuple[Transfer, ...]:
-    """A tile's share of the key chunks that go round, each once, and of their fp32 gradients."""
+def _hops(
+    a: Attended, strategy: Strategy, size: float, chunks: int, keys: float, grads: float = 0.0
+) -> tuple[Transfer, ...]:
+    """A tile's share of what goes round: blocks of keys, and of their fp32 gradients."""
     if a.ring == 1:
         return ()
-    sent = BF16 * a.blocks.keys + (FP32 * a.blocks.grads if backward else 0)
-    sent *= 2.0 * size * chunks * a.batch * a.kv_heads * a.head_dim
+    sent = (BF16 * keys + FP32 * grads) * 2.0 * size * chunks * a.batch * a.kv_heads * a.head_dim
     return (Transfer("p2p", "ring", strategy.group("ring"), sent / _met(a, chunks)),)
 
 

@@ -15,8 +15,9 @@ from megatron.simulator.cost.operations import BF16, FP32, collective, gemm, mem
 from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Collective, Kernel, Transfer
 
-# Bytes of a number that is rotated: read and written once, by one kernel (context_parallel/positions/rope_kernel.py).
-ROTARY_BYTES = 2 * BF16
+# Bytes of a number that is rotated. By one kernel (context_parallel/positions/rope_kernel.py): read and written once.
+# By PyTorch's operations in fp32 (rope.py): widen 6, times cosine 8, plus the other one times sine 12, narrow 6.
+ROTARY_BYTES, UNFUSED_ROTARY_BYTES = 2 * BF16, 32
 
 
 def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
@@ -129,7 +130,8 @@ def _rotary(shape: Shape, strategy: Strategy, tokens: float, backward: bool = Fa
     if shape.positions:
         return ()
     held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
-    return (memory("rotary", ROTARY_BYTES * tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
+    each = ROTARY_BYTES if strategy.fused else UNFUSED_ROTARY_BYTES
+    return (memory("rotary", each * tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
 
 
 def _enter(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from megatron.context_parallel.fpdt.chunked_loss import pieces_together
@@ -32,7 +33,7 @@ def embedding_grad(shape: Shape, strategy: Strategy, tokens: int) -> list[Segmen
 
 def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
     """Forward; ``tokens`` of a TP group, in ``chunks``; 0: whole."""
-    pieces, groups = chunks or 1, _groups(shape, tokens, chunks)
+    pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", FORWARD * rows * vocab)
     sums = (collective("all_reduce", "tp", strategy.group("tp"), FP32 * rows, count=LOSS_SUMS),)
@@ -46,7 +47,7 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
 
 def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
     """In chunks it follows its forward pass at once, which has gathered the tokens, and nothing hides its transfer."""
-    pieces, groups = chunks or 1, _groups(shape, tokens, chunks)
+    pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
     entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)
     together = tokens / groups
@@ -55,15 +56,18 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
     sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
     leave = leaving(strategy, shape.hidden, together)
     if chunks:
+        wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)
         return [
             Segment((entropy,), count=pieces),
             Segment((dgrad,), count=groups),
             Segment((), leave, count=groups),
-            Segment((wgrad, sums), count=groups),
+            Segment((wide,) if strategy.fused else (wgrad, sums), count=groups),
         ]
     return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, sums), leave)]
 
 
-def _groups(shape: Shape, tokens: int, chunks: int) -> int:
+def _groups(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> int:
     """How often the chunks' gradients go into the weight's sum."""
-    return ceil(chunks / pieces_together(ceil(tokens / chunks), shape.hidden, BF16)) if chunks else 1
+    if not chunks or not strategy.fused:
+        return chunks or 1
+    return ceil(chunks / pieces_together(ceil(tokens / chunks), shape.hidden, BF16))

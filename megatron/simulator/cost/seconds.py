@@ -23,11 +23,17 @@ from __future__ import annotations
 
 from math import log2
 
+from megatron.context_parallel.attention.kernels.preference import preferred
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Machine
 
-TRITON = "triton_attention"
-"""Of a trace, the kernel that takes masks of pairs, ALiBi and dropout where the fused ones do not."""
+
+def attention_named(kernel: str) -> str:
+    """What an attention kernel is called in a trace."""
+    return f"{kernel}_attention"
+
+
+ATTENTION = {attention_named(kernel): kernel for kernel in preferred(None)}  # any other name: what the machine runs
 
 
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
@@ -56,11 +62,14 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
 def attention_rate(kernel: Kernel, machine: Machine) -> float:
     """FLOP/s by the machine's table and the share of it that its kernel gets; one without a shape counts as long."""
     rates = machine.attention_backward if kernel.backward else machine.attention
-    share = machine.kernels.get("triton", 1.0) if kernel.name == TRITON else machine.attention_share
+    runs = ATTENTION.get(kernel.name)
     if not kernel.shape:
-        return rates.points[-1][1] * share
+        return rates.points[-1][1] * (machine.kernels.get(runs, 1.0) if runs else machine.attention_share())
     queries, keys, heads, head_size = kernel.shape
-    pairs = kernel.flops / ((10 if kernel.backward else 4) * heads * head_size)
+    share = machine.kernels.get(runs, 1.0) if runs else machine.attention_share(head_size)
+    # Triton's backward pass is two launches, of 6 and 8.
+    a_pair = 4 if not kernel.backward else 7 if runs == "triton" else 10
+    pairs = kernel.flops / (a_pair * heads * head_size)
     return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size) * share
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from typing import Any
 
@@ -126,8 +126,6 @@ def dry_run(
         Refusal: what the run itself would refuse; FP8 on a machine without it.
     """
     check_fp8(config.model, machine)
-    if machine and config.attention.attention_kernel not in ("auto", "math"):
-        machine = replace(machine, attention_kernel=config.attention.attention_kernel)
     depths = stage_layers(config)
     counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
@@ -197,7 +195,7 @@ def run_job(job: Job) -> Done:
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
     stretch = None if every_micro_batch else stretch_of(config, stage, batches)
-    how = {"on_gpu": machine is not None, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
+    how = {"machine": machine, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
     try:
         done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, **how)
     except Unsteady:

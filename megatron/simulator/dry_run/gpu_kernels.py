@@ -17,10 +17,12 @@ from torch.optim import adam
 
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import math_kernel
+from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.positions import dropout, rope
 from megatron.simulator.dry_run.recorder import Recorder
 from megatron.simulator.dry_run.sharded_streams import sharded_streams
 from megatron.simulator.dry_run.simulated_attention import simulated_kernel
+from megatron.simulator.machines.machine import Machine
 
 # torch.compile makes one kernel of each (core's @jit_fuser).
 FUSED = (
@@ -30,9 +32,9 @@ FUSED = (
 
 
 @contextmanager
-def gpu_kernels(recorder: Recorder, fused_rope: bool = True) -> Iterator[None]:
+def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -> Iterator[None]:
     """Within, the kernels that a GPU fuses are recorded as one each, and their insides take no memory; attention runs
-    on the kernel that stands for a GPU's.
+    on what stands for the kernel that ``machine`` would choose.
 
     Args:
         fused_rope: the rotation of queries and keys is one of them.
@@ -50,7 +52,8 @@ def gpu_kernels(recorder: Recorder, fused_rope: bool = True) -> Iterator[None]:
         stack.enter_context(patch.dict(rope.PIECE, clear=True))
         stack.enter_context(patch.dict(math_kernel.SCORE_BYTES, cpu=math_kernel.SCORE_BYTES["cuda"]))
         stack.enter_context(patch.dict(dropout.ELEMENTS_AT_ONCE, cpu=dropout.ELEMENTS_AT_ONCE["cuda"]))
-        stack.enter_context(patch.object(kernels, "select", partial(simulated_kernel, recorder)))
+        stack.enter_context(patch.object(kernels, "select", partial(simulated_kernel, recorder, machine)))
+        stack.enter_context(patch.object(chunked_loss, "_adds_wide", lambda *_: True))
         yield
 
 

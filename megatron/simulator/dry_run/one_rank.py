@@ -23,6 +23,7 @@ from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
 from megatron.simulator.dry_run.recorder import Recorder, axes_of
 from megatron.simulator.dry_run.simulated_offload import simulated_offload
 from megatron.simulator.dry_run.steady import Repeat, Stretch, find_repeat, with_growth
+from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.report.memory_picture import DEVICE_KINDS, Profile, series
 
@@ -60,7 +61,7 @@ def run_rank(
     rank: int,
     vocab_size: int,
     *,
-    on_gpu: bool = False,
+    machine: Machine | None = None,
     stretch: Stretch | None = None,
     fp8: Fp8 | None = None,
     recorder: Callable[..., Recorder] = Recorder,
@@ -71,7 +72,7 @@ def run_rank(
     Args:
         config: completed for ``world_size``; it is not changed.
         vocab_size: real vocabulary size.
-        on_gpu: simulate a GPU's kernels, streams and fused operations; else what a CPU does.
+        machine: simulate its GPU's kernels, streams and fused operations; None: what a CPU does.
         stretch: run so many micro-batches, and take a stretch of them for the rest; None: all.
         fp8: how tensors are held under --fp8-format; default as before Blackwell.
         recorder: makes what watches the step.
@@ -92,9 +93,10 @@ def run_rank(
     fp8 = None if model.fp8_format is None else fp8 or held_by(model, None)
     model.transformer_impl, model.fp8_format = "local", None  # core's layers stand for Transformer Engine's
     cpu.run_core_on_cpu()
+    on_gpu = machine is not None
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
     watch = recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
-    with simulated_world(world_size, rank), gpu_kernels(watch, fused_rope) if on_gpu else nullcontext():
+    with simulated_world(world_size, rank), gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext():
         runtime = start(config, where, simulated_offload(watch, on_gpu))
         watch.axes.update(axes_of(runtime.grid))
         data = config.data

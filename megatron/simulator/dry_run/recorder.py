@@ -50,6 +50,7 @@ class Recorder(TensorMeter):
         self._of_collective: dict[int, int] = {}  # tickets, by the number of the collective
         self._collectives = 0
         self._deferred: list[int] | None = None
+        self.attention = ""  # what attention kernels are called, in place of the operation that stands for them
         self.quiet = 0  # depth of regions whose operations are recorded as one, or by somebody else
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -67,6 +68,8 @@ class Recorder(TensorMeter):
         elif not moves_nothing(func):
             event = host_copy(func, args, out) or kernel(func, args, kwargs, out)
             if event is not None:
+                if self.attention and getattr(event, "kind", "") == "attention":
+                    event.name = self.attention
                 self.trace.events.append(event)
 
     def price(self, kernel: Kernel) -> None:
@@ -109,6 +112,15 @@ class Recorder(TensorMeter):
         ticket = self.ticket()
         self.trace.events.append(HostCopy(direction, size, ticket))
         return ticket
+
+    @contextmanager
+    def calling(self, attention: str) -> Iterator[None]:
+        """Attention kernels within are called so."""
+        before, self.attention = self.attention, attention
+        try:
+            yield
+        finally:
+            self.attention = before
 
     @contextmanager
     def hushed(self) -> Iterator[None]:
@@ -280,7 +292,13 @@ def in_host(x: Tensor) -> bool:
     return torch._C._has_storage(x) and getattr(x.untyped_storage(), "is_host_buffer", False)
 
 
-GEMMS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+# Of every overload: into a given sum, in place, of narrow matrices into a wide sum. The place of the first matrix.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+GEMMS = {
+    getattr(getattr(aten, name), overload): first
+    for name, first in PRODUCTS.items()
+    for overload in getattr(aten, name).overloads()
+}
 WRITES_ALONE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar)
 ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 
@@ -288,7 +306,8 @@ ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
     """Work of the compute stream."""
     name = func._schema.name.removeprefix("aten::")
-    tensors = [getattr(x, "_local_tensor", x) for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+    given = {name: value for name, value in kwargs.items() if name != "out"}  # which is what is returned
+    tensors = [getattr(x, "_local_tensor", x) for x in tree_leaves((args, given, out)) if isinstance(x, Tensor)]
     size = sum(x.numel() * x.element_size() for x in tensors)
     if not size:
         return None

@@ -8,17 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels import KERNELS, select
-from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnavailable, tensor_reason
-from megatron.context_parallel.attention.kernels.triton_kernel import LARGEST_HEAD
+from megatron.context_parallel.attention.kernels import KERNELS
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, AnyMask, Kernel
+from megatron.context_parallel.attention.kernels.triton_tiles import groups
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.simulator.cost import trace
-from megatron.simulator.cost.seconds import TRITON
+from megatron.simulator.cost.seconds import attention_named
 from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.machines.machine import Machine
+
+FUSED = ("flash_attn", "cudnn", "flash")
 
 
 def simulated_kernel(
     recorder: Recorder,
+    machine: Machine,
     name: str,
     *,
     device: torch.device | str,
@@ -27,28 +31,34 @@ def simulated_kernel(
     many_tiles: bool = False,
     **needs: bool,
 ) -> Kernel:
-    """As `kernels.select`, of a GPU that is simulated on ``device``.
-
-    PyTorch's flash attention stands for every fused kernel, and the machine's file says how fast the one that would run
-    is. Triton's takes what the fused ones do not.
-
-    Raises KernelUnavailable for what no GPU runs.
-    """
-    if name not in ("auto", *KERNELS):
-        select(name, device=device, dtype=dtype, head_dim=head_dim, **needs)
-    unfused = any(needs.values()) or tensor_reason(dtype, head_dim) is not None
-    if name == "cpu" or (name not in ("auto", "triton", "math") and unfused):
-        raise KernelUnavailable(name, "cannot run this on a GPU: use auto, or math")
-    asked = name == "triton" or (name == "auto" and any(needs.values()))
-    if asked and dtype != torch.float64 and head_dim <= LARGEST_HEAD:
+    """As `kernels.select` on a GPU of ``machine``, which is simulated on ``device``. Raises KernelUnavailable."""
+    chosen = machine.choose_attention(name, dtype, head_dim, many_tiles=many_tiles, **needs)
+    if chosen == "triton":
         return SimulatedTriton(recorder)
-    return KERNELS["math" if name == "math" or unfused else "flash"]
+    return SimulatedFused(recorder, chosen) if chosen in FUSED else KERNELS[chosen]
+
+
+class SimulatedFused:
+    """A fused kernel. PyTorch's flash attention, of which fake tensors know the shapes, stands for each of them."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def forward(
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        with self.recorder.calling(attention_named(self.name)):
+            return KERNELS["flash"].forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
+
+    def backward(self, *tensors: Tensor, causal: bool, mask: AnyMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        with self.recorder.calling(attention_named(self.name)):
+            return KERNELS["flash"].backward(*tensors, causal=causal, mask=mask, scale=scale)
 
 
 class SimulatedTriton:
     """In the place of `TritonKernel`: nothing is computed, launches are written down with the pairs that tiles hold.
 
-    What dropout's hashes take is not priced.
+    What dropout's hashes and a soft-cap take is not priced.
     """
 
     name = "triton"
@@ -59,8 +69,9 @@ class SimulatedTriton:
     def attend(
         self, tiles: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, *, out_SBHD: Tensor, lse_SBH: Tensor, **_: Any
     ) -> None:
-        """One launch; see `kernels.base.TilesKernel`."""
-        self._price(tiles, 4.0, q, k, moved=(q, k, v, *(out_SBHD, lse_SBH) * 2))
+        """One launch for each of `groups`; see `kernels.base.TilesKernel`."""
+        for group in groups(tiles):
+            self._price(group, 4.0, q, k, moved=(q, k, v, *(out_SBHD, lse_SBH) * 2))
 
     def attend_grad(
         self,
@@ -79,8 +90,9 @@ class SimulatedTriton:
     ) -> None:
         """Two launches, each of which computes scores and their gradients: 6 and 8 of the 10 FLOPs of one kernel."""
         final = (dout, lse, delta_SBH)
-        self._price(tiles, 6.0, q, k, moved=(q, k, v, *final, dq, dq), backward=True)
-        self._price(tiles, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True)
+        for group in groups(tiles):
+            self._price(group, 6.0, q, k, moved=(q, k, v, *final, dq, dq), backward=True)
+            self._price(group, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True, asks=False)
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """Row sums of ``dout * out``, fp32 [s, b, h]."""
@@ -97,11 +109,17 @@ class SimulatedTriton:
         *,
         moved: tuple[Tensor, ...],
         backward: bool = False,
+        asks: bool = True,
     ) -> None:
+        """``asks``: the mask about each pair of masked tiles, as the first launch of a pass does."""
+        asked = asks * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
+        if asked:
+            self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, asked * PAIR_BYTES))
         rows, batch, heads, size = q.shape
         flops *= batch * heads * size * sum(tile.pairs for tile in tiles)
         shape = (rows, k.size(0), batch * heads, size)
-        self.recorder.price(trace.Kernel(TRITON, "attention", flops, _bytes(*moved), shape, q.element_size(), backward))
+        name = attention_named(self.name)
+        self.recorder.price(trace.Kernel(name, "attention", flops, _bytes(*moved), shape, q.element_size(), backward))
 
 
 def _bytes(*tensors: Tensor) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron.simulator.cost.trace import Kernel, Phase
 from megatron.simulator.dry_run.one_rank import run_rank
 from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 
 LAYERS = (2, 3)
@@ -101,8 +102,10 @@ def group_of(kernel: Kernel) -> str:
     return NAMES.get(kernel.name, REST)
 
 
-def layer_traffic(config: Config, world_size: int, rank: int, vocab_size: int, *, fused_rope: bool = True) -> Traffic:
-    """Bytes of one layer on a rank of a simulated cluster of GPUs.
+def layer_traffic(
+    config: Config, world_size: int, rank: int, vocab_size: int, machine: Machine, *, fused_rope: bool = True
+) -> Traffic:
+    """Bytes of one layer on a rank of a simulated cluster of ``machine``'s GPUs.
 
     Args:
         config: completed for ``world_size``, one pipeline stage.
@@ -111,7 +114,7 @@ def layer_traffic(config: Config, world_size: int, rank: int, vocab_size: int, *
     Raises:
         Refusal: what the run itself would refuse.
     """
-    few, more = (_bytes_of(config, layers, world_size, rank, vocab_size, fused_rope) for layers in LAYERS)
+    few, more = (_bytes_of(config, layers, world_size, rank, vocab_size, machine, fused_rope) for layers in LAYERS)
     found: Traffic = defaultdict(dict)
     for (phase, group), size in sorted(more.items(), key=lambda item: -item[1]):
         if phase in ("forward", "backward") and (of_one := size - few[phase, group]):
@@ -120,7 +123,7 @@ def layer_traffic(config: Config, world_size: int, rank: int, vocab_size: int, *
 
 
 def _bytes_of(
-    config: Config, layers: int, world_size: int, rank: int, vocab_size: int, fused_rope: bool
+    config: Config, layers: int, world_size: int, rank: int, vocab_size: int, machine: Machine, fused_rope: bool
 ) -> Counter[tuple[str, str]]:
     config = deepcopy(config)
     config.model.num_layers = layers
@@ -130,5 +133,5 @@ def _bytes_of(
         made.append(TrafficRecorder(*args, **kwargs))
         return made[0]
 
-    run_rank(config, world_size, rank, vocab_size, on_gpu=True, recorder=recorder, fused_rope=fused_rope)
+    run_rank(config, world_size, rank, vocab_size, machine=machine, recorder=recorder, fused_rope=fused_rope)
     return made[0].bytes

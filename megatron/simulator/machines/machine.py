@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from math import exp, log
 
-from megatron.context_parallel.attention.kernels.preference import preferred
+import torch
 
-IN_PYTORCH = ("cudnn", "flash")
+from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Machine:
         dtype: that the rates are for; those of another differ as its peak does.
         capability: of the GPU, major and minor version.
         kernels: share of the attention rates that each attention kernel gets; 1 where a name is missing.
-        attention_kernel: that runs; ``auto``: the first that PyTorch brings for the capability.
+        attention_kernel: that runs wherever it can; ``auto``: the first that PyTorch brings for the capability.
     """
 
     name: str
@@ -129,15 +129,45 @@ class Machine:
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
     attention_kernel: str = "auto"
 
-    @cached_property
-    def attention_share(self) -> float:
-        """Of the attention rates, by the kernel that runs."""
-        name = self.attention_kernel
-        if name == "auto":
-            name = next(name for name in preferred(self.capability) if name in IN_PYTORCH)
-        return self.kernels.get(name, 1.0)
+    def attention_share(self, head_size: int = 128) -> float:
+        """Of the attention rates, by the kernel that runs plain tiles of such heads in bf16."""
+        return self.kernels.get(_for_plain_tiles(self.capability, self.attention_kernel, head_size), 1.0)
+
+    def choose_attention(
+        self, name: str, dtype: torch.dtype, head_dim: int, *, many_tiles: bool = False, **needs: bool
+    ) -> str:
+        """The kernel that ``name`` is here; see `kernels.choose_on`. Raises KernelUnavailable."""
+        return _choose(self.capability, self.attention_kernel, name, dtype, head_dim, many_tiles=many_tiles, **needs)
 
     @property
     def usable_memory(self) -> float:
         """Bytes that a training program can fill."""
         return self.memory - self.reserved
+
+
+def _choose(
+    capability: tuple[int, int],
+    attention_kernel: str,
+    name: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    many_tiles: bool = False,
+    **needs: bool,
+) -> str:
+    how = {"many_tiles": many_tiles, **needs}
+    if attention_kernel == "flash_attn":
+        how["flash_attn"] = 3 if capability == (9, 0) else 2
+    elif attention_kernel != "auto" and name == "auto" and not many_tiles:
+        try:
+            return choose_on(attention_kernel, capability, dtype, head_dim, **how)
+        except KernelUnavailable:
+            pass
+    return choose_on(name, capability, dtype, head_dim, **how)
+
+
+@lru_cache(maxsize=1024)
+def _for_plain_tiles(capability: tuple[int, int], attention_kernel: str, head_size: int) -> str:
+    if attention_kernel == "cpu":  # a file that was measured without a GPU
+        return "cpu"
+    return _choose(capability, attention_kernel, "auto", torch.bfloat16, head_size)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.context_parallel.attention.kernels.base import Kernel, KernelUnavailable
+from megatron.context_parallel.attention.kernels.base import Capability, Kernel, KernelUnavailable
 from megatron.context_parallel.attention.kernels.cpu import CpuKernel
 from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.attention.kernels.flash import FlashKernel
@@ -16,7 +16,7 @@ from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.preference import preferred
 from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
 
-__all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "select"]
+__all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "choose_on", "select"]
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -77,6 +77,42 @@ def select(
     raise KernelUnavailable(name, f"{reason}; kernels that can run here: {here}")
 
 
+def choose_on(
+    name: str,
+    capability: Capability,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    flash_attn: int | None = None,
+    many_tiles: bool = False,
+    **needs: bool,
+) -> str:
+    """The name of the kernel that `select` would choose on a GPU of ``capability``, which need not be here.
+
+    Args:
+        flash_attn: version of the package that ``auto`` finds there; None: it is not installed.
+
+    Raises KernelUnavailable as `select` does.
+    """
+    why: dict[str, str | None] = {}
+    for found in preferred(capability, flash_attn=flash_attn, many_tiles=many_tiles):
+        why[found] = _lacks(found, needs) or KERNELS[found].why_not_on(capability, dtype, head_dim)
+    usable = [found for found, reason in why.items() if reason is None]
+    if name in usable:
+        return name
+    if name == "auto":
+        usable = [found for found in usable if found != "flash_attn" or flash_attn]
+        if usable:
+            return usable[0]
+    if name == "auto":
+        reason = f"no kernel takes {dtype}"
+    elif name in KERNELS:
+        reason = why.get(name, "is not known of a GPU that is not here")
+    else:
+        reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
+    raise KernelUnavailable(name, f"{reason}; kernels that can run there: {', '.join(usable) or 'none'}")
+
+
 def _order(device: torch.device, many_tiles: bool) -> list[str]:
     capability = None
     if device.type == "cuda" and torch.cuda.is_available():
@@ -89,8 +125,12 @@ def _order(device: torch.device, many_tiles: bool) -> list[str]:
 def _why_not(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, needs: Mapping[str, bool]
 ) -> str | None:
+    return _lacks(name, needs) or KERNELS[name].why_not(device=device, dtype=dtype, head_dim=head_dim)
+
+
+def _lacks(name: str, needs: Mapping[str, bool]) -> str | None:
     for need, wanted in needs.items():
         has, reason = NEEDS[need]
         if wanted and not getattr(KERNELS[name], has, False):
             return reason
-    return KERNELS[name].why_not(device=device, dtype=dtype, head_dim=head_dim)
+    return None

@@ -20,6 +20,7 @@ from megatron.context_parallel.layout.tiles import Tile
 from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.dropout import Dropout, TileDropout
 
+Capability = tuple[int, int]
 INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one call reaches this many elements
 
 
@@ -99,6 +100,10 @@ class Kernel(Protocol):
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """None where the kernel can run such tensors, else one short reason, for example "needs a GPU"."""
+        ...
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        """The same of a GPU that may be elsewhere, which has the newest of all that the kernel needs."""
         ...
 
     def forward(
@@ -271,23 +276,23 @@ def compact(x: Tensor, limit: int = INT32_ELEMENTS) -> Tensor:
     return x.contiguous() if x.stride(-1) != 1 or expanded or span > limit else x
 
 
-def gpu_reason(device: torch.device, dtype: torch.dtype, head_dim: int, largest_head_dim: int = 256) -> str | None:
-    """Why no fused GPU kernel can run such tensors, or None."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "needs a GPU"
-    reason = tensor_reason(dtype, head_dim, largest_head_dim)
-    if reason is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or newer"
-    return reason
+def gpu_reason(device: torch.device) -> str | None:
+    """Why no GPU kernel can run on a device, or None."""
+    return "needs a GPU" if device.type != "cuda" or not torch.cuda.is_available() else None
 
 
-def tensor_reason(dtype: torch.dtype, head_dim: int, largest_head_dim: int = 256) -> str | None:
-    """Why no fused GPU kernel can run such tensors on any GPU, or None."""
+def fused_reason(capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why no fused GPU kernel can run such tensors on a GPU of this capability, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "needs bf16 or fp16"
-    if head_dim % 8 != 0 or head_dim > largest_head_dim:
-        return f"needs a head dimension that is a multiple of 8 and at most {largest_head_dim}"
-    return None
+    if head_dim % 8 != 0 or head_dim > 256:
+        return "needs a head dimension that is a multiple of 8 and at most 256"
+    return age_reason(capability)
+
+
+def age_reason(capability: Capability) -> str | None:
+    """Why a GPU of this capability is too old, or None."""
+    return "needs a GPU of compute capability 8.0 or newer" if capability < (8, 0) else None
 
 
 def pieces(q: Tensor, k: Tensor, limit: int = INT32_ELEMENTS) -> list[tuple[slice, slice, slice]]:

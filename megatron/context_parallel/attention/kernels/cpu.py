@@ -20,6 +20,7 @@ from torch.nn import functional
 from megatron.context_parallel.attention.kernels.base import (
     ROW_MASK_BYTES,
     AnyMask,
+    Capability,
     RowMask,
     accumulation_dtype,
     bias_rows,
@@ -52,6 +53,9 @@ class CpuKernel:
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return "needs fp64, fp32, bf16 or fp16"
         return None
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        return "needs tensors on the CPU"
 
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float

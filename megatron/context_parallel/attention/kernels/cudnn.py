@@ -15,12 +15,16 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import (
     AnyMask,
+    Capability,
     backward_in_pieces,
     check_tile,
     forward_in_pieces,
+    fused_reason,
     gpu_reason,
 )
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+
+SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
 
 
 class CudnnKernel:
@@ -33,20 +37,25 @@ class CudnnKernel:
     supports_value_dim = False
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = gpu_reason(device, dtype, head_dim)
+        reason = gpu_reason(device) or self.why_not_on(torch.cuda.get_device_capability(device), dtype, head_dim)
         if reason is not None:
             return reason
         version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else 0
         if version < 90000:
             return "needs cuDNN 9 or newer"
-        capability = torch.cuda.get_device_capability(device)
-        if head_dim > 128 and not (capability == (9, 0) and version >= 91000):
-            return "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
-        if torch.are_deterministic_algorithms_enabled():
-            return "is not deterministic"
+        if head_dim > 128 and version < 91000:
+            return SHORTER_HEADS
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0").lower() not in ("", "0", "off", "false", "no", "n"):
             return "needs TORCH_CUDNN_SDPA_AVOID_RECOMPILE unset"  # it changes the layout of lse
         return None
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        reason = fused_reason(capability, dtype, head_dim)
+        if reason is None and head_dim > 128 and capability != (9, 0):
+            return SHORTER_HEADS
+        if reason is None and torch.are_deterministic_algorithms_enabled():
+            return "is not deterministic"
+        return reason
 
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import (
     AnyMask,
+    Capability,
     backward_in_pieces,
     check_tile,
     forward_in_pieces,
+    fused_reason,
     gpu_reason,
 )
 
@@ -25,15 +27,17 @@ class FlashKernel:
     supports_value_dim = False
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = gpu_reason(device, dtype, head_dim)
-        if reason is not None:
-            return reason
-        if not torch.backends.cuda.is_flash_attention_available():
+        reason = gpu_reason(device) or self.why_not_on(torch.cuda.get_device_capability(device), dtype, head_dim)
+        if reason is None and not torch.backends.cuda.is_flash_attention_available():
             return "this PyTorch is built without flash attention"
-        major, minor = torch.cuda.get_device_capability(device)
-        if head_dim > 192 and ((major == 8 and minor > 0) or major == 12):
+        return reason
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        major, minor = capability
+        reason = fused_reason(capability, dtype, head_dim)
+        if reason is None and head_dim > 192 and ((major == 8 and minor > 0) or major == 12):
             return "needs a data-centre GPU for the backward of head dimensions above 192"
-        return None
+        return reason
 
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float

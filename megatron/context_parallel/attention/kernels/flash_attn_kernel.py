@@ -19,9 +19,11 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import (
     AnyMask,
+    Capability,
     backward_in_pieces,
     check_tile,
     forward_in_pieces,
+    fused_reason,
     gpu_reason,
 )
 
@@ -36,11 +38,14 @@ class FlashAttnKernel:
     supports_value_dim = False
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = gpu_reason(device, dtype, head_dim)
+        reason = gpu_reason(device) or self.why_not_on(torch.cuda.get_device_capability(device), dtype, head_dim)
         if reason is not None:
             return reason
         found = _library(torch.cuda.get_device_capability(device) == (9, 0))
         return found if isinstance(found, str) else None
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        return fused_reason(capability, dtype, head_dim)
 
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float

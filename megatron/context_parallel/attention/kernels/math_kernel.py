@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.kernels.base import (
     ROW_MASK_BYTES,
     AnyMask,
+    Capability,
     RowMask,
     accumulation_dtype,
     bias_rows,
@@ -44,6 +45,9 @@ class MathKernel:
     supports_value_dim = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return self.why_not_on((0, 0), dtype, head_dim)
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             return "needs fp64, fp32, bf16 or fp16"
         return None

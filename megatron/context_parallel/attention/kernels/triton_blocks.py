@@ -59,6 +59,7 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
         (100, 256): Blocks(64, 32, 8, 1),
     },
     "keys": {
+        (80, 32): Blocks(128, 32, 8, 2),
         (80, 64): Blocks(128, 64, 8, 2),
         (80, 128): Blocks(64, 64, 8, 2),
         (80, 256): Blocks(32, 32, 8, 1),
@@ -71,16 +72,21 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     },
 }
 
-FP32 = {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)}  # no tensor cores
+# The same for four bytes, of which no tensor core multiplies, on every GPU.
+FP32: dict[Pass, dict[int, Blocks]] = {
+    "forward": {64: Blocks(16, 16, 8, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
+    "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
+    "keys": {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
+}
 
 
 def blocks(which: Pass, dtype: torch.dtype, head: int, capability: int | None) -> Blocks:
     """Of a kernel; ``head`` the larger of q's and v's head sizes, ``capability`` 80, 90, .. or None: interpreted."""
     if capability is None:
         return INTERPRETED
-    size = 64 if head <= 64 else 128 if head <= 128 else 256
     if dtype == torch.float32:
-        return FP32[size]
-    # GPUs for desks have the tensor cores, or at least the shared memory, of an A100 or less.
-    family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
-    return TABLE[which][family, size]
+        known = FP32[which]
+    else:  # GPUs for desks have the tensor cores, or at least the shared memory, of an A100 or less
+        family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
+        known = {size: found for (of, size), found in TABLE[which].items() if of == family}
+    return known[min(size for size in known if size >= head)]

@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import AnyMask, check_tile
+from megatron.context_parallel.attention.kernels.base import AnyMask, Capability, age_reason, check_tile, gpu_reason
 from megatron.context_parallel.attention.kernels.triton_call import attend_tiles, attend_tiles_grad, delta, interpreted
 from megatron.context_parallel.layout.tiles import Tile
 
@@ -36,19 +36,17 @@ class TritonKernel:
         missing = missing_triton()
         if missing is not None:
             return missing
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return "needs fp32, bf16 or fp16"
-        if head_dim > LARGEST_HEAD:
-            return f"needs a head dimension of at most {LARGEST_HEAD}"
+        reason = _tensor_reason(dtype, head_dim)
+        if reason is not None:
+            return reason
         if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
             return "needs a GPU"  # said without the second that importing Triton takes
         if interpreted():
             return None if device.type == "cpu" else "is interpreted (TRITON_INTERPRET), which needs tensors on the CPU"
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return "needs a GPU"
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return "needs a GPU of compute capability 8.0 or newer"
-        return None
+        return gpu_reason(device) or age_reason(torch.cuda.get_device_capability(device))
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        return _tensor_reason(dtype, head_dim) or age_reason(capability)
 
     attend = staticmethod(attend_tiles)
     attend_grad = staticmethod(attend_tiles_grad)
@@ -92,6 +90,12 @@ class TritonKernel:
             **dict(zip(("dq", "dk", "dv"), sums)),
         )
         return tuple(total.to(x.dtype).permute(1, 2, 0, 3) for total, x in zip(sums, (q, k, v)))
+
+
+def _tensor_reason(dtype: torch.dtype, head_dim: int) -> str | None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "needs fp32, bf16 or fp16"
+    return f"needs a head dimension of at most {LARGEST_HEAD}" if head_dim > LARGEST_HEAD else None
 
 
 def _check_plain(kernel: TritonKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: AnyMask) -> None:
