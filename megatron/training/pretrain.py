@@ -86,9 +86,11 @@ def run(config: Config) -> int:
 
 def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
+    from megatron.training.bad_batches import write_batch
     from megatron.training.job import describe, prepare
     from megatron.training.loop import evaluate_held_out, training_loop
     from megatron.training.refusal import together
+    from megatron.training.replicas import ReplicasDiffer
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
@@ -121,10 +123,21 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
-        name, value = error.args
+        result, done = error.result, job.progress.iteration
+        samples = job.batch_sizes.get_current_running_global_batch_size()
+        if runtime.is_rank_zero:
+            numbers = {"lm_loss": result.lm_loss, "grad_norm": result.grad_norm}
+            where = write_batch(job, samples, result.bad, numbers)
+            reporter.say(
+                f"error: {result.bad} at iteration {done + 1}, and nothing was saved: lower --lr, or leave the batch "
+                f"out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
+                f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
+            )
+        return EXIT_FAILED
+    except ReplicasDiffer as error:
         reporter.say(
-            f"error: the {name} is {value} at iteration {job.progress.iteration + 1}, and nothing was saved: "
-            "lower --lr, or pass --no-check-for-nan-in-loss-and-grad to go on"
+            f"error: {error} after iteration {job.progress.iteration}, and nothing was saved: start again from the "
+            "last checkpoint, without the hosts named, or after a test of their memory"
         )
         return EXIT_FAILED
     finally:

@@ -30,6 +30,7 @@ POSITIVE = {
     "checkpoint": "save_interval save_retain_interval",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
+    "faults": "check_weight_hash_across_dp_replicas_interval",
 }
 NOT_NEGATIVE = {
     "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
@@ -38,6 +39,7 @@ NOT_NEGATIVE = {
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
     "checkpoint": "ckpt_step",
     "run": "seed eval_iters manual_gc_interval",
+    "faults": "skip_bad_batches iterations_to_skip",
 }
 ABOVE_ZERO = {
     "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "

@@ -110,7 +110,7 @@ class Reporter:
             self.wandb.log(values, step=iteration)
 
     def _line(self, row: dict[str, Any], learning_rate: float, loss_scale: float, extra: dict[str, float]) -> str:
-        losses = [step["lm_loss"] for step in self.window]
+        losses = [step["lm_loss"] for step in self.window if "bad_batch" not in step] or [row["lm_loss"]]
         milliseconds = sum(step["iteration_ms"] for step in self.window) / len(self.window)
         since = time.perf_counter() - self.started
         left = since / max(row["iteration"] - self.first, 1) * (self.last - row["iteration"])

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bit that flips on one rank is found, and its place named."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.training.replicas import bits
+from tests.distributed.training_runs import make_job, train_job
+
+
+def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
+    """What is said after two steps, and after one bit of a weight has changed on one rank."""
+    from megatron.training.checkpoint.checkpoint import unwrap
+    from megatron.training.model.weights import canonical_parameters
+    from megatron.training.replicas import ReplicasDiffer, check_replicas
+
+    job = make_job(flags)
+    train_job(job, 2)
+    said = []
+    for number in range(2):
+        if number and dist.get_rank() == rank:
+            weight = dict(canonical_parameters(unwrap(job.chunks[0])))[name]
+            local = weight.data.to_local() if hasattr(weight.data, "to_local") else weight.data
+            local.reshape(-1).view(torch.int32)[3] ^= torch.tensor(
+                -(2**31) if bit == 31 else 1 << bit, dtype=torch.int32
+            )
+        try:
+            check_replicas(job)
+            said.append("")
+        except ReplicasDiffer as error:
+            said.append(str(error))
+    return said
+
+
+NORM, FC1 = "decoder.final_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "rank", "name", "bit", "told"),
+    [
+        (4, "--ring-parallel-size 2", 2, FC1, 0, "rank 2 on {host} differs over DP x CP from rank 0 on {host}"),
+        (4, "--ring-parallel-size 2 --zero-stage 1 --overlap-grad-reduce --overlap-param-gather", 0, NORM, 31,
+         "rank 0 on {host} differs over DP x CP from rank 1 on {host} and the others"),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel", 1, NORM, 7,
+         "ranks 0 on {host}, 1 on {host} differ over TP"),
+        (2, "--tensor-model-parallel-size 2", 1, FC1, 7, ""),  # TP splits it: there is no other
+        (4, "--tensor-model-parallel-size 2 --zero-stage 3", 3, NORM, 3,
+         "ranks 2 on {host}, 3 on {host} differ over TP"),
+        (2, "--zero-stage 3", 1, FC1, 3, ""),
+        (2, "--pipeline-model-parallel-size 2", 1, FC1, 3, ""),
+    ],
+)  # fmt: skip
+def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: str, bit: int, told: str):
+    if "pipeline" in flags:
+        name = "decoder.layers.3.mlp.linear_fc1.weight"
+    results = pool.run(flipped, ranks, flags, rank, name, bit)
+    assert all(result == results[0] for result in results)
+    before, after = results[0]
+    assert before == ""
+    if told:
+        assert after.startswith(f"{name}: {told.format(host=socket.gethostname())}"), after
+    else:
+        assert after == ""
+
+
+def test_every_bit_counts():
+    for dtype, size in ((torch.float32, 32), (torch.bfloat16, 16), (torch.float64, 64)):
+        tensor = torch.randn(5, dtype=dtype)
+        words = tensor.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[size])
+        sums = {int(bits(tensor))}
+        for bit in range(size):
+            value = 1 << bit if bit < size - 1 else -(1 << bit)
+            words[4] ^= value
+            sums.add(int(bits(tensor)))
+            words[4] ^= value
+        assert len(sums) == size + 1
+    swapped = tensor.clone()
+    swapped[0], swapped[1] = tensor[1], tensor[0]
+    assert bits(swapped) != bits(tensor)

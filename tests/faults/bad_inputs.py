@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad inputs of a program, generated: what is broken, and the command line that reads it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron.training.arguments.parser import settings, spellings
+from tests.distributed.test_program import PROGRAM, ROOT
+from tests.program import run_forked
+
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0 --device cpu"
+MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+GOOD = f"{SHAPE} {RUN} {MOCK}"
+TOOLS = ROOT / "tools"
+NOT_CHECKED_AT_START = {"data-cache-path", "wandb-save-dir"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program and its flags. ``files``: a folder of which nothing may change."""
+
+    name: str
+    program: Path
+    flags: list[str]
+
+
+# --- how a file breaks
+
+BREAKS: dict[str, Callable[[bytes, random.Random], bytes | None]] = {
+    "missing": lambda data, draw: None,
+    "empty": lambda data, draw: b"",
+    "truncated": lambda data, draw: data[: draw.randint(1, max(1, len(data) // 2))],
+    "binary": lambda data, draw: draw.randbytes(max(64, min(len(data), 4096))),
+    "of other words": lambda data, draw: draw.choice([b"null", b"[]", b"12", b'"x"', b"[[[", b"{}", b"\n\n"]),
+    "of zeros": lambda data, draw: bytes(len(data) or 16),
+}
+
+
+def broken(source: Path, folder: Path, file: str, how: str, draw: random.Random) -> Path:
+    """A copy of ``source`` (a file, or a folder with ``file``) with one file broken."""
+    target = folder / source.name
+    folder.mkdir(parents=True)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copytree(source.parent, folder, dirs_exist_ok=True)
+    path = target / file if source.is_dir() else folder / file
+    if how == "a folder":
+        path.unlink()
+        path.mkdir()
+        return target
+    data = BREAKS[how](path.read_bytes(), draw)
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    return target
+
+
+# --- good inputs, each in a folder of its own
+
+
+def make_good(folder: Path) -> None:
+    """Every kind of input, whole."""
+    from tests.unit.test_tokenizer import make
+
+    for kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "TokenizerFromFile"):
+        (folder / kind).mkdir(parents=True)
+        make(kind, folder / kind)
+    data = folder / "data"
+    data.mkdir()
+    builder = IndexedDatasetBuilder(str(data / "corpus.bin"), dtype=np.uint16)
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        text = draw.integers(0, 100, 50)
+        builder.add_document(text, [len(text)])
+    builder.finalize(str(data / "corpus.idx"))
+    run = [*GOOD.split(), "--save", str(folder / "checkpoints" / "c"), "--log-jsonl", str(folder / "log" / "log.jsonl")]
+    done = run_forked(PROGRAM, run, {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    done = run_forked(
+        TOOLS / "convert_hf.py", ["--from", str(folder / "checkpoints" / "c"), "--to-hf", str(folder / "hf" / "model")],
+        {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "deepspeed").mkdir()
+    (folder / "deepspeed" / "ds.json").write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0})
+    )
+    (folder / "machine").mkdir()
+    machine = ROOT / "megatron" / "simulator" / "machines"
+    shutil.copy(next(iter(sorted(machine.rglob("h100*.json")))), folder / "machine" / "gpu.json")
+    (folder / "weighted").mkdir()
+    (folder / "weighted" / "paths.txt").write_text(f'"TRAIN: 1 0:1 {data}/corpus"')
+    (folder / "text").mkdir()
+    (folder / "text" / "text.jsonl").write_text('{"text": "abc"}\n' * 9)
+
+
+# --- cases
+
+
+def tokenizer_flags(kind: str, file: Path) -> str:
+    if kind == "GPT2BPETokenizer":
+        return f"--tokenizer-type {kind} --vocab-file {file.parent}/vocab.json --merge-file {file.parent}/merges.txt"
+    return f"--tokenizer-type {kind} --tokenizer-model {file}"
+
+
+TOKENIZERS = (
+    ("SentencePieceTokenizer", "sp.model", "sp.model"),
+    ("Llama2Tokenizer", "sp.model", "sp.model"),
+    ("HuggingFaceTokenizer", "hf", "tokenizer.json"),
+    ("HuggingFaceTokenizer", "hf", "tokenizer_config.json"),
+    ("GPT2BPETokenizer", "vocab.json", "vocab.json"),
+    ("GPT2BPETokenizer", "merges.txt", "merges.txt"),
+    ("TikTokenizer", "tik.json", "tik.json"),
+    ("TokenizerFromFile", "tokenizer.json", "tokenizer.json"),
+)
+HOW = (*BREAKS, "a folder")
+
+
+def of_files(good: Path, work: Path, draw: random.Random) -> Iterator[Case]:
+    """Every file that is read, broken in every way."""
+
+    def each(source: Path, file: str, label: str, program: Path, flags: Callable[[Path], str], *harmless: str) -> Iterator[Case]:
+        for how in HOW:
+            if how not in harmless:
+                path = broken(source, work / f"{label}-{how}".replace(" ", "_").replace("/", "_"), file, how, draw)
+                yield Case(f"{label} {how}", program, flags(path).split())
+
+    for kind, name, file in TOKENIZERS:
+        home = good / ("SentencePieceTokenizer" if kind == "Llama2Tokenizer" else kind)
+        flags = lambda path, kind=kind: f"{SHAPE} {RUN} --mock-data {tokenizer_flags(kind, path)}"  # noqa: E731
+        harmless = {"tokenizer_config.json": ("missing", "of other words"), "merges.txt": ("empty", "truncated", "of other words", "of zeros")}
+        yield from each(home / name, file, f"{kind} {file}", PROGRAM, flags, *harmless.get(file, ()))
+    read = lambda path: f"{SHAPE} {RUN} --tokenizer-type NullTokenizer --vocab-size 100 --data-path {path.parent}/corpus"  # noqa: E731
+    for file in ("corpus.bin", "corpus.idx"):
+        harmless = ("binary", "of zeros") if file == "corpus.bin" else ()
+        yield from each(good / "data" / file, file, file, PROGRAM, read, *harmless)
+    yield from each(good / "hf" / "model", "config.json", "config.json of --model", PROGRAM,
+                    lambda path: f"--model hf:{path} --seq-length 32 {RUN} {MOCK}")  # fmt: skip
+    for file in ("config.json", "model.safetensors"):
+        yield from each(good / "hf" / "model", file, f"{file} of --load", PROGRAM, lambda path: f"{GOOD} --load {path} --finetune")
+        yield from each(good / "hf" / "model", file, f"{file} of convert_hf.py", TOOLS / "convert_hf.py",
+                        lambda path: f"--from-hf {path} --to {path.parent}/new")  # fmt: skip
+    yield from each(good / "deepspeed" / "ds.json", "ds.json", "DeepSpeed's JSON", PROGRAM,
+                    lambda path: f"{GOOD} --deepspeed --deepspeed_config {path}")  # fmt: skip
+    yield from each(good / "machine" / "gpu.json", "gpu.json", "machine file", PROGRAM,
+                    lambda path: f"{GOOD} --dry-run --world-size 1 --gpu {path}")  # fmt: skip
+    yield from each(good / "machine" / "gpu.json", "gpu.json", "machine file of plan.py", TOOLS / "plan.py",
+                    lambda path: f"--model llama3-8b --gpus 8 --seq-length 4096 --gpu {path}")  # fmt: skip
+    yield from each(good / "weighted" / "paths.txt", "paths.txt", "weighted paths", PROGRAM,
+                    lambda path: f"{SHAPE} {RUN} --tokenizer-type NullTokenizer --vocab-size 100 "
+                    f"--train-weighted-split-paths-path {path}")  # fmt: skip
+    for program, flags in (
+        (PROGRAM, lambda path: f"{GOOD} --load {path}"),
+        (TOOLS / "convert_hf.py", lambda path: f"--from {path} --to-hf {path.parent}/new"),
+        (TOOLS / "convert_checkpoint.py", lambda path: f"--from {path} --to {path.parent}/new"),
+    ):
+        for file in ("latest_checkpointed_iteration.txt", "iter_0000001/metadata.json", "iter_0000001/common.pt",
+                     "iter_0000001/.metadata", "iter_0000001/__0_0.distcp"):  # fmt: skip
+            harmless = ("missing",) if file.startswith("latest") and program == PROGRAM else ()
+            yield from each(good / "checkpoints" / "c", file, f"{file} of {program.stem}", program, flags, *harmless)
+    yield from each(good / "log" / "log.jsonl", "log.jsonl", "log of plot_run.py", TOOLS / "plot_run.py",
+                    lambda path: f"{path} --output {path.parent}/new.png")  # fmt: skip
+    text = lambda path: f"--input {path} --output-prefix {path.parent}/new --tokenizer-type ByteLevelTokenizer --workers 1"  # noqa: E731
+    yield from each(good / "text" / "text.jsonl", "text.jsonl", "text of preprocess_data.py", TOOLS / "preprocess_data.py", text, "empty")
+    yield from each(good / "text" / "text.jsonl", "text.jsonl", "text of train_tokenizer.py", TOOLS / "train_tokenizer.py",
+                    lambda path: f"--input {path} --model-prefix {path.parent}/new")  # fmt: skip
+    yield from each(good / "text" / "text.jsonl", "text.jsonl", "script of check_script.py", TOOLS / "check_script.py",
+                    lambda path: f"{path}")  # fmt: skip
+    yield from each(good / "log" / "log.jsonl", "log.jsonl", "file of plot_memory.py", TOOLS / "plot_memory.py",
+                    lambda path: f"{path} --output {path.parent}/new.png")  # fmt: skip
+
+
+def of_values(draw: random.Random) -> Iterator[Case]:
+    """Each flag with a value that is none."""
+    for _, _, field in settings():
+        flag, kind = spellings(field)[0], str(field.type)
+        if "bool" in kind:
+            yield Case(f"{flag} with a value", PROGRAM, [*GOOD.split(), flag, "maybe"])
+        elif field.metadata.get("choices"):
+            yield Case(f"{flag} of no choice", PROGRAM, [*GOOD.split(), flag, "bogus"])
+        elif "int" in kind or "float" in kind:
+            for value in ("x", "nan", "-7", "1e400", ""):
+                yield Case(f"{flag} {value!r}", PROGRAM, [*GOOD.split(), flag, value])
+            yield Case(f"{flag} alone", PROGRAM, [*GOOD.split(), flag])
+
+
+def of_unknown_flags(draw: random.Random) -> Iterator[Case]:
+    names = [spellings(field)[0] for _, _, field in settings()]
+    for name in draw.sample(names, 40):
+        at = draw.randrange(3, len(name))
+        mangled = draw.choice([name[:at] + name[at + 1 :] + "q", name + "s-", name[:at] + "0" + name[at:]])
+        yield Case(f"unknown {mangled}", PROGRAM, [*GOOD.split(), mangled])
+
+
+CONFLICTS = """--bf16 --fp16
+--zero-stage 0 --use-distributed-optimizer
+--zero-stage 3 --overlap-param-gather --pipeline-model-parallel-size 2
+--ulysses-parallel-size 2 --context-parallel-size 1
+--train-samples 8
+--train-tokens 0
+--global-batch-size 3 --micro-batch-size 2
+--rampup-batch-size 1 3 7
+--recompute-activations --recompute-granularity full
+--recompute-granularity full
+--data-path somewhere
+--train-data-path somewhere
+--split 90,10
+--lr-warmup-iters 4 --lr-warmup-fraction 0.1
+--lr-decay-style WSD
+--save-retain-interval 3
+--load nowhere --exit-on-missing-checkpoint
+--load nowhere --ckpt-step 3
+--finetune
+--elastic
+--elastic-grids bogus
+--skip-bad-batches 2 --fp16
+--rollback-on-bad-batch
+--attention-mask window
+--attention-mask block-sparse
+--fpdt --fpdt-chunk-size 7
+--position-embedding-type alibi --attention-kernel cudnn
+--num-query-groups 3 --group-query-attention
+--hidden-size 33
+--kv-channels 0
+--use-checkpoint-args
+--universal-checkpoint
+--deepspeed_config nowhere.json
+--model nothing
+--model hf:
+--dry-run --world-size 0
+--dry-run --gpu nothing
+--gpu h100
+--log-jsonl /dev/null/log
+--tensorboard-dir /dev/null/board
+--save /dev/null/c
+--profile-memory /dev/null/p
+--load /dev/null
+--mask-function nowhere.py:f
+--fp8-format hybrid
+--sequence-parallel --tensor-model-parallel-size 3
+--swiglu --squared-relu
+--vocab-size 0
+--make-vocab-size-divisible-by 0
+--init-method-std nan
+--seq-length 64""".splitlines()
+TOOL_LINES = """plan.py --model nothing --gpus 8 --gpu h100
+plan.py --model llama3-8b --gpus x --gpu h100
+plan.py --model llama3-8b --gpus 0 --gpu h100
+plan.py --model llama3-8b --gpus 8 --gpu nothing --seq-length 4096
+plan.py --model llama3-8b --gpus 8 --gpu h100 --seq-length -1
+plan.py --model llama3-8b --gpus 8 --gpu h100 --seq-length 4096 --global-batch 0
+plan.py --model llama3-8b --gpus 8 --gpu h100 --seq-length 4096 --tensor 3 --ulysses 5
+memory.py --model nothing
+memory.py --params x
+memory.py --params 7B --seq-length x
+memory.py --params 7B --gpus 0
+memory.py --params 7B --gpus 2 --tensor 3
+memory.py --params 7B --gpu nothing
+memory.py --params -7B
+plot_tiles.py --output /dev/null/x.png
+plot_tiles.py --ring 0 --output x.png
+plot_tiles.py --seq-length 7 --ring 4 --output x.png
+plot_tiles.py --mask bogus --output x.png
+traffic.py --gpus 0 -- --num-layers 2
+traffic.py --gpus 2 --rank 5 -- --num-layers 2
+traffic.py -- --bogus
+collect_text.py --input nowhere --output x.jsonl
+collect_text.py --input . --output /dev/null/x
+convert_hf.py
+convert_hf.py --from-hf nowhere --to x
+convert_hf.py --from nowhere --to-hf x
+convert_hf.py --from nowhere --to x
+convert_checkpoint.py --from nowhere --to x
+preprocess_data.py --input nowhere --output-prefix x --tokenizer-type ByteLevelTokenizer
+preprocess_data.py --input . --output-prefix x --tokenizer-type ByteLevelTokenizer
+preprocess_data.py --input nowhere --output-prefix x
+preprocess_data.py --input nowhere --output-prefix x --tokenizer-type bogus
+train_tokenizer.py --input nowhere --model-prefix x
+train_tokenizer.py --input . --model-prefix /dev/null/x
+measure_hardware.py --output /dev/null/x.json --quick
+measure_hardware.py --output x.json --processes 0
+measure_hardware.py --output x.json --gemm-sizes 0
+check_script.py nowhere.sh
+check_script.py .
+plot_run.py nowhere.jsonl
+plot_run.py .
+plot_memory.py nowhere.json
+plot_memory.py .""".splitlines()
+
+
+def of_words() -> Iterator[Case]:
+    for line in CONFLICTS:
+        yield Case(line, PROGRAM, f"{GOOD} {line}".split())
+    for line in TOOL_LINES:
+        tool, *flags = line.split()
+        yield Case(line, TOOLS / tool, flags)
+
+
+def all_cases(good: Path, work: Path, seed: int) -> list[Case]:
+    draw = random.Random(seed)
+    return [*of_words(), *of_unknown_flags(draw), *of_values(draw), *of_files(good, work, draw)]
