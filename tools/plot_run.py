@@ -105,8 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resumed", type=int, nargs="*", default=[], help="iterations to mark as resumed from")
     parser.add_argument("--fell-by", type=float, help="fail unless every loss fell by as many nats")
     options = parser.parse_args(argv)
-    output = options.output or options.logs[0].with_name("loss.png")
     try:
+        output = options.output or options.logs[0].with_name("loss.png")
         names = ["loss" if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
         logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -149,4 +149,5 @@ def roll_back(job: Job) -> int | None:
     if found is None:
         return None
     config = replace(job.config, checkpoint=again)
+    job.schedule.num_steps = 0  # core's schedule adds the steps that it loads to its own
     return checkpoint.load(found, job.chunks, job.optimizer, job.schedule, config).iteration

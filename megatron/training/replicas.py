@@ -3,7 +3,8 @@
 
 Compared are sums over the bits of each parameter, made where it lies: over DP x CP (not under ZeRO 2 and 3, which keep
 one copy of each weight), and over TP for what TP does not split. Each bit adds an odd multiple of a power of two to its
-parameter's sum modulo 2**64, so one that flips always changes it.
+parameter's sum modulo 2**64, so one that flips always changes it. As in Megatron-LM, weights under
+--overlap-param-gather are gathered first: what changed on a rank that does not own them is mended by that, and not seen.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ def _compare(
     if not named or group.size() == 1:
         return
     mine = torch.stack([bits(parameter) for _, parameter in named])
-    table = mine.new_empty((group.size(), len(named)))
+    table = mine.new_empty(group.size() * len(named))
     dist.all_gather_into_tensor(table, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
-    for (name, _), sums in zip(named, table.t().tolist()):
+    for (name, _), sums in zip(named, table.view(group.size(), -1).t().tolist()):
         usual, count = Counter(sums).most_common(1)[0]
         if count == len(sums):
             continue

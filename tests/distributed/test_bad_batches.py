@@ -20,8 +20,8 @@ from tests.distributed.training_runs import make_job
 FLAGS = "--train-iters 7 --global-batch-size 2 --micro-batch-size 1 --log-interval 1"
 GRIDS = (
     (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
-    (2, "--pipeline-model-parallel-size 2"),
-    (4, "--ring-parallel-size 2 --zero-stage 3"),
+    (4, "--pipeline-model-parallel-size 2 --ring-parallel-size 2"),
+    (2, "--zero-stage 3"),
 )
 
 

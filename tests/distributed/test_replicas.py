@@ -42,8 +42,10 @@ NORM, FC1 = "decoder.final_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.w
     ("ranks", "flags", "rank", "name", "bit", "told"),
     [
         (4, "--ring-parallel-size 2", 2, FC1, 0, "rank 2 on {host} differs over DP x CP from rank 0 on {host}"),
-        (4, "--ring-parallel-size 2 --zero-stage 1 --overlap-grad-reduce --overlap-param-gather", 0, NORM, 31,
+        (4, "--ring-parallel-size 2 --zero-stage 1", 0, NORM, 31,
          "rank 0 on {host} differs over DP x CP from rank 1 on {host} and the others"),
+        # Weights are sent to all ranks anew before they are compared: what changed on one rank is gone.
+        (2, "--zero-stage 1 --overlap-grad-reduce --overlap-param-gather", 1, NORM, 31, ""),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel", 1, NORM, 7,
          "ranks 0 on {host}, 1 on {host} differ over TP"),
         (2, "--tensor-model-parallel-size 2", 1, FC1, 7, ""),  # TP splits it: there is no other

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import random
 import shutil
@@ -23,12 +22,11 @@ RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-worke
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 GOOD = f"{SHAPE} {RUN} {MOCK}"
 TOOLS = ROOT / "tools"
-NOT_CHECKED_AT_START = {"data-cache-path", "wandb-save-dir"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One program and its flags. ``files``: a folder of which nothing may change."""
+    """One program and its flags."""
 
     name: str
     program: Path
@@ -74,7 +72,13 @@ def make_good(folder: Path) -> None:
     """Every kind of input, whole."""
     from tests.unit.test_tokenizer import make
 
-    for kind in ("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "TokenizerFromFile"):
+    for kind in (
+        "SentencePieceTokenizer",
+        "HuggingFaceTokenizer",
+        "GPT2BPETokenizer",
+        "TikTokenizer",
+        "TokenizerFromFile",
+    ):
         (folder / kind).mkdir(parents=True)
         make(kind, folder / kind)
     data = folder / "data"
@@ -89,7 +93,8 @@ def make_good(folder: Path) -> None:
     done = run_forked(PROGRAM, run, {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     done = run_forked(
-        TOOLS / "convert_hf.py", ["--from", str(folder / "checkpoints" / "c"), "--to-hf", str(folder / "hf" / "model")],
+        TOOLS / "convert_hf.py",
+        ["--from", str(folder / "checkpoints" / "c"), "--to-hf", str(folder / "hf" / "model")],
         {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -98,8 +103,7 @@ def make_good(folder: Path) -> None:
         json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0})
     )
     (folder / "machine").mkdir()
-    machine = ROOT / "megatron" / "simulator" / "machines"
-    shutil.copy(next(iter(sorted(machine.rglob("h100*.json")))), folder / "machine" / "gpu.json")
+    shutil.copy(ROOT / "megatron" / "simulator" / "machines" / "H100-80G.json", folder / "machine" / "gpu.json")
     (folder / "weighted").mkdir()
     (folder / "weighted" / "paths.txt").write_text(f'"TRAIN: 1 0:1 {data}/corpus"')
     (folder / "text").mkdir()
@@ -109,91 +113,68 @@ def make_good(folder: Path) -> None:
 # --- cases
 
 
-def tokenizer_flags(kind: str, file: Path) -> str:
-    if kind == "GPT2BPETokenizer":
-        return f"--tokenizer-type {kind} --vocab-file {file.parent}/vocab.json --merge-file {file.parent}/merges.txt"
-    return f"--tokenizer-type {kind} --tokenizer-model {file}"
+TOKENIZED = f"{SHAPE} {RUN} --mock-data --tokenizer-type"
+READ = f"{SHAPE} {RUN} --tokenizer-type NullTokenizer --vocab-size 100"
+BPE = f"{TOKENIZED} GPT2BPETokenizer --vocab-file {{folder}}/vocab.json --merge-file {{folder}}/merges.txt"
+EVERY_WAY = (*BREAKS, "a folder")
+ANY_TEXT = {"empty", "truncated", "of other words", "of zeros"}
 
-
-TOKENIZERS = (
-    ("SentencePieceTokenizer", "sp.model", "sp.model"),
-    ("Llama2Tokenizer", "sp.model", "sp.model"),
-    ("HuggingFaceTokenizer", "hf", "tokenizer.json"),
-    ("HuggingFaceTokenizer", "hf", "tokenizer_config.json"),
-    ("GPT2BPETokenizer", "vocab.json", "vocab.json"),
-    ("GPT2BPETokenizer", "merges.txt", "merges.txt"),
-    ("TikTokenizer", "tik.json", "tik.json"),
-    ("TokenizerFromFile", "tokenizer.json", "tokenizer.json"),
-)
-HOW = (*BREAKS, "a folder")
+# (what is copied, the file of it that breaks, who reads it, with which flags, the ways that break nothing)
+FILES: tuple[tuple[str, str, Path, str, set[str]], ...] = (
+    ("SentencePieceTokenizer/sp.model", "sp.model", PROGRAM,
+     f"{TOKENIZED} SentencePieceTokenizer --tokenizer-model {{path}}", set()),
+    ("SentencePieceTokenizer/sp.model", "sp.model", PROGRAM,
+     f"{TOKENIZED} Llama2Tokenizer --tokenizer-model {{path}}", set()),
+    ("HuggingFaceTokenizer/hf", "tokenizer.json", PROGRAM,
+     f"{TOKENIZED} HuggingFaceTokenizer --tokenizer-model {{path}}", set()),
+    ("GPT2BPETokenizer/vocab.json", "vocab.json", PROGRAM, BPE, set()),
+    ("GPT2BPETokenizer/vocab.json", "merges.txt", PROGRAM, BPE, ANY_TEXT),
+    ("TikTokenizer/tik.json", "tik.json", PROGRAM, f"{TOKENIZED} TikTokenizer --tokenizer-model {{path}}", set()),
+    ("TokenizerFromFile/tokenizer.json", "tokenizer.json", PROGRAM,
+     f"{TOKENIZED} TokenizerFromFile --tokenizer-model {{path}}", set()),
+    ("data/corpus.bin", "corpus.bin", PROGRAM, f"{READ} --data-path {{folder}}/corpus", {"binary", "of zeros"}),
+    ("data/corpus.idx", "corpus.idx", PROGRAM, f"{READ} --data-path {{folder}}/corpus", set()),
+    ("weighted/paths.txt", "paths.txt", PROGRAM, f"{READ} --train-weighted-split-paths-path {{path}}", set()),
+    ("hf/model", "config.json", PROGRAM, f"--model hf:{{path}} --seq-length 32 {RUN} {MOCK}", set()),
+    ("hf/model", "config.json", TOOLS / "convert_hf.py", "--from-hf {path} --to {folder}/new", set()),
+    ("hf/model", "model.safetensors", TOOLS / "convert_hf.py", "--from-hf {path} --to {folder}/new", set()),
+    ("deepspeed/ds.json", "ds.json", PROGRAM, f"{GOOD} --deepspeed --deepspeed_config {{path}}", set()),
+    ("machine/gpu.json", "gpu.json", PROGRAM, f"{GOOD} --dry-run --world-size 1 --gpu {{path}}", set()),
+    ("machine/gpu.json", "gpu.json", TOOLS / "plan.py",
+     "--model llama3-8b --gpus 8 --seq-length 4096 --gpu {path}", set()),
+    ("log/log.jsonl", "log.jsonl", TOOLS / "plot_run.py", "{path} --output {folder}/new.png", set()),
+    ("log/log.jsonl", "log.jsonl", TOOLS / "plot_memory.py", "{path} --output {folder}/new.png", set()),
+    ("text/text.jsonl", "text.jsonl", TOOLS / "preprocess_data.py",
+     "--input {path} --output-prefix {folder}/new --tokenizer-type ByteLevelTokenizer --workers 1", {"empty"}),
+    ("text/text.jsonl", "text.jsonl", TOOLS / "train_tokenizer.py",
+     "--input {path} --model-prefix {folder}/new", set()),
+    ("text/text.jsonl", "text.jsonl", TOOLS / "check_script.py", "{path}", set()),
+)  # fmt: skip
 
 
 def of_files(good: Path, work: Path, draw: random.Random) -> Iterator[Case]:
     """Every file that is read, broken in every way."""
-
-    def each(source: Path, file: str, label: str, program: Path, flags: Callable[[Path], str], *harmless: str) -> Iterator[Case]:
-        for how in HOW:
+    for number, (source, file, program, flags, harmless) in enumerate(FILES):
+        for how in EVERY_WAY:
             if how not in harmless:
-                path = broken(source, work / f"{label}-{how}".replace(" ", "_").replace("/", "_"), file, how, draw)
-                yield Case(f"{label} {how}", program, flags(path).split())
-
-    for kind, name, file in TOKENIZERS:
-        home = good / ("SentencePieceTokenizer" if kind == "Llama2Tokenizer" else kind)
-        flags = lambda path, kind=kind: f"{SHAPE} {RUN} --mock-data {tokenizer_flags(kind, path)}"  # noqa: E731
-        harmless = {"tokenizer_config.json": ("missing", "of other words"), "merges.txt": ("empty", "truncated", "of other words", "of zeros")}
-        yield from each(home / name, file, f"{kind} {file}", PROGRAM, flags, *harmless.get(file, ()))
-    read = lambda path: f"{SHAPE} {RUN} --tokenizer-type NullTokenizer --vocab-size 100 --data-path {path.parent}/corpus"  # noqa: E731
-    for file in ("corpus.bin", "corpus.idx"):
-        harmless = ("binary", "of zeros") if file == "corpus.bin" else ()
-        yield from each(good / "data" / file, file, file, PROGRAM, read, *harmless)
-    yield from each(good / "hf" / "model", "config.json", "config.json of --model", PROGRAM,
-                    lambda path: f"--model hf:{path} --seq-length 32 {RUN} {MOCK}")  # fmt: skip
-    for file in ("config.json", "model.safetensors"):
-        yield from each(good / "hf" / "model", file, f"{file} of --load", PROGRAM, lambda path: f"{GOOD} --load {path} --finetune")
-        yield from each(good / "hf" / "model", file, f"{file} of convert_hf.py", TOOLS / "convert_hf.py",
-                        lambda path: f"--from-hf {path} --to {path.parent}/new")  # fmt: skip
-    yield from each(good / "deepspeed" / "ds.json", "ds.json", "DeepSpeed's JSON", PROGRAM,
-                    lambda path: f"{GOOD} --deepspeed --deepspeed_config {path}")  # fmt: skip
-    yield from each(good / "machine" / "gpu.json", "gpu.json", "machine file", PROGRAM,
-                    lambda path: f"{GOOD} --dry-run --world-size 1 --gpu {path}")  # fmt: skip
-    yield from each(good / "machine" / "gpu.json", "gpu.json", "machine file of plan.py", TOOLS / "plan.py",
-                    lambda path: f"--model llama3-8b --gpus 8 --seq-length 4096 --gpu {path}")  # fmt: skip
-    yield from each(good / "weighted" / "paths.txt", "paths.txt", "weighted paths", PROGRAM,
-                    lambda path: f"{SHAPE} {RUN} --tokenizer-type NullTokenizer --vocab-size 100 "
-                    f"--train-weighted-split-paths-path {path}")  # fmt: skip
-    for program, flags in (
-        (PROGRAM, lambda path: f"{GOOD} --load {path}"),
-        (TOOLS / "convert_hf.py", lambda path: f"--from {path} --to-hf {path.parent}/new"),
-        (TOOLS / "convert_checkpoint.py", lambda path: f"--from {path} --to {path.parent}/new"),
-    ):
-        for file in ("latest_checkpointed_iteration.txt", "iter_0000001/metadata.json", "iter_0000001/common.pt",
-                     "iter_0000001/.metadata", "iter_0000001/__0_0.distcp"):  # fmt: skip
-            harmless = ("missing",) if file.startswith("latest") and program == PROGRAM else ()
-            yield from each(good / "checkpoints" / "c", file, f"{file} of {program.stem}", program, flags, *harmless)
-    yield from each(good / "log" / "log.jsonl", "log.jsonl", "log of plot_run.py", TOOLS / "plot_run.py",
-                    lambda path: f"{path} --output {path.parent}/new.png")  # fmt: skip
-    text = lambda path: f"--input {path} --output-prefix {path.parent}/new --tokenizer-type ByteLevelTokenizer --workers 1"  # noqa: E731
-    yield from each(good / "text" / "text.jsonl", "text.jsonl", "text of preprocess_data.py", TOOLS / "preprocess_data.py", text, "empty")
-    yield from each(good / "text" / "text.jsonl", "text.jsonl", "text of train_tokenizer.py", TOOLS / "train_tokenizer.py",
-                    lambda path: f"--input {path} --model-prefix {path.parent}/new")  # fmt: skip
-    yield from each(good / "text" / "text.jsonl", "text.jsonl", "script of check_script.py", TOOLS / "check_script.py",
-                    lambda path: f"{path}")  # fmt: skip
-    yield from each(good / "log" / "log.jsonl", "log.jsonl", "file of plot_memory.py", TOOLS / "plot_memory.py",
-                    lambda path: f"{path} --output {path.parent}/new.png")  # fmt: skip
+                path = broken(good / source, work / f"{number}-{how.replace(' ', '-')}", file, how, draw)
+                given = flags.format(path=path, folder=path.parent).split()
+                yield Case(f"{file} {how}, read by {program.name}", program, given)
 
 
 def of_values(draw: random.Random) -> Iterator[Case]:
-    """Each flag with a value that is none."""
+    """Each flag with a value that it cannot have."""
     for _, _, field in settings():
         flag, kind = spellings(field)[0], str(field.type)
-        if "bool" in kind:
-            yield Case(f"{flag} with a value", PROGRAM, [*GOOD.split(), flag, "maybe"])
-        elif field.metadata.get("choices"):
-            yield Case(f"{flag} of no choice", PROGRAM, [*GOOD.split(), flag, "bogus"])
+        if field.metadata.get("choices"):
+            bad = ["bogus", ""]
         elif "int" in kind or "float" in kind:
-            for value in ("x", "nan", "-7", "1e400", ""):
-                yield Case(f"{flag} {value!r}", PROGRAM, [*GOOD.split(), flag, value])
-            yield Case(f"{flag} alone", PROGRAM, [*GOOD.split(), flag])
+            bad = ["x", "nan", "", "1e400", "-7"] + [str(10**25)] * ("int" in kind)
+        elif kind.startswith("bool"):
+            bad = ["maybe"]
+        else:
+            continue
+        yield Case(f"{flag} {(value := draw.choice(bad))!r}", PROGRAM, [*GOOD.split(), flag, value])
 
 
 def of_unknown_flags(draw: random.Random) -> Iterator[Case]:
@@ -216,7 +197,6 @@ CONFLICTS = """--bf16 --fp16
 --recompute-granularity full
 --data-path somewhere
 --train-data-path somewhere
---split 90,10
 --lr-warmup-iters 4 --lr-warmup-fraction 0.1
 --lr-decay-style WSD
 --save-retain-interval 3
@@ -228,9 +208,6 @@ CONFLICTS = """--bf16 --fp16
 --skip-bad-batches 2 --fp16
 --rollback-on-bad-batch
 --attention-mask window
---attention-mask block-sparse
---fpdt --fpdt-chunk-size 7
---position-embedding-type alibi --attention-kernel cudnn
 --num-query-groups 3 --group-query-attention
 --hidden-size 33
 --kv-channels 0
@@ -246,15 +223,13 @@ CONFLICTS = """--bf16 --fp16
 --tensorboard-dir /dev/null/board
 --save /dev/null/c
 --profile-memory /dev/null/p
---load /dev/null
 --mask-function nowhere.py:f
 --fp8-format hybrid
 --sequence-parallel --tensor-model-parallel-size 3
 --swiglu --squared-relu
 --vocab-size 0
 --make-vocab-size-divisible-by 0
---init-method-std nan
---seq-length 64""".splitlines()
+--init-method-std nan""".splitlines()
 TOOL_LINES = """plan.py --model nothing --gpus 8 --gpu h100
 plan.py --model llama3-8b --gpus x --gpu h100
 plan.py --model llama3-8b --gpus 0 --gpu h100
@@ -301,6 +276,7 @@ plot_memory.py .""".splitlines()
 
 
 def of_words() -> Iterator[Case]:
+    """Settings that contradict each other, and tools' arguments that make no sense."""
     for line in CONFLICTS:
         yield Case(line, PROGRAM, f"{GOOD} {line}".split())
     for line in TOOL_LINES:
@@ -309,5 +285,6 @@ def of_words() -> Iterator[Case]:
 
 
 def all_cases(good: Path, work: Path, seed: int) -> list[Case]:
+    """All of them; files to break are copied from ``good``, where :func:`make_good` made them, to ``work``."""
     draw = random.Random(seed)
     return [*of_words(), *of_unknown_flags(draw), *of_values(draw), *of_files(good, work, draw)]

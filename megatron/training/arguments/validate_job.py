@@ -38,6 +38,7 @@ NOT_NEGATIVE = {
     "adam_eps sgd_momentum decoupled_min_lr",
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
     "checkpoint": "ckpt_step",
+    "attention": "mask_cpu_threshold",
     "run": "seed eval_iters manual_gc_interval",
     "faults": "skip_bad_batches iterations_to_skip",
 }
@@ -77,6 +78,11 @@ def check_ranges(config: Config) -> None:
                 value = getattr(getattr(config, section), field)
                 for number in value if isinstance(value, list) else [value]:
                     gather.check(field, partial(check, field, number, holds, text))
+    minutes = config.parallel.distributed_timeout_minutes
+    year = 366 * 24 * 60
+    gather.check(
+        "timeout", lambda: check("distributed_timeout_minutes", minutes, lambda x: x <= year, f"is more than {year}")
+    )
     gather.check(
         "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")
     )

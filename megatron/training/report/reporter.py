@@ -46,7 +46,10 @@ class Reporter:
         if settings.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+            try:
+                self.tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+            except OSError as error:
+                raise Refusal(f"--tensorboard-dir {settings.tensorboard_dir}: {error.strerror}") from None
         if settings.wandb_project:
             self.wandb = _start_wandb(self.config)
 

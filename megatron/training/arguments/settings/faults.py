@@ -29,4 +29,4 @@ class FaultConfig:
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, "iterations between comparisons of weights that several ranks hold", type=int
     )
-    log_straggler: bool = flag(False, "name ranks whose own work of a step takes 20 % longer than the median's")
+    log_straggler: bool = flag(False, "name ranks whose own work of a step takes a fifth longer than the median's")

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that is slow by itself is named, and not those that wait for it."""
+
+import re
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.training import stragglers
+from megatron.training.stragglers import Stragglers, slow_ranks
+from tests.distributed.training_runs import make_job
+
+
+def steps(slow: int | None, count: int, least: int) -> tuple[str, float, float]:
+    """What is said after some steps in which one rank works twice as long; a step's own and whole milliseconds."""
+    usual, stragglers.LEAST = stragglers.LEAST, least
+    clock = Stragglers(make_job("--global-batch-size 8").runtime)
+    begin = time.perf_counter()
+    for _ in range(count):
+        clock.begin()
+        time.sleep(0.08 if dist.get_rank() == slow else 0.04)
+        dist.all_reduce(torch.ones(8))
+        clock.end()
+    whole = 1000 * (time.perf_counter() - begin) / count
+    own = clock.clock.result()[0]
+    line = clock.tell()
+    clock.stop()
+    stragglers.LEAST = usual
+    return line, own, whole
+
+
+def test_the_slow_rank_is_named_and_waits_are_no_work(pool):
+    results = pool.run(steps, 4, 2, 20, 50)
+    lines, own, whole = zip(*results)
+    assert len(set(lines)) == 1
+    assert re.fullmatch(r"--log-straggler: rank 2 on \S+ takes \S+ ms for a step of its own work; .*", lines[0]), (
+        results
+    )
+    assert max(own[:2] + own[3:]) < 0.8 * own[2] and own[2] < 1.1 * min(whole), results
+
+
+def test_nobody_is_named_where_all_are_alike_or_little_was_seen(pool):
+    assert {line for line, _, _ in pool.run(steps, 2, 1, 4, 300)} == {""}
+    assert slow_ranks([100.0, 119.0, 100.0, 98.0]) == [] and slow_ranks([100.0, 121.0, 100.0, 98.0]) == [1]
