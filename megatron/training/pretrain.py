@@ -74,6 +74,8 @@ def run(config: Config) -> int:
         return train(config, runtime, beats)
     except Exception as error:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
+        if lines is None and (wanted := out_of_memory(error)):
+            lines = [f"error: out of memory: {wanted}; --dry-run shows where it goes, docs/memory.md what saves it"]
         if lines is None:
             raise
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -82,6 +84,15 @@ def run(config: Config) -> int:
         if beats is not None:
             beats.stop()
         stop()
+
+
+def out_of_memory(error: Exception) -> str:
+    """What was too much, in PyTorch's words; empty where an error is another one."""
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
+        return " ".join(str(error).partition("DefaultCPUAllocator: ")[2].split()) or " ".join(str(error).split())[:200]
+    return ""
 
 
 def train(config: Config, runtime: Any, beats: Any = None) -> int:

@@ -4,7 +4,7 @@
 Compared are sums over the bits of each parameter, made where it lies: over DP x CP (not under ZeRO 2 and 3, which keep
 one copy of each weight), and over TP for what TP does not split. Each bit adds an odd multiple of a power of two to its
 parameter's sum modulo 2**64, so one that flips always changes it. As in Megatron-LM, weights under
---overlap-param-gather are gathered first: what changed on a rank that does not own them is mended by that, and not seen.
+--overlap-param-gather are gathered first: that mends what changed on a rank that does not own them, unseen.
 """
 
 from __future__ import annotations

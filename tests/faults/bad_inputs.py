@@ -229,7 +229,11 @@ CONFLICTS = """--bf16 --fp16
 --swiglu --squared-relu
 --vocab-size 0
 --make-vocab-size-divisible-by 0
---init-method-std nan""".splitlines()
+--init-method-std nan
+--vocab-size 99999999999
+--distributed-timeout-minutes 9999999999
+--save-interval 2 --skip-bad-batches 1 --no-check-for-nan-in-loss-and-grad
+--skip-bad-batches 1 --spike-factor 0.5""".splitlines()
 TOOL_LINES = """plan.py --model nothing --gpus 8 --gpu h100
 plan.py --model llama3-8b --gpus x --gpu h100
 plan.py --model llama3-8b --gpus 0 --gpu h100
