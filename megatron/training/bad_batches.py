@@ -75,7 +75,7 @@ class Watch:
         if not spiky or len(recent) < LEAST:
             return ""
         usual = statistics.median(recent)
-        if value <= self.factor * usual:
+        if not 0 < self.factor * usual < value:
             return ""
         return f"the {name} is {value:.6g}, {value / usual:.1f} times the {usual:.6g} of the {len(recent)} steps before"
 
@@ -104,17 +104,18 @@ def folder_of(config: Config) -> Path | None:
     return Path(config.checkpoint.save) / "bad_batches" if config.checkpoint.save else None
 
 
-def write_batch(job: Job, samples: int, reason: str, numbers: dict[str, Any]) -> str:
-    """Write the global batch that comes next by the progress of the job; returns what to say of it. On rank 0 alone.
+def write_batch(job: Job, result: Any) -> str:
+    """Write the batch of a step that is not yet counted in the job's progress; returns what to say of it. Rank 0's.
 
     ``iter_NNNNNNN.safetensors`` holds ``tokens``, ``labels``, ``loss_mask`` [samples, seq_length] and ``numbers``
-    [samples], which count the samples of the run; ``iter_NNNNNNN.json`` the reason.
+    [samples], which count the samples of the run; ``iter_NNNNNNN.json`` the reason, and the ``result`` of the step.
     """
     from safetensors.torch import save_file
 
     from megatron.training.data.batches import micro_batches
 
     folder, config, first = folder_of(job.config), job.config, job.progress.consumed_train_samples
+    samples = job.batch_sizes.get_current_running_global_batch_size()
     if folder is None:
         return "not written, for want of --log-jsonl or --save"
     batch = next(
@@ -129,12 +130,15 @@ def write_batch(job: Job, samples: int, reason: str, numbers: dict[str, Any]) ->
         )
     )
     path = folder / f"iter_{job.progress.iteration + 1:07d}"
-    told = {"iteration": job.progress.iteration + 1, "samples": [first, first + samples - 1], "reason": reason}
-    numbers = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+    told: dict[str, Any] = {"iteration": job.progress.iteration + 1, "samples": [first, first + samples - 1]}
+    told["reason"] = result.bad
+    for name in ("lm_loss", "grad_norm"):
+        value = getattr(result, name)
+        told[name] = value if math.isfinite(value) else str(value)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(batch, f"{path}.safetensors")
-        path.with_suffix(".json").write_text(json.dumps({**told, **numbers}, indent=2) + "\n")
+        path.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n")
     except OSError as error:
         return f"not written ({error.strerror})"
     return f"written to {path}.safetensors"

@@ -85,7 +85,7 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
             stragglers.end()
         if result.bad:
             left_out += 1
-            leave_out(job, reporter, result, samples, left_out)
+            leave_out(job, reporter, result, left_out)
         progress.advance(samples, config.data.seq_length)
         device_peak, host_peak = stopper.agree(peaks.bytes, peaks.host_bytes)
         per_device = flops.model * samples / seconds / dist.get_world_size()
@@ -144,7 +144,7 @@ def pass_over(batches: Batches | list[Batches] | None, microbatches: int) -> Non
             next(one)
 
 
-def leave_out(job: Job, reporter: Reporter, result: StepResult, samples: int, count: int) -> None:
+def leave_out(job: Job, reporter: Reporter, result: StepResult, count: int) -> None:
     """Go on without a bad batch, from the weights before it or from those of the last checkpoint.
 
     Raises:
@@ -153,10 +153,7 @@ def leave_out(job: Job, reporter: Reporter, result: StepResult, samples: int, co
     faults = job.config.faults
     if count > faults.skip_bad_batches:
         raise Diverged(result)
-    where = ""
-    if reporter.active:
-        where = write_batch(job, samples, result.bad, {"lm_loss": result.lm_loss, "grad_norm": result.grad_norm})
-    since = ""
+    where, since = write_batch(job, result) if reporter.active else "", ""
     if faults.rollback_on_bad_batch:
         iteration = roll_back(job)
         if iteration is None:

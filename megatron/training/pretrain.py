@@ -134,13 +134,10 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
-        result, done = error.result, job.progress.iteration
-        samples = job.batch_sizes.get_current_running_global_batch_size()
         if runtime.is_rank_zero:
-            numbers = {"lm_loss": result.lm_loss, "grad_norm": result.grad_norm}
-            where = write_batch(job, samples, result.bad, numbers)
+            done, where = job.progress.iteration, write_batch(job, error.result)
             reporter.say(
-                f"error: {result.bad} at iteration {done + 1}, and nothing was saved: lower --lr, or leave the batch "
+                f"error: {error} at iteration {done + 1}, and nothing was saved: lower --lr, or leave the batch "
                 f"out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
                 f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
             )

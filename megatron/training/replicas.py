@@ -28,6 +28,7 @@ from megatron.training.job import Job
 from megatron.training.model.weights import canonical_parameters
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST = 4  # parameters that are named
 PIECE = 2**22  # numbers that are summed at once: more would take eight times a weight's memory
 
 
@@ -46,12 +47,11 @@ def check_replicas(job: Job) -> None:
     found = [f"{name}: {rest}" for name, rest in _differences(job)]
     lines: list = [None] * dist.get_world_size()
     dist.all_gather_object(lines, (socket.gethostname(), found))
-    told = dict.fromkeys(line for _, of_rank in lines for line in of_rank)
+    told = list(dict.fromkeys(line for _, of_rank in lines for line in of_rank))
     if told:
-        hosts = [host for host, _ in lines]
-        raise ReplicasDiffer(
-            "; ".join(line.format(*(f"{rank} on {host}" for rank, host in enumerate(hosts))) for line in told)
-        )
+        places = [f"{rank} on {host}" for rank, (host, _) in enumerate(lines)]
+        more = f"; and {len(told) - MOST} more" if len(told) > MOST else ""
+        raise ReplicasDiffer("; ".join(line.format(*places) for line in told[:MOST]) + more)
 
 
 def _differences(job: Job) -> Iterator[tuple[str, str]]:

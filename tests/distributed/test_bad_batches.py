@@ -109,14 +109,18 @@ def test_a_spike_of_the_gradient_norm(pool, tmp_path: Path):
         assert found["iteration"] == 13 and found["reason"].startswith("the gradient norm is "), found
 
 
-@pytest.mark.parametrize("zero", ["0", "1"])
+OVERLAP = "1 --overlap-grad-reduce --overlap-param-gather"
+
+
+@pytest.mark.parametrize("zero", [pytest.param("0", marks=pytest.mark.full), OVERLAP])
 def test_rolling_back_is_resuming_without_the_samples_since_then(pool, tmp_path: Path, zero: str):
     flags = f"--zero-stage {zero} --save-interval 3 --save"
     back = f"{flags} {tmp_path}/c --skip-bad-batches 1 --rollback-on-bad-batch --exit-interval 7"
-    rolled = pool.run(train, 1, back, str(tmp_path / "rolled"))[0]
+    ranks = 1 if zero == "0" else 2
+    rolled = pool.run(train, ranks, back, str(tmp_path / "rolled"))[0]
     assert rolled[0][5] is None and math.isfinite(rolled[0][7])
     again = f"{flags} {tmp_path}/d --load {tmp_path}/c --ckpt-step 3 --iterations-to-skip 3 4"
-    by_hand = pool.run(train, 1, again, str(tmp_path / "by_hand"))[0]
+    by_hand = pool.run(train, ranks, again, str(tmp_path / "by_hand"))[0]
     assert by_hand[0] == {6: rolled[0][6], 7: rolled[0][7]} and same_weights(rolled, by_hand)
 
 
