@@ -75,14 +75,19 @@ def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: s
 
 
 def whole_program(flags: str, rank: int) -> tuple[int, str]:
-    """Exit code and console of a run in which the bits of one rank are others."""
+    """Exit code and console of a run in which the bits of one rank are others, and some rank is slow."""
     from megatron.training import pretrain, replicas
     from megatron.training.arguments.parser import parse
     from megatron.training.setup import start
+    from megatron.training.stragglers import Stragglers
 
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, dist.get_world_size())
     other, console = dist.get_rank() == rank, io.StringIO()
-    with patch.object(replicas, "bits", lambda weight: bits(weight) + other), redirect_stdout(console):
+    with (
+        patch.object(replicas, "bits", lambda weight: bits(weight) + other),
+        patch.object(Stragglers, "tell", lambda _: "some rank is slow"),
+        redirect_stdout(console),
+    ):
         return pretrain.train(config, start(config)), console.getvalue()
 
 
@@ -95,7 +100,8 @@ def test_the_run_ends_with_a_line_and_exit_code_1(pool, tmp_path):
     assert "weight: ranks 0 on " in line and line.count(" differ over DP x CP") == 4 and "; and " in line
     assert "after iteration 2, and nothing was saved" in line and not (tmp_path / "c").exists()
     code, out = pool.run(whole_program, 2, flags, -1)[0]
-    assert code == 0 and "error" not in out and (tmp_path / "c" / "iter_0000004").exists()
+    assert code == 0 and "error" not in out and out.count(" WARNING: some rank is slow\n") == 4
+    assert (tmp_path / "c" / "iter_0000004").exists()
 
 
 def test_every_bit_counts():

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.test_program import PROGRAM, ROOT
-from tests.faults.test_elastic import FLAGS
+from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
 from tests.patience import patience
 
 STEPS = int(os.environ.get("SOAK", "0"))
@@ -35,13 +34,9 @@ def count(process: psutil.Process) -> dict[str, int]:
 @pytest.mark.skipif(not STEPS, reason="minutes: bash tests/faults/run.sh")
 def test_nothing_grows(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += [
-        str(PROGRAM),
-        *FLAGS.split(),
-        *f"--train-iters {STEPS} --save-interval {EVERY} --ring-parallel-size 2".split(),
-    ]
-    command += ["--zero-stage", "1", "--save", f"{tmp_path}/c"]
-    command += ["--save-retain-interval", str(10 * STEPS), "--log-jsonl", f"{tmp_path}/log.jsonl"]
+    command += [str(PROGRAM), *FLAGS.split(), *"--ring-parallel-size 2 --zero-stage 1 --eval-iters 0".split()]
+    command += f"--train-iters {STEPS} --save-interval {EVERY} --save-retain-interval {10 * STEPS}".split()
+    command += f"--save {tmp_path}/c --log-jsonl {tmp_path}/log.jsonl".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     launcher = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
