@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank that is slow by itself is named, and not those that wait for it."""
 
+import io
 import re
 import time
+from contextlib import redirect_stdout
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,6 +41,41 @@ def test_the_slow_rank_is_named_and_waits_are_no_work(pool):
         results
     )
     assert max(own[:2] + own[3:]) < 0.8 * own[2] and own[2] < 1.1 * min(whole), results
+
+
+def train(flags: str, slow: int) -> str:
+    """The console of a run in which one rank sleeps after each layer."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron.training.loop import training_loop
+    from megatron.training.report.reporter import Reporter
+    from megatron.training.stopping import Stopper
+
+    usual, stragglers.LEAST = stragglers.LEAST, 40
+    job = make_job(f"{flags} --train-iters 6 --log-straggler --log-interval 6")
+    for module in job.chunks[0].modules():
+        if isinstance(module, TransformerLayer) and dist.get_rank() == slow:
+            module.register_forward_hook(lambda *_: time.sleep(0.05))
+    stopper, console = Stopper(job.runtime.device, None), io.StringIO()
+    with redirect_stdout(console):
+        training_loop(job, Reporter(job.config, active=True, first_iteration=0, last_iteration=6), stopper)
+    stopper.restore()
+    stragglers.LEAST = usual
+    return console.getvalue()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ring-parallel-size 2 --zero-stage 1",
+        pytest.param("--tensor-model-parallel-size 2 --ulysses-parallel-size 2", marks=pytest.mark.full),
+        pytest.param("--zero-stage 3 --micro-batch-size 1", marks=pytest.mark.full),
+    ],
+)
+def test_a_slow_rank_is_named_in_training(pool, flags: str):
+    for console in pool.run(train, 4, flags, 1):
+        (line,) = [line for line in console.splitlines() if "--log-straggler" in line]
+        assert re.findall(r"rank (\d+) on", line) == ["1"], line
 
 
 def test_nobody_is_named_where_all_are_alike_or_little_was_seen(pool):
