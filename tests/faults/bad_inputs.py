@@ -275,6 +275,18 @@ check_script.py nowhere.sh
 check_script.py .
 plot_run.py nowhere.jsonl
 plot_run.py .
+plot_tiles.py --seq-length 0 --output x.png
+plot_tiles.py --ring 4 --output .
+measure_mask_threshold.py --seq-lengths 0 --device cpu
+measure_mask_threshold.py --heads 0 --device cpu
+measure_mask_threshold.py --device cuda
+memory.py --params nan
+memory.py --params 1e400
+memory.py --model llama3-8b --json /dev/null/x
+plan.py --model llama3-8b --gpus 8 --gpu H100-80G --seq-length nan
+convert_hf.py --from-hf /dev/null --to x
+train_tokenizer.py --input nowhere --model-prefix x --vocab-size 0
+collect_text.py --input /nowhere --output x.jsonl
 plot_memory.py nowhere.json
 plot_memory.py .""".splitlines()
 
