@@ -33,13 +33,19 @@ def steps(slow: int | None, count: int, least: int) -> tuple[str, float, float]:
     return line, own, whole
 
 
+def slowest(line: str) -> int:
+    """The slowest rank of those named: a busy machine may slow down others too, though not by as much."""
+    named = {int(rank): float(ms) for rank, ms in re.findall(r"rank (\d+) on \S+ takes (\S+) ms", line)}
+    worst = max(named, key=named.get)
+    assert all(ms < 0.8 * named[worst] for rank, ms in named.items() if rank != worst), line
+    return worst
+
+
 def test_the_slow_rank_is_named_and_waits_are_no_work(pool):
     results = pool.run(steps, 4, 2, 20, 50)
     lines, own, whole = zip(*results)
     assert len(set(lines)) == 1
-    assert re.fullmatch(r"--log-straggler: rank 2 on \S+ takes \S+ ms for a step of its own work; .*", lines[0]), (
-        results
-    )
+    assert slowest(lines[0]) == 2 and " for a step of its own work; the median is " in lines[0], results
     assert max(own[:2] + own[3:]) < 0.8 * own[2] and own[2] < 1.1 * min(whole), results
 
 
@@ -75,7 +81,7 @@ def train(flags: str, slow: int) -> str:
 def test_a_slow_rank_is_named_in_training(pool, flags: str):
     for console in pool.run(train, 4, flags, 1):
         (line,) = [line for line in console.splitlines() if "--log-straggler" in line]
-        assert re.findall(r"rank (\d+) on", line) == ["1"], line
+        assert slowest(line) == 1, line
 
 
 def test_nobody_is_named_where_all_are_alike_or_little_was_seen(pool):
