@@ -36,6 +36,10 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    if min(*args.seq_lengths, args.heads, args.head_dim, args.repeats) < 1:
+        parser.error("--seq-lengths, --heads, --head-dim and --repeats must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU")
     device = torch.device(args.device)
     table = Table("tokens", "mask whole, MiB", "on the device, ms", "in host memory, ms")
     best = 0

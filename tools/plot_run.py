@@ -17,16 +17,22 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+WHOLE = {"iteration", "tokens", "iteration_ms", "tokens_per_second", "mfu", "device_peak_bytes"}
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The steps of a log. A torn last line, of a run that was killed, is left out."""
+    """The steps of a log. A torn last line, of a run that was killed, is left out, and so are steps without a loss:
+    their batch was left out."""
     rows = []
     for line in path.read_text().splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), (int, float)) for name in WHOLE):
+            raise ValueError(f"{path} is no log of --log-jsonl: it has the line {line[:60]}")
+        if row.get("lm_loss") is not None:
+            rows.append(row)
     if not rows:
         raise ValueError(f"{path} holds no training step")
     return rows
@@ -105,8 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resumed", type=int, nargs="*", default=[], help="iterations to mark as resumed from")
     parser.add_argument("--fell-by", type=float, help="fail unless every loss fell by as many nats")
     options = parser.parse_args(argv)
-    output = options.output or options.logs[0].with_name("loss.png")
     try:
+        output = options.output or options.logs[0].with_name("loss.png")
         names = ["loss" if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
         logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
         output.parent.mkdir(parents=True, exist_ok=True)

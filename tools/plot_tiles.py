@@ -150,6 +150,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if min(options.ulysses, options.ring) < 1:
             raise ValueError("--ulysses and --ring must be at least 1")
+        if options.seq_length is not None and options.seq_length < 1:
+            raise ValueError(f"--seq-length {options.seq_length} must be at least 1")
+        if options.output.is_dir():
+            raise ValueError(f"--output {options.output} is a folder: name a file in it")
         _check_read(parser, options)
         length = options.seq_length or 16 * length_unit(options.ulysses, options.ring, "zigzag")
         if options.show == "gallery":

@@ -33,12 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         found = counted(options)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    except (Refusal, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     Console(width=None if sys.stdout.isatty() else 100).print(table(found))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

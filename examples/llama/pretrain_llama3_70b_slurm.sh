@@ -6,7 +6,7 @@
 #   DATA_PATH=data/text_document TOKENIZER=path/to/Meta-Llama-3-70B sbatch examples/llama/pretrain_llama3_70b_slurm.sh
 #
 # Account, partition and container options come from your site. Without DATA_PATH it trains on random tokens. More nodes
-# become data parallelism.
+# become data parallelism. When the time is up the run saves, and the job queues itself again until TRAIN_ITERS are done.
 #SBATCH --job-name=llama3-70b
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
@@ -14,17 +14,21 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/../..}"
 if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
 export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270 # torchrun's own patience with a save is 30 seconds
 
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/llama3_70b}
 TENSORBOARD_DIR=${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}
 DATA_PATH=${DATA_PATH:-}
 TOKENIZER=${TOKENIZER:-}
 
+TRAIN_ITERS=${TRAIN_ITERS:-10000}
 GPUS_PER_NODE=8
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-6000}
@@ -67,7 +71,7 @@ TRAINING_ARGS=(
     --micro-batch-size "$MICRO_BATCH_SIZE"
     --global-batch-size "$GLOBAL_BATCH_SIZE"
     --seq-length "$SEQ_LENGTH"
-    --train-iters 10000
+    --train-iters "$TRAIN_ITERS"
     --lr 1.5e-4
     --min-lr 1.5e-5
     --lr-decay-style cosine
@@ -107,10 +111,18 @@ LOGGING_ARGS=(
 )
 
 mkdir -p "$CHECKPOINT_PATH"
+CODE=0
 srun --kill-on-bad-exit=1 torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
     "${MODEL_ARGS[@]}" \
     "${PARALLEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
     "${LOGGING_ARGS[@]}" \
-    "$@"
+    "$@" || CODE=$? # torchrun fails when it is told to stop, though all is saved
+
+# Stopped by Slurm's warning, not by scancel, and not done yet: go on later.
+DONE=$(cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+if [ "$DONE" -lt "$TRAIN_ITERS" ] && [ $((${SLURM_JOB_END_TIME:-0} - $(date +%s))) -lt 360 ]; then
+    exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$CODE"

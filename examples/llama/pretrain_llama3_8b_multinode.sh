@@ -98,7 +98,7 @@ LOGGING_ARGS=(
 )
 
 mkdir -p "$CHECKPOINT_PATH"
-torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
+exec torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
     "${MODEL_ARGS[@]}" \
     "${PARALLEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

@@ -36,6 +36,7 @@ COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 HERE = str(Path(__file__).resolve().parents[1])  # megatron/
 OF_MESSAGES = re.compile(r"gloo|nccl|timed? ?out|by peer|broken pipe|connection", re.IGNORECASE)
 KEY = "heartbeat"
+DEEP = 8  # frames of torch.distributed, and of core's wrappers around it, at the inner end of a stack that waits
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,11 @@ def whereabouts(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[s
     if not waits and _waits(frames[0]):
         collective, waits = "the wait for a message", True
     return f"{collective} at {place}" if collective else place, waits
+
+
+def is_waiting(frames: Sequence[FrameType]) -> bool:
+    """Whether a thread with this stack, innermost first, waits for other ranks: quicker than :func:`whereabouts`."""
+    return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in frames[:DEEP]) or _waits(frames[0])
 
 
 def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:

@@ -12,26 +12,30 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.schedule import length_in_step
+from megatron.training.bad_batches import Watch, roll_back, write_batch
 from megatron.training.job import Job, batches_for, evaluations, params_norm
+from megatron.training.replicas import ReplicasDiffer, check_replicas
 from megatron.training.report.flops import peak_flops, step_flops
 from megatron.training.report.memory import PeakBytes
 from megatron.training.report.memory_profile import MemoryProfile, write_profile
 from megatron.training.report.reporter import Reporter
 from megatron.training.saver import Saver
-from megatron.training.step import Diverged, StepResult, evaluate, train_step
+from megatron.training.step import Batches, Diverged, StepResult, evaluate, train_step
 from megatron.training.stopping import Stopper
+from megatron.training.stragglers import Stragglers
 
 
 def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     """Train until the end or until told to stop; returns whether the last checkpoint could be saved.
 
     Raises:
-        Diverged: the loss or the gradient norm is not finite; nothing is saved then.
+        Diverged: the loss or the gradient norm is not finite, and no more may be left out; nothing is saved then.
+        ReplicasDiffer: --check-weight-hash-across-dp-replicas-interval has found it; nor is anything then.
     """
     saver = Saver(job, reporter)
     try:
         _train(job, reporter, stopper, saver)
-    except Diverged:
+    except (Diverged, ReplicasDiffer):
         saver.finish()
         raise
     return saver.finish()
@@ -53,6 +57,8 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         resized=config.parallel.zero_stage >= 2,
     )
     profiled = progress.iteration + config.logging.profile_memory_step if config.logging.profile_memory else None
+    watch, left_out = Watch(config), 0
+    stragglers = Stragglers(runtime) if config.faults.log_straggler else None
     if config.run.manual_gc:
         gc.disable()
     for chunk in job.chunks:
@@ -61,8 +67,15 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         job.batch_sizes.update(progress.consumed_train_samples, False)
         samples = job.batch_sizes.get_current_running_global_batch_size()
         length = length_in_step(config, progress.iteration + 1)
+        if progress.iteration in (config.faults.iterations_to_skip or ()):
+            pass_over(batches, job.batch_sizes.get())
+            progress.advance(samples, length)
+            reporter.say(f" > iteration {progress.iteration}: its batch is left out, as --iterations-to-skip says")
+            continue
         learning_rate = job.optimizer.param_groups[0]["lr"]
         begin = time.perf_counter()
+        if stragglers:
+            stragglers.begin()
         with peaks.step(record=progress.iteration + 1 == profiled) as meter:
             profile = MemoryProfile(meter, job.chunks, job.optimizer) if meter and meter.history is not None else None
             result = train_step(
@@ -75,9 +88,16 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
                 job.batch_sizes.get(),
                 saver.before_update(profile.mark if profile else None),
                 length if length < config.data.seq_length else None,
+                watch,
             )
             timeline = profile.finish() if profile else None
         seconds = time.perf_counter() - begin
+        if stragglers:
+            stragglers.end()
+        if result.bad:
+            left_out += 1
+            saver.finish()  # what is loaded, if it is, must be whole
+            leave_out(job, reporter, result, left_out)
         progress.advance(samples, length)
         device_peak, host_peak, writing = stopper.agree(peaks.bytes, peaks.host_bytes, saver.writing)
         per_device = flops.model * samples / seconds / dist.get_world_size()
@@ -94,6 +114,8 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             "device_peak_bytes": device_peak,
             "host_peak_bytes": host_peak,
         }
+        if result.bad:
+            row["bad_batch"] = result.bad
         iteration, last = progress.iteration, progress.iteration == job.iterations
         if last or _due(config.run.eval_interval, iteration):
             row |= evaluate_held_out(job, reporter, "validation")
@@ -101,6 +123,12 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             row |= evaluate_held_out(job, reporter, "test")
         scale = float(job.optimizer.get_loss_scale())
         reporter.step(row, learning_rate=learning_rate, loss_scale=scale, extra=extras(job, result))
+        for line in watch.told():
+            reporter.say(f" WARNING: iteration {iteration}: {line}")
+        if _due(config.faults.check_weight_hash_across_dp_replicas_interval, iteration):
+            check_replicas(job)
+        if stragglers and (last or _due(config.logging.log_interval, iteration)) and (line := stragglers.tell()):
+            reporter.say(f" WARNING: {line}")
         if timeline is not None:
             reporter.say(write_profile(config.logging.profile_memory, iteration, timeline, runtime.device.type))
         if config.run.manual_gc and _due(config.run.manual_gc_interval, iteration):
@@ -110,6 +138,8 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         saver.go_on(writing)
         if _due(config.checkpoint.save_interval, iteration):
             saver.save()
+    if stragglers:
+        stragglers.stop()
     if config.checkpoint.save and saver.saved_at != progress.iteration:
         saver.save()
     gc.enable()
@@ -117,6 +147,34 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
 
 def _due(interval: int | None, iteration: int) -> bool:
     return bool(interval) and iteration % interval == 0
+
+
+def pass_over(batches: Batches | list[Batches] | None, microbatches: int) -> None:
+    """Read the micro-batches of a step, and do nothing with them."""
+    for one in batches if isinstance(batches, list) else [batches]:
+        for _ in range(microbatches if one is not None else 0):
+            next(one)
+
+
+def leave_out(job: Job, reporter: Reporter, result: StepResult, count: int) -> None:
+    """Go on without a bad batch, from the weights before it or from those of the last checkpoint.
+
+    Raises:
+        Diverged: so many may not be left out, or there is no checkpoint.
+    """
+    faults = job.config.faults
+    if count > faults.skip_bad_batches:
+        raise Diverged(result)
+    where, since = write_batch(job, result) if reporter.active else "", ""
+    if faults.rollback_on_bad_batch:
+        iteration = roll_back(job)
+        if iteration is None:
+            raise Diverged(result)
+        since = f", with all since iteration {iteration}, whose weights were loaded"
+    reporter.say(
+        f" WARNING: {result.bad} at iteration {job.progress.iteration + 1}: its batch is left out{since} "
+        f"({count} of {faults.skip_bad_batches}); {where}"
+    )
 
 
 def evaluate_held_out(job: Job, reporter: Reporter, kind: str) -> dict[str, float]:

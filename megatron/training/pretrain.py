@@ -77,6 +77,8 @@ def run(config: Config) -> int:
         return train(config, runtime, beats)
     except Exception as error:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
+        if lines is None and (wanted := out_of_memory(error)):
+            lines = [f"error: out of memory: {wanted}; --dry-run shows where it goes, docs/memory.md what saves it"]
         if lines is None:
             raise
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -87,11 +89,22 @@ def run(config: Config) -> int:
         stop()
 
 
+def out_of_memory(error: Exception) -> str:
+    """What was too much, in PyTorch's words; empty where an error is another one."""
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
+        return " ".join(str(error).partition("DefaultCPUAllocator: ")[2].split()) or " ".join(str(error).split())[:200]
+    return ""
+
+
 def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
+    from megatron.training.bad_batches import write_batch
     from megatron.training.job import describe, prepare
     from megatron.training.loop import evaluate_held_out, training_loop
     from megatron.training.refusal import together
+    from megatron.training.replicas import ReplicasDiffer
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
@@ -124,10 +137,18 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
-        name, value = error.args
+        if runtime.is_rank_zero:
+            done, where = job.progress.iteration, write_batch(job, error.result)
+            reporter.say(
+                f"error: {error} at iteration {done + 1}, and nothing was saved: lower --lr, or leave the batch "
+                f"out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
+                f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
+            )
+        return EXIT_FAILED
+    except ReplicasDiffer as error:
         reporter.say(
-            f"error: the {name} is {value} at iteration {job.progress.iteration + 1}, and nothing was saved: "
-            "lower --lr, or pass --no-check-for-nan-in-loss-and-grad to go on"
+            f"error: {error} after iteration {job.progress.iteration}, and nothing was saved: start again from the "
+            "last checkpoint, without the hosts named, or after a test of their memory"
         )
         return EXIT_FAILED
     finally:

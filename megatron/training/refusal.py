@@ -15,8 +15,8 @@ class Refusal(ValueError):
     everywhere = False  # whether every rank has raised it; then rank 0 tells it for all
 
     def told(self) -> str:
-        """What is printed."""
-        return str(self)
+        """What is printed, in one line whatever the settings hold."""
+        return " ".join(str(self).splitlines())
 
 
 class Refusals(Refusal):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from megatron.context_parallel.layout.samples import told
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
+from megatron.training.bad_batches import Watch, step_if
 from megatron.training.data.batches import shard_batch
 from megatron.training.setup import Runtime
 
@@ -35,11 +35,20 @@ class StepResult:
     tokens: int  # unmasked tokens
     grad_norm: float = 0.0
     zeros_in_grad: int | None = None
-    skipped: bool = False  # fp16 overflow: no update was made
+    skipped: bool = False  # fp16 overflow, or a bad batch: no update was made
+    bad: str = ""  # what is bad about the batch
 
 
 class Diverged(ArithmeticError):
-    """The loss or the gradient norm is not finite; raised on every rank alike."""
+    """The loss or the gradient norm is not finite, and may not be left out; raised on every rank alike.
+
+    Attributes:
+        result: of the step, which has changed no weight.
+    """
+
+    def __init__(self, result: StepResult) -> None:
+        super().__init__(result.bad)
+        self.result = result
 
 
 def forward_step(
@@ -94,26 +103,37 @@ def train_step(
     num_microbatches: int,
     mark: Mark | None = None,
     length: int | None = None,
+    watch: Watch | None = None,
 ) -> StepResult:
-    """Forward, backward, gradient reduction and update for one global batch; ``length`` as in `forward_step`."""
+    """Forward, backward, gradient reduction and update for one global batch; ``length`` as in `forward_step`.
+
+    Raises:
+        Diverged: the batch is bad, and ``watch`` does not skip.
+    """
+    watch = watch or Watch(config)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     step = partial(forward_step, runtime, mark=mark, length=length)
     reports = _run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)
     loss, tokens = mean_loss(reports, runtime)
-    watch = config.optimizer.check_for_nan_in_loss_and_grad and not config.optimizer.fp16
-    if watch and not math.isfinite(loss):
-        raise Diverged("loss", loss)
     if mark is not None:
         mark("optimizer")
-    updated, grad_norm, zeros = optimizer.step()
-    if watch and not math.isfinite(grad_norm or 0.0):
-        raise Diverged("gradient norm", grad_norm)
+    bad = ""
+
+    def allowed(grad_norm: float) -> bool:
+        nonlocal bad
+        bad = watch.judge(loss, grad_norm, runtime.device)
+        return not bad
+
+    updated, grad_norm, zeros = step_if(optimizer, allowed)
+    result = StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated, bad=bad)
+    if bad and not watch.skips:
+        raise Diverged(result)
     if updated:
         samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
         schedule.step(samples * schedule_unit(config, length))
-    return StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated)
+    return result
 
 
 @torch.no_grad()

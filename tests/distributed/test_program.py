@@ -127,7 +127,8 @@ def test_divergence_ends_with_a_line_and_saves_nothing(tmp_path):
     assert code != 0
     assert "and nothing was saved: lower --lr" in out
     assert "Traceback" not in out
-    assert not (tmp_path / "c").exists()
+    (kept,) = (tmp_path / "c").iterdir()
+    assert kept.name == "bad_batches" and len(list(kept.iterdir())) == 2 and f"the batch: written to {kept}" in out
 
 
 def test_evaluation_alone(tmp_path):

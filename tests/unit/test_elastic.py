@@ -83,3 +83,11 @@ def test_refusals(flags, processes, line):
     with pytest.raises(Refusal) as refused:
         parse([*FLAGS.split(), *flags], world_size=processes)
     assert line in str(refused.value)
+
+
+def test_a_store_of_torchrun_that_keeps_later_nodes_out_is_noted(monkeypatch):
+    flags = [*FLAGS.split(), "--elastic-grids", LIST]
+    for keeps, noted in (("True", True), ("False", False)):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", keeps)
+        notes = parse(flags, world_size=4).notes
+        assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in notes) == noted

@@ -211,6 +211,9 @@ SHOWN = {
     "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir",
     "tests/distributed/test_switches.py": "load_optim save_optim save_rng load_rng pretrained_checkpoint "
     "save_retain_interval manual_gc manual_gc_interval check_for_nan_in_loss_and_grad",
+    "tests/distributed/test_bad_batches.py": "skip_bad_batches rollback_on_bad_batch iterations_to_skip "
+    "check_for_spiky_loss check_for_large_grads spike_factor",
+    "tests/distributed/test_replicas.py": "check_weight_hash_across_dp_replicas_interval log_straggler",
     "tests/unit/test_elsewhere.py": "ckpt_format",
     "tests/unit/test_elastic.py": "elastic elastic_grids",
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
@@ -280,6 +283,7 @@ def test_every_setting_has_its_effect_shown():
         "--rotary-base 5000 --rotary-percent 0.5 --rotary-interleaved --use-rope-scaling",
         "--rope-scaling-factor 4 --position-embedding-type rope",
         "--no-bias-gelu-fusion --swiglu",
+        "--spike-factor 3",
         "--init-method-std 0.1 --init-method-xavier-uniform",
         "--make-vocab-size-divisible-by 64 --padded-vocab-size 400",
         "--fp8-recipe tensorwise",

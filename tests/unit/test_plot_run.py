@@ -25,6 +25,14 @@ def test_a_torn_line_is_left_out_and_means_are_right(tmp_path):
     assert table["validation loss"] == "1.250" and table["test loss"] == "1.500" and table["training tokens"] == "700"
 
 
+def test_steps_without_a_loss_are_left_out_and_other_files_refused(tmp_path, capsys):
+    assert len(read_rows(write_log(tmp_path / "log.jsonl", [9, None, 5, 4]))) == 3
+    for text in ('{"text": "abc"}', "[1]", "12", '{"iteration": "x"}'):
+        (tmp_path / "other").write_text(text)
+        assert main([str(tmp_path / "other")]) == 2
+        assert "is no log of --log-jsonl" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fell_by, code", [("5.9", 0), ("6.1", 1)])
 def test_the_picture_is_drawn_and_the_fall_is_checked(tmp_path, capsys, fell_by, code):
     log = write_log(tmp_path / "log.jsonl", [9, 7, 5, 4, 3, 2, 1])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.training.arguments.settings.elsewhere import ElsewhereConfig
+from megatron.training.arguments.settings.faults import FaultConfig
 from megatron.training.arguments.settings.job import CheckpointConfig, LoggingConfig, RunConfig, SimulationConfig
 from megatron.training.arguments.settings.model import ModelConfig
 from megatron.training.arguments.settings.parallel import AttentionConfig, ChunkConfig, ParallelConfig
@@ -18,6 +19,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "ElsewhereConfig",
+    "FaultConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerSettings",
@@ -40,6 +42,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
     elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     notes: list[str] = field(default_factory=list)  # not a flag: what rank 0 says once before training

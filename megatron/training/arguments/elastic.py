@@ -7,6 +7,7 @@ machines is a restart on another grid, and nothing else.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -104,6 +105,11 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
         f"elastic: {world_size} processes as TP {one.tensor_model_parallel_size} x CP {one.context_parallel_size} "
         f"x PP {one.pipeline_model_parallel_size}, the rest DP{_planner(config, fastest)}"
     )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        chosen.notes.append(  # torch 2.13: agents that were there before publish no address for one that comes later
+            "elastic: a node that joins later is not let in, unless torchrun was started with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
     return chosen
 
 

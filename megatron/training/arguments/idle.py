@@ -61,6 +61,11 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "optimizer.check_for_nan_in_loss_and_grad",
     ),
     (
+        "--check-for-spiky-loss and --check-for-large-grads read it",
+        lambda c: c.faults.check_for_spiky_loss or c.faults.check_for_large_grads,
+        "faults.spike_factor",
+    ),
+    (
         "--lr-decay-style WSD reads it",
         lambda c: c.optimizer.lr_decay_style == "WSD",
         "optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters optimizer.lr_wsd_decay_samples",

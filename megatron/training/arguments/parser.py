@@ -23,6 +23,7 @@ from megatron.training.arguments.way_out import explained
 from megatron.training.arguments.words import flat, options, plain
 from megatron.training.refusal import Gather, Refusal, Refusals
 
+LARGEST = 2**53  # tokens of the longest runs are below 2**45; beyond 2**63 PyTorch takes no number
 USAGE = "%(prog)s --model NAME | --num-layers N --hidden-size N ... [flags]"
 EPILOG = (
     "Megatron-LM's other flags are known by name: those that cannot change the result are accepted with a note, "
@@ -75,7 +76,7 @@ def _read(
     given.pop("spelled", None)
     gather.check("known", lambda: megatron_flags.unknown(unread, supported_flags(), words))
     notes = gather.check("judged", lambda: megatron_flags.judge(others))
-    gather.check("choices", lambda: _check_choices(given))
+    gather.check("values", lambda: _check_values(given))
     named = given.get("model.model") or (defaults or {}).get("model.model")
     preset = (
         gather.check("model", lambda: {f"model.{name}": value for name, value in shape(named).items()}) if named else {}
@@ -252,11 +253,16 @@ def number(text: str) -> float:
     return value
 
 
-def _check_choices(given: dict[str, Any]) -> None:
+def _check_values(given: dict[str, Any]) -> None:
     lines = []
     for section, _, field in settings():
         value, choices = given.get(f"{section}.{field.name}"), field.metadata.get("choices")
-        if choices is not None and value is not None and value not in choices:
-            lines.append(f"{spellings(field)[0]} {value}: not supported; choose from {', '.join(map(str, choices))}")
+        flag, numbers = spellings(field)[0], value if isinstance(value, list) else [value]
+        if value == "" and section != "logging" or value == [] and not field.metadata.get("nargs"):
+            lines.append(f"{flag} has no value: give one, or leave it out")  # an empty variable of a script
+        elif choices is not None and value is not None and value not in choices:
+            lines.append(f"{flag} {value}: not supported; choose from {', '.join(map(str, choices))}")
+        elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
+            lines.append(f"{flag} {value}: nothing here counts so far; use less")
     if lines:
         raise Refusals(lines)

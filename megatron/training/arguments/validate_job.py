@@ -31,6 +31,7 @@ POSITIVE = {
     "checkpoint": "save_interval save_retain_interval keep_last_checkpoints",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
+    "faults": "check_weight_hash_across_dp_replicas_interval",
 }
 NOT_NEGATIVE = {
     "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
@@ -38,7 +39,9 @@ NOT_NEGATIVE = {
     "adam_eps sgd_momentum decoupled_min_lr",
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
     "checkpoint": "ckpt_step",
+    "attention": "mask_cpu_threshold",
     "run": "seed manual_gc_interval",
+    "faults": "skip_bad_batches iterations_to_skip",
 }
 ABOVE_ZERO = {
     "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
@@ -78,6 +81,11 @@ def check_ranges(config: Config) -> None:
                 value = getattr(getattr(config, section), field)
                 for number in value if isinstance(value, list) else [value]:
                     gather.check(field, partial(check, field, number, holds, text))
+    minutes = config.parallel.distributed_timeout_minutes
+    year = 366 * 24 * 60
+    gather.check(
+        "timeout", lambda: check("distributed_timeout_minutes", minutes, lambda x: x <= year, f"is more than {year}")
+    )
     gather.check(
         "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")
     )

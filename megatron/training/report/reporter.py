@@ -46,7 +46,10 @@ class Reporter:
         if settings.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+            try:
+                self.tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+            except OSError as error:
+                raise Refusal(f"--tensorboard-dir {settings.tensorboard_dir}: {error.strerror}") from None
         if settings.wandb_project:
             self.wandb = _start_wandb(self.config)
 
@@ -110,7 +113,7 @@ class Reporter:
             self.wandb.log(values, step=iteration)
 
     def _line(self, row: dict[str, Any], learning_rate: float, loss_scale: float, extra: dict[str, float]) -> str:
-        losses = [step["lm_loss"] for step in self.window]
+        losses = [step["lm_loss"] for step in self.window if "bad_batch" not in step] or [row["lm_loss"]]
         milliseconds = sum(step["iteration_ms"] for step in self.window) / len(self.window)
         since = time.perf_counter() - self.started
         left = since / max(row["iteration"] - self.first, 1) * (self.last - row["iteration"])

@@ -95,7 +95,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --timing-log-level 1 0 --timing-log-option 1 minmax --log-timers-to-tensorboard
         --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard
         --log-memory-to-tensorboard --log-memory-interval 1 --log-device-memory-used --log-max-attention-logit
-        --no-barrier-with-level-1-timing --log-world-size-to-tensorboard --logging-level 1 --log-energy --log-straggler
+        --no-barrier-with-level-1-timing --log-world-size-to-tensorboard --logging-level 1 --log-energy
         --straggler-ctrlr-port 1 65535 --straggler-minmax-count 1 1 --disable-straggler-on-startup
         --run-workload-inspector-server --config-logger-dir 1 --no-one-logger --one-logger-project 1 megatron-lm
         --one-logger-run-name 1 --one-logger-async --app-tag-run-name 1 --app-tag-run-version 1 0.0.0
@@ -154,12 +154,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --no-pin-cpu-grads --no-pin-cpu-params
         """,
     ),
-    (
-        "of such checks this program has one: it stops where the loss or the gradient norm is not finite",
-        """
-        --check-for-large-grads --check-for-spiky-loss --check-weight-hash-across-dp-replicas-interval 1 --test-mode
-        """,
-    ),
+    ("a run is no test of the program", "--test-mode"),
     (
         "how memory and messages of FSDP are tuned does not change the result",
         """

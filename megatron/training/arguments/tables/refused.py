@@ -117,7 +117,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "every batch of the data is used, in full: leave it out",
         """
-        --decrease-batch-size-if-needed --iterations-to-skip + --phase-transition-iterations 1
+        --decrease-batch-size-if-needed --phase-transition-iterations 1
         --step-batch-size-schedule +
         """,
     ),
