@@ -108,6 +108,7 @@ def _end(environment: dict[str, str]) -> None:
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel import random as core_random
+    from torch.distributed.tensor import debug
 
     parallel_state.destroy_model_parallel()
     for name, value in vars(parallel_state).items():  # it forgets to forget some
@@ -120,6 +121,8 @@ def _end(environment: dict[str, str]) -> None:
     gc.collect()  # a failed job's frames may hold groups: gloo aborts if those die later than the world they are in
     if dist.is_initialized():
         dist.destroy_process_group()
+    # DTensor keeps meshes of the groups that are gone, and takes one of the same ranks for the same.
+    debug._clear_sharding_prop_cache()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)

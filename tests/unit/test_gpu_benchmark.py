@@ -36,7 +36,7 @@ def test_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
         assert report["finished"] and report["tiny"] and report["cases"], name
         assert not [figures for figures in report["cases"].values() if "failed" in figures], (name, report["cases"])
     skipped = [sum(case["skipped"].values()) for case in found["tests"]["cases"].values()]
-    assert found["tests"]["runner"] == "by_ourselves" and min(skipped) > 10
+    assert found["tests"]["runner"] == "by_ourselves" and min(skipped) > 0 and sum(skipped) > 100
     machine = load(tmp_path / "machine.json")
     assert machine.dtype == "fp32" and len(machine.gemm.points) == len(TINY.gemm) and machine.gpus == 1
     cpu = found["attention"]["cases"]["cpu 256"]
