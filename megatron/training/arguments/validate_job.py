@@ -378,8 +378,7 @@ def check_data(config: Config) -> None:
             "or --train-weighted-split-paths and the like, or a file with one of them, or --mock-data"
         )
     splits = splits or bool(data.per_split_data_args_path)
-    if data.fim_data:
-        _check_fim(data)
+    _check_fim(data)
     if splits and data.split is not None:
         raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
     if data.split is not None:
@@ -393,14 +392,16 @@ def check_data(config: Config) -> None:
 
 
 def _check_fim(data: DataConfig) -> None:
-    if data.mock_data:
-        raise Refusal("--fim-data cuts texts, and --mock-data has none: leave one out")
-    if data.tokenizer_type == "NullTokenizer":
-        raise Refusal("--fim-data cuts texts between characters, and --tokenizer-type NullTokenizer has none")
     for flag, rate in (("--fim-rate", data.fim_rate), ("--fim-spm-rate", data.fim_spm_rate),
                        ("--fim-fragment-rate", data.fim_fragment_rate)):  # fmt: skip
         if rate is not None and not 0 <= rate <= 1:
             raise Refusal(f"{flag} {rate:g} must be from 0 to 1")
+    if not data.fim_data:
+        return
+    if data.mock_data:
+        raise Refusal("--fim-data cuts texts, and --mock-data has none: leave one out")
+    if data.tokenizer_type == "NullTokenizer":
+        raise Refusal("--fim-data cuts texts between characters, and --tokenizer-type NullTokenizer has none")
     if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
         raise Refusal("--fim-split-sample and --fim-fragment-rate go together: give both, or none")
 
