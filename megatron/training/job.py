@@ -127,10 +127,10 @@ def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> check
     A schedule in samples goes on where it was, and one in tokens begins, as in Megatron-DeepSpeed, which reads it off
     the samples and the tokens that were counted.
     """
-    if schedule is not None and schedule_unit(config) > 1:
-        schedule.num_steps = 0
-        schedule.step(0)
     if schedule is not None:
+        if schedule_unit(config) > 1:
+            schedule.num_steps = 0
+            schedule.step(0)
         config.notes.append(
             "--reset-iteration: iterations, samples and tokens count from 0; the learning rate's schedule, in "
             + ("tokens, begins anew" if schedule_unit(config) > 1 else "samples, goes on where it was")

@@ -149,8 +149,8 @@ def evaluate(
     for chunk in chunks:
         chunk.eval()
     reports: list[Tensor] = []
+    step = partial(forward_step, runtime)
     for _ in range(iterations):
-        step = partial(forward_step, runtime)
         reports += _run_schedule(step, chunks, batches, config, num_microbatches, forward_only=True)
     for chunk in chunks:
         chunk.train()

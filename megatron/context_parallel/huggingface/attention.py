@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +122,15 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+
+
+def autocast_as_now(device: str) -> partial[torch.autocast]:
+    """Makes contexts in which autocast is what it is now on a type of device: for backward passes, where it is off.
+
+    What it casts without gradients it must not keep for then.
+    """
+    now = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return partial(torch.autocast, device, *now, cache_enabled=False)
 
 
 def attend(

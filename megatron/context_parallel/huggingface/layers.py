@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.huggingface.attention import Call, Shared, as_autocast
+from megatron.context_parallel.huggingface.attention import Call, Shared, as_autocast, autocast_as_now
 from megatron.context_parallel.huggingface.probe import run_alone
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Mask
@@ -96,13 +96,12 @@ def _forward(
     if fpdt.offload and device not in offloads:
         offloads[device] = Offload(device)
     masks = attention_mask.part.masks(attention_mask.window)
+    run = partial(_chunked, fpdt, offloads.get(device), layer, attention_mask)
     if len(masks) == 1:
-        run = partial(_chunked, fpdt, offloads.get(device), layer, attention_mask)
         return run(x, masks[0], position_embeddings).transpose(0, 1)
     done = []  # tiles are of one sample's documents
     for sample, mask in enumerate(masks):
         here = tuple(e if e.size(0) == 1 else e[sample : sample + 1] for e in position_embeddings)
-        run = partial(_chunked, fpdt, offloads.get(device), layer, attention_mask)
         done.append(run(x[:, sample : sample + 1], mask, here))
     return torch.cat(done, dim=1).transpose(0, 1)
 
@@ -117,11 +116,7 @@ def _chunked(
     position_embeddings: tuple[Tensor, Tensor],
 ) -> Tensor:
     layout, device = shared.part.layout, x_SBH.device.type
-    # Backward passes call these functions again, where autocast is off. What it casts without gradients it must not
-    # keep for then.
-    autocast = partial(
-        torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False
-    )
+    autocast = autocast_as_now(device)  # backward passes call these functions again
 
     def project(x: Tensor, chunk: int) -> tuple[Tensor, ...]:
         rows = slice(*layout.local_chunks[chunk])

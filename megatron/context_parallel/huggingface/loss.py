@@ -8,7 +8,6 @@ hidden states that are there already.
 
 from __future__ import annotations
 
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.context_parallel.huggingface.attention import as_autocast
+from megatron.context_parallel.huggingface.attention import as_autocast, autocast_as_now
 from megatron.context_parallel.huggingface.batch import IGNORED
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
@@ -142,10 +141,7 @@ def _head(model: PreTrainedModel) -> nn.Module:
 
 
 def _own_logits_sum(model: PreTrainedModel, hidden_TH: Tensor, targets: Tensor, chunks: int) -> Tensor:
-    device = hidden_TH.device.type
-    autocast = partial(
-        torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), cache_enabled=False
-    )
+    autocast = autocast_as_now(hidden_TH.device.type)
     wide = accumulation_dtype(hidden_TH.dtype)
 
     def losses(part: Tensor, rows: Span) -> Tensor:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.training.arguments.config import Config
 
 
@@ -26,7 +28,7 @@ def fastest(configs: list[Config], world_size: int) -> int | None:
     vocab_size, _ = vocabulary_of(configs[0])
     for index, config in enumerate(configs):
         strategy = strategy_of(config)
-        strategy = strategy_of(config, world_size // strategy.ranks)
+        strategy = replace(strategy, data=world_size // strategy.ranks)
         workload = workload_of(config, vocab_size)
         plan = priced(Problem(workload, world_size, machine), strategy)
         if plan.fits and (best is None or better(plan, best[1])):

@@ -23,14 +23,13 @@ def workload_of(config: Config, vocab_size: int) -> Workload:
     )
 
 
-def strategy_of(config: Config, data: int = 1) -> Strategy:
-    """Of a completed configuration on so many data-parallel replicas."""
+def strategy_of(config: Config) -> Strategy:
+    """Of a completed configuration, as if on one data-parallel replica: how many there are, the processes say."""
     parallel, attention, chunks = config.parallel, config.attention, config.chunks
     return Strategy(
         tensor=parallel.tensor_model_parallel_size,
         ulysses=parallel.ulysses_parallel_size,
         ring=parallel.ring_parallel_size,
-        data=data,
         pipeline=parallel.pipeline_model_parallel_size,
         micro_batch=config.data.micro_batch_size,
         zero=parallel.zero_stage,

@@ -67,14 +67,8 @@ def select(
         return KERNELS[usable[0]]
     if name in usable:
         return KERNELS[name]
-    if name == "auto":
-        reason = f"no kernel takes {dtype} on {device}"
-    elif name in KERNELS:
-        reason = _why_not(name, torch.device(device), dtype, head_dim, needs)
-    else:
-        reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
-    here = ", ".join(usable) if usable else "none"
-    raise KernelUnavailable(name, f"{reason}; kernels that can run here: {here}")
+    why = _why_not(name, torch.device(device), dtype, head_dim, needs) if name in KERNELS else None
+    raise _unavailable(name, f"no kernel takes {dtype} on {device}", why, "here", usable)
 
 
 def choose_on(
@@ -104,13 +98,19 @@ def choose_on(
         usable = [found for found in usable if found != "flash_attn" or flash_attn]
         if usable:
             return usable[0]
+    unknown = "is not known of a GPU that is not here"
+    raise _unavailable(name, f"no kernel takes {dtype}", why.get(name, unknown), "there", usable)
+
+
+def _unavailable(name: str, nothing: str, why: str | None, where: str, usable: list[str]) -> KernelUnavailable:
+    """``nothing`` is what is wrong with ``auto``, ``why`` with a kernel of that name."""
     if name == "auto":
-        reason = f"no kernel takes {dtype}"
+        reason = nothing
     elif name in KERNELS:
-        reason = why.get(name, "is not known of a GPU that is not here")
+        reason = why
     else:
         reason = f"no such kernel, only auto, {', '.join(KERNELS)}"
-    raise KernelUnavailable(name, f"{reason}; kernels that can run there: {', '.join(usable) or 'none'}")
+    return KernelUnavailable(name, f"{reason}; kernels that can run {where}: {', '.join(usable) or 'none'}")
 
 
 def _order(device: torch.device, many_tiles: bool) -> list[str]:
