@@ -24,7 +24,7 @@ def on_one_process(pool: Pool, shared: Shared, long_runs: bool) -> Callable[...,
     """The run that others must equal, once a model for the whole run of pytest: (flags, llama, steps)."""
 
     def reference(flags: str, llama: bool, steps: int | None = None) -> tuple[list[float], list[float], dict]:
-        flags, steps = " ".join(flags.split()), steps or (20 if long_runs else 5)
+        flags, steps = " ".join(flags.split()), steps or (20 if long_runs else 3)
         key = ("reference", flags, llama, steps)
         return shared(key, lambda: pool.run(run_training, 1, flags, llama, steps, timeout=120)[0])
 

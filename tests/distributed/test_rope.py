@@ -49,7 +49,7 @@ def test_rope_does_not_depend_on_the_grid(pool, on_one_process, world, model, gr
 
 
 def test_gpt_with_yarn_does_not_depend_on_the_grid(pool, on_one_process):
-    check(pool, on_one_process, 2, f"{GPT} {MHA} {YARN}", cp(1, 2), llama=False, steps=5)
+    check(pool, on_one_process, 2, f"{GPT} {MHA} {YARN}", cp(1, 2), llama=False, steps=3)
 
 
 def far_away(flags: str, start: int) -> tuple[Any, list[LayoutRotaryEmbedding]]:

@@ -130,6 +130,7 @@ def _end(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     gc.collect()
+    gc.freeze()  # what is left are modules and caches: later collections, two a job, do not walk through them again
 
 
 def _exit_with_parent(life: Connection) -> None:
