@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,7 @@ class Settings:
 
     tokenizer: tuple[tuple[str, object], ...]
     vocab_size: int | None = None
+    dtype: str = "int32"  # of the tokens in the file
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     codon_frame: int = 0
@@ -106,9 +107,8 @@ def tokenizer_of(settings: Settings) -> Tokenizer:
 
 
 def encode(settings: Settings, records: list[Record]) -> Encoded:
-    """Tokenize some records; runs in a worker."""
-    tokenizer, encoded = tokenizer_of(settings), Encoded()
-    dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
+    """Tokenize some records; runs in a worker, which needs neither megatron-core nor torch for it."""
+    tokenizer, encoded, dtype = tokenizer_of(settings), Encoded(), np.dtype(settings.dtype).type
     documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
     for record in records:
         encoded.text_bytes += len(record.content)
@@ -206,11 +206,13 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
     tokenizer_flags = tuple(
         (f.name, getattr(args, f.name)) for f in fields(DataConfig) if f.name.startswith(TOKENIZER_FLAGS)
     )
+    keys = tuple(dict.fromkeys(args.json_keys))
     settings = Settings(
-        tokenizer_flags, args.vocab_size, tuple(dict.fromkeys(args.json_keys)), args.append_eod, args.codon_frame
+        tokenizer_flags, args.vocab_size, keys=keys, append_eod=args.append_eod, codon_frame=args.codon_frame
     )
     tokenizer = tokenizer_of(settings)
     dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
+    settings = replace(settings, dtype=np.dtype(dtype).name)
     prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
     reader, total, start = Reader(paths), Encoded(), time.monotonic()
     documents, tokens = dict.fromkeys(settings.keys, 0), dict.fromkeys(settings.keys, 0)

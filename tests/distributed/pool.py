@@ -36,6 +36,7 @@ from tests.distributed import worker
 from tests.patience import patience
 
 ROOT = str(Path(__file__).resolve().parents[2])
+PRELOAD = ["tests.distributed.preload"]  # what the fork server imports for its workers
 GRACE = 2.0  # seconds the other ranks have to report after a first failure
 START_TIMEOUT = 60.0  # first import of torch and megatron-core
 
@@ -214,7 +215,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     It sees no GPU: a CUDA context would not survive the fork, and gloo needs none.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+    context.set_forkserver_preload(PRELOAD)
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     settings = {
         "CUDA_VISIBLE_DEVICES": "",

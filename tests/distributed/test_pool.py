@@ -162,11 +162,13 @@ def test_system_exit_and_unpicklable_results_are_errors(pool: Pool) -> None:
 
 ORPHANS = """
 import os, signal, time
-from tests.distributed.pool import Pool
+from tests.distributed import pool
 
 if __name__ == "__main__":
-    pool = Pool()
-    print(*pool.run(os.getpid, 2), flush=True)
+    pool.PRELOAD = ["torch.distributed"]  # megatron-core takes seconds
+    pool = pool.Pool()
+    pool._start(2)
+    print(*(worker.process.pid for worker in pool._workers.values()), flush=True)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     signal.alarm(1)
     pool.run(time.sleep, 2, 1000)

@@ -8,7 +8,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.parser import build_parser, parse, supported_flags
 from megatron.training.refusal import Refusal
 from tests.patience import patience
+from tests.program import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
@@ -204,10 +204,7 @@ def test_the_example_agrees_with_one_process(pool, options: tuple[str, ...]) -> 
 
 def test_the_example_runs_alone() -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, str(EXAMPLE)]
-    done = subprocess.run(
-        command, env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=patience(100)
-    )
+    done = run_forked(EXAMPLE, [], env)
     assert done.returncode == 0, done.stderr
     assert "largest difference in dv" in done.stdout
 

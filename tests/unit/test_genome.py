@@ -180,7 +180,7 @@ def test_memory_of_a_long_record(tmp_path: Path):
     path, bases = tmp_path / "x.fa", 3_000_000
     path.write_bytes(b">chr\n" + b"ACGTN" * 12 + b"\n" + (b"ACGTACGTAC" * 6 + b"\n") * (bases // 60))
     for kind, limit in (("NucleotideTokenizer", 8), ("CodonTokenizer", 8)):
-        settings = preprocess_data.Settings((("tokenizer_type", kind),))
+        settings = preprocess_data.Settings((("tokenizer_type", kind),), dtype="uint16")
         preprocess_data.tokenizer_of(settings)
         tracemalloc.start()
         for records, _ in preprocess_data.batches(Reader([str(path)])):

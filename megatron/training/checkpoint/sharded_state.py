@@ -209,12 +209,18 @@ def core_optimizer_state(optimizer: MegatronOptimizer, models: dict[str, Any], *
 
 @contextmanager
 def _little_garbage() -> Iterator[None]:
-    """Keep a collection within from walking over all that the program has imported: 0.3 s of a small save."""
-    gc.freeze()
+    """Keep a collection within from walking over all that the program has imported: 0.3 s of a small save.
+
+    A program that has frozen that itself keeps it so.
+    """
+    frozen = gc.get_freeze_count() > 0
+    if not frozen:
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def load_core_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
