@@ -114,13 +114,13 @@ def steps(world: int, grid: str, long_runs: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")])
+    "world, model, grid", grid_pairs(LLAMA_CASES, [(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")], once=True)
 )
 def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
+@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES, once=True))
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 

@@ -5,10 +5,16 @@ import pytest
 import torch
 
 from tests.distributed.training_runs import run_training
+from tests.pairs import also_in_full
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["", "--bf16"])
+@pytest.mark.parametrize(
+    "zero, dtype",
+    [
+        *((0, "--bf16"), (1, ""), (1, "--bf16"), (3, "--bf16")),
+        *also_in_full((0, ""), (2, ""), (2, "--bf16"), (3, "")),
+    ],
+)
 def test_a_fixed_loss_scale_changes_nothing(pool, zero, dtype):
     flags = f"--num-layers 2 --zero-stage {zero} {dtype}"
     plain, scaled = (pool.run(run_training, 2, f"{flags} {more}", steps=3) for more in ("", "--loss-scale 1024"))

@@ -115,6 +115,7 @@ def test_links_become_a_link_and_shares_of_it():
     assert collective == pytest.approx(3e-6)
 
 
+@pytest.mark.full
 def test_processes_of_its_own_are_started_and_ended():
     told: list[str] = []
     found = measure_in_processes(2, "cpu", TINY, 200, told.append)

@@ -132,9 +132,8 @@ def check(name: str, streams: Adversary) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_few_schedules_change_nothing(name):
-    for seed in range(2):
-        check(name, Adversary(seed))
+def test_a_schedule_changes_nothing(name):
+    check(name, Adversary(0))
 
 
 @pytest.mark.full
