@@ -31,6 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import Grid
+from megatron.training.refusal import one_line
 
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 HERE = str(Path(__file__).resolve().parents[1])  # megatron/
@@ -102,7 +103,7 @@ class Heartbeat:
         first one to notice says which. Ranks of this host that do not answer are killed, so that no launcher waits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
-        line = " ".join(str(error).split())[:200]
+        line = one_line(error, 200)
         own = not OF_MESSAGES.search(str(error))
         self._done.set()
         try:

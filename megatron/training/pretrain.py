@@ -17,7 +17,7 @@ from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.ranks import take_ranks
 from megatron.training.orphans import follow_launcher
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 
@@ -66,7 +66,7 @@ def run(config: Config) -> int:
     try:
         runtime = start(config)
     except RuntimeError as error:
-        line = " ".join(str(error).split())[:200]
+        line = one_line(error, 200)
         if not OF_MESSAGES.search(line):
             raise
         rank = os.environ.get("RANK", "0")
@@ -94,7 +94,7 @@ def out_of_memory(error: Exception) -> str:
     import torch
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
-        return " ".join(str(error).partition("DefaultCPUAllocator: ")[2].split()) or " ".join(str(error).split())[:200]
+        return one_line(str(error).partition("DefaultCPUAllocator: ")[2] or error, 200)
     return ""
 
 

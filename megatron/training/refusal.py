@@ -9,6 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def one_line(error: object, most: int | None = None) -> str:
+    """What an error says without its line breaks, at most so many characters of it; its kind if it says nothing."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:most]
+
+
 class Refusal(ValueError):
     """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2."""
 

@@ -67,9 +67,13 @@ class Looks:
     def _run(self) -> None:
         while not self._done.wait(EVERY):
             self._on.wait()
-            frames = [frame for frame, _ in walk_stack(sys._current_frames().get(self._main))]
+            try:
+                frames = [frame for frame, _ in walk_stack(sys._current_frames()[self._main])]
+                waits = is_waiting(frames)
+            except Exception:  # its stack is read while it runs on: one look may find nonsense, and counts for nothing
+                continue
             self.seen += 1
-            self.waited += is_waiting(frames)
+            self.waited += waits
 
 
 class Products:

@@ -189,6 +189,26 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool
     assert "there is no older whole one" in told and "\n" not in told
 
 
+@pytest.mark.parametrize("name", [b"", b"\xff\xfe2", b"1\n2", "\u00b2".encode()])
+def test_a_tracker_that_names_nothing(pool, two, tmp_path, name):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    (folder / "latest_checkpointed_iteration.txt").write_bytes(name)
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert str(folder) in told and "--ckpt-step" in told and "\n" not in told
+    assert pool.run(going_on, 1, f"--load {folder} --ckpt-step 2")[0][0] == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff{}"])
+def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, content):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    newest = folder / "iter_0000002"
+    (newest / "checksums.json").unlink()
+    assert checksums.damage(newest) is None
+    (newest / "metadata.json").write_bytes(content)
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"{newest}/metadata.json cannot be read" in told and f"{folder}/iter_0000001" in told
+
+
 def test_every_file_is_looked_at(two, tmp_path):
     path = Path(shutil.copytree(two / "iter_0000002", tmp_path / "c"))
     assert checksums.damage(path) is None

@@ -21,7 +21,7 @@ from megatron.training.arguments.models import shape
 from megatron.training.arguments.validate import complete, processes
 from megatron.training.arguments.way_out import explained
 from megatron.training.arguments.words import flat, options, plain
-from megatron.training.refusal import Gather, Refusal, Refusals
+from megatron.training.refusal import Gather, Refusal, Refusals, one_line
 
 LARGEST = 2**53  # tokens of the longest runs are below 2**45; beyond 2**63 PyTorch takes no number
 USAGE = "%(prog)s --model NAME | --num-layers N --hidden-size N ... [flags]"
@@ -110,7 +110,7 @@ def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, li
             gather.finish()
         except argparse.ArgumentError as error:
             flags = (error.argument_name or "").split("/")
-            reason = " ".join(str(error.message).split())
+            reason = one_line(error.message)
             flag = next((option[0] for option in options(words) if option[0] in flags), flags[0])
             gather.check(flag, partial(refuse, f"{flag}: {reason}"))
             rest = [option for option in options(words) if option[0] not in flags]

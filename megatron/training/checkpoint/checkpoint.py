@@ -46,6 +46,7 @@ from megatron.training.checkpoint.sharded_state import (
     weights_state,
 )
 from megatron.training.model.precision import compute_dtype
+from megatron.training.refusal import one_line
 
 # Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
 SHAPES = (
@@ -340,7 +341,7 @@ def _load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], pa
         schedule.load_state_dict(saved)
     except AssertionError as error:  # core's way to say that the flags differ from the checkpoint's
         raise Refusal(
-            f"checkpoint {path} has another schedule ({' '.join(str(error).split())}): pass "
+            f"checkpoint {path} has another schedule ({one_line(error)}): pass "
             "--override-opt-param-scheduler to take the flags, or --use-checkpoint-opt-param-scheduler"
         ) from None
 

@@ -42,7 +42,7 @@ def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
     try:
         sums = _listed(path)
         if sums is None:
-            return _too_short(path)
+            return _no_json(path / "metadata.json") or _too_short(path)
         for name, listed in sums.items():
             size = (path / name).stat().st_size
             if size != listed.size:
@@ -64,6 +64,16 @@ def _listed(path: Path) -> dict[str, Sum] | None:
         return {str(name): Sum(**one) for name, one in json.loads((path / CHECKSUMS).read_text()).items()}
     except (ValueError, TypeError, AttributeError):
         raise OSError(0, "cannot be read", str(path / CHECKSUMS)) from None
+
+
+def _no_json(path: Path) -> str | None:
+    """A file in which there is something else; None if there is none."""
+    try:
+        if path.exists() and isinstance(json.loads(path.read_bytes()), dict):
+            return None
+    except ValueError:
+        pass
+    return f"{path} cannot be read" if path.exists() else None
 
 
 def _too_short(path: Path) -> str | None:

@@ -34,6 +34,7 @@ from megatron.platform.streams import Event
 from megatron.training.checkpoint import shelf
 from megatron.training.checkpoint.checksums import write_sums
 from megatron.training.checkpoint.writer import HostCopies, Sum, Writer, packed, write_bytes
+from megatron.training.refusal import one_line
 
 
 class Save:
@@ -192,4 +193,4 @@ def _planned(
 
 def words(problem: BaseException) -> str:
     """An error in one line."""
-    return " ".join(f"{type(problem).__name__}: {problem}".split())
+    return one_line(f"{type(problem).__name__}: {problem}")

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.weighted_paths import weighted_groups
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, one_line
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC = b"MMIDIDX\x00\x00"
@@ -194,7 +194,7 @@ def check_cache(folder: str) -> None:
                 np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
                 raise Refusal(
-                    f"{path} is no index of data ({' '.join(str(error).split())[:100]}): remove {folder}, and it is "
+                    f"{path} is no index of data ({one_line(error, 100)}): remove {folder}, and it is "
                     "made anew"
                 ) from None
 

@@ -18,7 +18,7 @@ import numpy as np
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.settings.training import END_OF_TEXT
 from megatron.training.data import genome
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, one_line
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 # Qwen 2's words: as GPT-2's, but digits one by one, and line breaks apart.
@@ -155,8 +155,7 @@ def _core(library: str, path: str | None, kind: str, flag: str, **options: Any) 
         metadata = {"library": library, "model_type": "gpt"}
         return MegatronTokenizer.from_pretrained(path, metadata_path=metadata, **options)
     except Exception as error:  # whatever a broken file makes the library raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise Refusal(f"{flag} {path}: cannot be read by {kind}: {text[:300]}") from error
+        raise Refusal(f"{flag} {path}: cannot be read by {kind}: {one_line(error, 300)}") from error
 
 
 def _eod(value: int | None, kind: str, source: str, what: str) -> int:
@@ -194,7 +193,7 @@ def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = N
     try:
         model = Model(models.BPE.from_file(vocab_file, merge_file))
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise Refusal(f"--vocab-file {vocab_file} --merge-file {merge_file}: not GPT-2 BPE files: {reason}") from error
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
     if words is not None:
@@ -216,7 +215,7 @@ def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:
     try:
         model = Model.from_file(path)
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise Refusal(f"--tokenizer-model {path}: no file of the tokenizers library: {reason}") from error
     model.add_special_tokens(list(special))
     size = max(model.get_vocab().values()) + 1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.training.checkpoint.hugging_face.llama import DTYPES
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, one_line
 
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
 OTHERS = "other_tensors.safetensors"  # and its tensors that transformers ignores
@@ -96,8 +96,7 @@ def cause(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(text.split())[:300]
+    return one_line(getattr(error, "strerror", None) or error, 300)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, one_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OTHER_FORMS = (
@@ -31,8 +31,8 @@ def checkpoint_path(folder: Path, step: int | None, *, whole: bool = True) -> Pa
     if step is None:
         if not tracker.exists():
             return folder if is_hugging_face(folder) else _refuse_others(folder)
-        text = tracker.read_text().strip()
-        name = f"iter_{int(text):07d}" if text.isdigit() else text
+        text = name_in(tracker)
+        name = f"iter_{int(text):07d}" if text.isdecimal() else text
     else:
         name = f"iter_{step:07d}"
     path = folder / name
@@ -58,6 +58,17 @@ def checkpoint_path(folder: Path, step: int | None, *, whole: bool = True) -> Pa
         f"checkpoint {path} is missing or incomplete: choose another one with --ckpt-step, or pass "
         "--skip-damaged-checkpoints to go on from the next older one"
     )
+
+
+def name_in(tracker: Path) -> str:
+    """What a file says that names the latest checkpoint. Raises Refusal where that can be no name."""
+    try:
+        text = tracker.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"{tracker} cannot be read ({one_line(error, 100)}): choose with --ckpt-step") from None
+    if not text or not text.isprintable():
+        raise Refusal(f"{tracker} does not name a checkpoint: choose one with --ckpt-step")
+    return text
 
 
 def _refuse_others(folder: Path) -> None:
@@ -98,7 +109,7 @@ def universal_path(folder: Path, step: int | None) -> Path | None:
     name = folder / "latest_universal"
     path = folder / f"global_step{step}_universal" if step is not None else None
     if path is None and name.exists():
-        path = folder / name.read_text().strip()
+        path = folder / name_in(name)
     if path is not None and (path / "zero").is_dir():
         return path
     if path is not None or (folder / "latest").exists():

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, one_line
 
 PLAIN = {
     "argparse.Namespace",
@@ -168,4 +168,4 @@ def _checked(read: Callable[[], Any], where: object) -> None:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())[:300]
+    return one_line(getattr(error, "strerror", None) or error, 300)

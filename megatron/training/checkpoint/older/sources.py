@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
-from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.megatron_lm.places import TRACKER, name_in
 from megatron.training.checkpoint.older.names import Name, core_name, joined, pipe_names, reordered
 from megatron.training.refusal import Refusal
 
@@ -63,8 +63,8 @@ def _path(folder: Path, step: int | None) -> Path:
         return found
     for tracker in (TRACKER, "latest_universal", "latest"):
         if (folder / tracker).exists():
-            text = (folder / tracker).read_text().strip()
-            path = folder / (f"iter_{int(text):07d}" if text.isdigit() else text)
+            text = name_in(folder / tracker)
+            path = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
             if path.is_dir():
                 return path
     return folder
