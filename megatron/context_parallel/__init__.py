@@ -9,6 +9,7 @@ x = layout.shard(tokens, dim=1)
 out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
+from megatron.context_parallel.attention.sdpa import context_parallel
 from megatron.context_parallel.attention.tile import AttentionRule
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.attention.usp import attention
@@ -49,6 +50,7 @@ __all__ = [
     "abstract_grid",
     "alibi_slopes",
     "attention",
+    "context_parallel",
     "current_grid",
     "initialize_grid",
     "ulysses_attention",

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that call PyTorch's ``scaled_dot_product_attention``: over the grid while a context lasts, and unchanged.
+
+The operator itself is replaced, in PyTorch's dispatcher. So it does not matter who calls it, by which name, and in
+which thread: a backward pass that recomputes on a GPU has threads of its own. (The idea of a context around a program
+that knows nothing of it is that of PyTorch's ``context_parallel``, which replaces a name of a module.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+
+from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.layout.masks import Causal, Full, Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+
+OPERATOR = "scaled_dot_product_attention"
+KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")  # inference mode has no autograd
+
+
+@contextmanager
+def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel: str = "auto") -> Iterator[None]:
+    """Let ``scaled_dot_product_attention`` attend over the whole sequence, of which each rank has its own tokens.
+
+    Tensors come as the program makes them: [b, heads, s_local, d] of the tokens of ``layout.positions``, keys and
+    values perhaps of fewer heads. DTensors may be cut over samples and heads. A backward pass that recomputes must lie
+    within the context too. All ranks of ``layout.grid.context`` make the same calls.
+
+    Args:
+        layout: who holds which tokens. What else a program makes of positions (RoPE, learned ones) it must make of
+            ``layout.positions``.
+        mask: of every call; default: causal where the call says ``is_causal``, else full.
+        kernel: see :func:`~megatron.context_parallel.attention.usp.attention`.
+
+    Raises:
+        RuntimeError: there is such a context already.
+        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, or has other lengths than the layout's.
+    """
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
+        raise RuntimeError("there is a context_parallel already: one at a time")
+    library = torch.library.Library("aten", "IMPL")
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ValueError(f"{OPERATOR} over ranks takes no attn_mask: give mask= to context_parallel")
+        if dropout_p:
+            raise ValueError(f"{OPERATOR} over ranks has no dropout_p: cp.attention(dropout=...) has, by position")
+        if is_causal and isinstance(mask, Full):
+            raise ValueError(f"{OPERATOR} is called with is_causal, and context_parallel has the mask Full()")
+        _check_shapes(layout, query, key, value, enable_gqa)
+        rule = mask if mask is not None else Causal() if is_causal else Full()
+        (q, k, v), cut = _local(query, key, value)
+        tokens_first = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+        out = attention(*tokens_first, layout=layout, mask=rule, kernel=kernel, scale=scale).permute(1, 2, 0, 3)
+        return DTensor.from_local(out, *cut, run_check=False) if cut else out
+
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # layers of PyTorch's that would not call the operator
+    try:
+        for name in KEYS:
+            library.impl(OPERATOR, attend, name)
+        yield
+    finally:
+        library._destroy()
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def _check_shapes(layout: SequenceLayout, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for x, name in ((query, "query"), (key, "key"), (value, "value")):
+        if x.dim() != 4:
+            raise ValueError(f"{OPERATOR} over ranks wants [b, heads, s_local, d], and {name} is {list(x.shape)}")
+        if x.size(2) != layout.local_length:
+            raise ValueError(
+                f"{OPERATOR}: {name} has {x.size(2)} tokens, the layout gives a rank {layout.local_length}; "
+                "cp.attention(key_layout=...) attends to another sequence"
+            )
+    if query.size(1) != key.size(1) and not enable_gqa:
+        raise ValueError(f"{OPERATOR}: {query.size(1)} query heads and {key.size(1)} key heads need enable_gqa=True")
+
+
+def _local(*tensors: Tensor) -> tuple[list[Tensor], tuple[object, list[Placement]] | None]:
+    """The parts of DTensors that are here, and (mesh, placements) of them all; other tensors as they are."""
+    meshes = {x.device_mesh for x in tensors if isinstance(x, DTensor)}
+    if not meshes:
+        return list(tensors), None
+    if len(meshes) > 1 or not all(isinstance(x, DTensor) for x in tensors):
+        raise ValueError(f"{OPERATOR} over ranks: query, key and value must be DTensors of one mesh, or none of them")
+    placements = {x.placements for x in tensors}
+    wrong = any(p.is_partial() or (p.is_shard() and p.dim not in (0, 1)) for each in placements for p in each)
+    if len(placements) > 1 or wrong:
+        raise ValueError(f"{OPERATOR} over ranks: DTensors must all be cut alike, over samples (0) and heads (1)")
+    return [x.to_local() for x in tensors], (meshes.pop(), list(placements.pop()))
