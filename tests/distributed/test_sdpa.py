@@ -120,6 +120,42 @@ def refused(settings, **call):
         functional.scaled_dot_product_attention(x, key, key, **call)
 
 
+class Compiled(nn.Module):
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.attend = torch.compiler.disable(self.attention) if apart else self.attention
+
+    def attention(self, x):
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def forward(self, x):
+        return 2 * self.attend(self.linear(x))
+
+
+def compiled(apart):
+    """Largest difference from the uncompiled model on one process, and how often its graph breaks."""
+    from torch._dynamo.utils import counters
+
+    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ring=2))
+    torch.manual_seed(1)
+    model, x = Compiled(apart), torch.randn(1, 2, LENGTH, 8)
+    expected, counted = layout.shard(model(x), dim=2), counters["graph_break"].total()
+    with cp.context_parallel(layout):
+        out = torch.compile(model, backend="aot_eager")(layout.shard(x, dim=2))
+        out.sum().backward()
+    breaks = counters["graph_break"].total() - counted
+    torch._dynamo.reset()
+    return float((out - expected).abs().max()), breaks
+
+
+def test_compiled_around_it(pool):
+    for error, breaks in pool.run(compiled, 2, True):
+        assert error < 1e-5 and breaks == 1
+    with pytest.raises(RankError, match="put @torch.compiler.disable on the forward that calls it"):
+        pool.run(compiled, 2, False)
+
+
 def twice():
     layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ring=2))
     with cp.context_parallel(layout), cp.context_parallel(layout):

@@ -39,7 +39,8 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
 
     Raises:
         RuntimeError: there is such a context already.
-        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, or has other lengths than the layout's.
+        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, has other lengths than the layout's, or is in
+            a graph of torch.compile.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
         raise RuntimeError("there is a context_parallel already: one at a time")
@@ -56,6 +57,11 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"{OPERATOR} over ranks is no part of a graph that torch.compile makes: put @torch.compiler.disable "
+                "on the forward that calls it, and the rest is compiled"
+            )
         if attn_mask is not None:
             raise ValueError(f"{OPERATOR} over ranks takes no attn_mask: give mask= to context_parallel")
         if dropout_p:
