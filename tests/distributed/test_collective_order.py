@@ -23,6 +23,9 @@ from tests.pairs import also_in_full
 
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 5000 --micro-batch-size 1"
 
+# What layers send: Ring, Ulysses; TP. DDP's are coalesced.
+CP_SENDS, TP_SENDS = ("transfers", "c10d::alltoall_base_"), ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")
+
 
 class Order(TorchDispatchMode):
     """Collectives as they begin: what, on which ranks, of how many bytes; transfers in a row count as one."""
@@ -36,11 +39,12 @@ class Order(TorchDispatchMode):
             group = next(
                 arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
             )
-            one = (func._schema.name, *dist.get_process_group_ranks(ProcessGroup.unbox(group)))
+            ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(group)))
             if func._schema.name in ("c10d::send", "c10d::recv_"):
-                one = ("transfers", *one[1:])
+                one = ("transfers", ranks)
             else:
-                one = (*one, sum(x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor)))
+                size = sum(x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+                one = (func._schema.name, ranks, size)
             if one[0] != "transfers" or self.begun[-1:] != [one]:
                 self.begun.append(one)
         return func(*args, **(kwargs or {}))
@@ -84,11 +88,12 @@ def test_all_ranks_begin_their_collectives_in_one_order(pool, world, grid):
     found = pool.run(begun, world, f"{GQA} --num-layers 2 {OVERLAP} {grid}", timeout=180)
     for mine, (order, _) in enumerate(found):
         for other, (others, _) in enumerate(found):
-            both = [[one for one in begun if {mine, other} <= set(one[1:])] for begun in (order, others)]
+            both = [[one for one in begun if {mine, other} <= set(one[1])] for begun in (order, others)]
             assert both[0] == both[1]
     order, threads = found[0]
     # DDP reduces between two collectives of a layer (in the second step; in the first it does when all is there).
-    kinds = ["layer" if one[0] in ("transfers", "c10d::alltoall_base_") else one[0] for one in order]
+    layer = CP_SENDS + (TP_SENDS if T2 in grid else ())
+    kinds = ["layer" if one[0] in layer else one[0] for one in order]
     between = {now for last, now, after in zip(kinds, kinds[1:], kinds[2:]) if last == after == "layer"}
     assert "layer" not in kinds or any("reduce" in kind for kind in between)
     if STREAM in grid:

@@ -24,6 +24,7 @@ GATHER = "--cp-comm-type all_gather"
 ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 WHOLE = "--micro-batch-size 4"  # no accumulation: half the messages. Its grids are in other cases with it.
+SMALL_BUCKETS = "--micro-batch-size 1 --ddp-bucket-size 5000"  # as of a large model: the output layer has its own
 BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 
 
@@ -45,6 +46,7 @@ LLAMA_CASES = [
     (2, GQA, ZERO1),
     (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather"),
     (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1"),
+    (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather {SMALL_BUCKETS} --loss-chunks 5"),
     (2, f"{GQA} --qk-layernorm", f"{T2} {SP}"),
     (2, f"{GQA} --eod-mask-loss", cp(1, 2)),
     (2, GQA, f"{T2} {SP} --loss-chunks 3"),
@@ -110,6 +112,7 @@ GPT_CASES = [
     (4, MHA, f"{T2} {SP} {cp(2, 1)} {WHOLE}"),
     (4, GQA, f"{cp(2, 2)} {FULL} {ZERO1}"),
     (8, MHA, f"{P2} {T2} {cp(1, 2)}"),
+    (4, MHA, f"{P2} {ZERO1} --overlap-grad-reduce --overlap-param-gather {SMALL_BUCKETS} --loss-chunks 4"),
     (2, MHA, f"{ZERO3} {cp(1, 2)}"),
     (2, MHA, f"{ZERO2} --micro-batch-size 1 {FULL}"),
     (4, MHA, f"{ZERO3} {T2} {SP} {cp(2, 1)} --loss-chunks 4"),

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlock, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
@@ -106,10 +106,10 @@ class LongContextGPT(GPTModel):
         """As core's; with ``loss_chunks`` the loss of all tokens is one sum, weighted by ``loss_mask``."""
         if not self.post_process or labels is None or not self.loss_chunks:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
-        tied = self.share_embeddings_and_output_weights
+        tied = self.share_embeddings_and_output_weights and self.pre_process
         return chunked_linear_cross_entropy(
             hidden_states,
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+            _ready_weight(self.embedding.word_embeddings if tied else self.output_layer),
             labels.t(),
             kwargs["loss_mask"].t(),
             chunks=self.loss_chunks,
@@ -127,6 +127,14 @@ class LongContextGPT(GPTModel):
             # Past autograd: its gradient is zero anyway (softmax is), and recording the write copies all of it.
             logits.detach()[..., real:] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
+
+
+def _ready_weight(module: nn.Module) -> Tensor:
+    """The weight of a module that is not called itself, once DDP has gathered it (--overlap-param-gather)."""
+    for number, hook in module._forward_pre_hooks.items():
+        if number not in module._forward_pre_hooks_with_kwargs:  # fully_shard's, which makes units of its own
+            hook(module, ())
+    return module.weight
 
 
 def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> TransformerConfig:
