@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -66,11 +66,11 @@ class Settings:
     """What a worker has to know."""
 
     tokenizer: tuple[tuple[str, object], ...]
-    vocab_size: int | None = None
-    dtype: str = "int32"  # of the tokens in the file
-    keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    codon_frame: int = 0
+    vocab_size: int | None
+    dtype: str  # of the tokens in the file
+    keys: tuple[str, ...]
+    append_eod: bool
+    codon_frame: int
 
 
 @dataclass
@@ -99,16 +99,17 @@ def core() -> Any:
 
 
 @functools.cache
-def tokenizer_of(settings: Settings) -> Tokenizer:
-    """One tokenizer a process."""
-    tokenizer = build_tokenizer(DataConfig(**dict(settings.tokenizer)), settings.vocab_size)
-    check_vocab(settings.vocab_size, tokenizer)
+def tokenizer_of(flags: tuple[tuple[str, object], ...], vocab_size: int | None) -> Tokenizer:
+    """One tokenizer a process; a worker that is forked has its parent's."""
+    tokenizer = build_tokenizer(DataConfig(**dict(flags)), vocab_size)
+    check_vocab(vocab_size, tokenizer)
     return tokenizer
 
 
 def encode(settings: Settings, records: list[Record]) -> Encoded:
     """Tokenize some records; runs in a worker, which needs neither megatron-core nor torch for it."""
-    tokenizer, encoded, dtype = tokenizer_of(settings), Encoded(), np.dtype(settings.dtype).type
+    tokenizer, dtype = tokenizer_of(settings.tokenizer, settings.vocab_size), np.dtype(settings.dtype).type
+    encoded = Encoded()
     documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
     for record in records:
         encoded.text_bytes += len(record.content)
@@ -207,12 +208,9 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
         (f.name, getattr(args, f.name)) for f in fields(DataConfig) if f.name.startswith(TOKENIZER_FLAGS)
     )
     keys = tuple(dict.fromkeys(args.json_keys))
-    settings = Settings(
-        tokenizer_flags, args.vocab_size, keys=keys, append_eod=args.append_eod, codon_frame=args.codon_frame
-    )
-    tokenizer = tokenizer_of(settings)
+    tokenizer = tokenizer_of(tokenizer_flags, args.vocab_size)
     dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
-    settings = replace(settings, dtype=np.dtype(dtype).name)
+    settings = Settings(tokenizer_flags, args.vocab_size, np.dtype(dtype).name, keys, args.append_eod, args.codon_frame)
     prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
     reader, total, start = Reader(paths), Encoded(), time.monotonic()
     documents, tokens = dict.fromkeys(settings.keys, 0), dict.fromkeys(settings.keys, 0)

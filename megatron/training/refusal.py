@@ -14,6 +14,11 @@ def one_line(error: object, most: int | None = None) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:most]
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line of at most 300 characters; a file's error without the file, which others name."""
+    return one_line(getattr(error, "strerror", None) or error, 300)
+
+
 class Refusal(ValueError):
     """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2."""
 

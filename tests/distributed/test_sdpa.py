@@ -4,7 +4,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -81,10 +81,15 @@ def test_layers_of_pytorch_are_those_of_one_process(pool, ulysses, ring, balance
 
 def calls(kind):
     """The operator in the ways it can be called, with documents, grouped heads and a scale."""
-    grid = cp.initialize_grid(ulysses=2, ring=2) if kind != "dtensor" else cp.initialize_grid(ring=2, tensor=2)
+    uneven = kind == "uneven dtensor"
+    tensors = uneven or kind == "dtensor"
+    grid = cp.initialize_grid(ring=2, tensor=2) if tensors else cp.initialize_grid(ulysses=2, ring=2)
     layout = cp.SequenceLayout(LENGTH, grid)
     draw = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(2, heads, LENGTH, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, heads, LENGTH, 8, generator=draw, dtype=torch.float64)
+        for heads in ((3, 3, 3) if uneven else (4, 2, 2))
+    )
     mask = cp.Documents((11, 30, LENGTH))
     at = torch.arange(LENGTH)
     allowed = mask.allowed(at[:, None], at[None])
@@ -95,18 +100,17 @@ def calls(kind):
         if kind == "inference":
             with torch.inference_mode():
                 out = same(*local, is_causal=True, scale=0.3, enable_gqa=True)
-        elif kind == "dtensor":
+        elif tensors:
             mesh = torch.distributed.device_mesh.DeviceMesh.from_group(grid.tensor.group, "cpu")
-            parts = [x.chunk(2, dim=1)[grid.tensor.rank] for x in local]
-            whole = same(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in parts), scale=0.3, enable_gqa=True)
-            assert whole.placements == (Shard(1),)
+            whole = same(*(distribute_tensor(x, mesh, [Shard(1)]) for x in local), scale=0.3, enable_gqa=True)
+            assert whole.placements == (Shard(1),) and whole.shape == local[0].shape
             out = whole.redistribute(placements=[Replicate()]).to_local()
         else:
             out = torch.ops.aten.scaled_dot_product_attention(*local, scale=0.3, enable_gqa=True)
     return float((out - layout.shard(expected, dim=2)).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["inference", "dtensor", "operator"])
+@pytest.mark.parametrize("kind", ["inference", "dtensor", "uneven dtensor", "operator"])
 def test_every_way_to_call_it(pool, kind):
     assert max(pool.run(calls, 4, kind)) < 1e-10
 
@@ -154,6 +158,22 @@ def test_compiled_around_it(pool):
         assert error < 1e-5 and breaks == 1
     with pytest.raises(RankError, match="put @torch.compiler.disable on the forward that calls it"):
         pool.run(compiled, 2, False)
+
+
+def groups_torn():
+    grid = cp.initialize_grid(ring=2, tensor=2)
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(grid.tensor.group, "cpu")
+    layout = cp.SequenceLayout(LENGTH, grid)
+    query, key = (
+        distribute_tensor(torch.randn(1, heads, layout.local_length, 8), mesh, [Shard(1)]) for heads in (6, 3)
+    )
+    with cp.context_parallel(layout):
+        functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+
+def test_a_group_of_queries_is_not_torn(pool):
+    with pytest.raises(RankError, match="6 query heads and 3 key heads are cut 2 ways"):
+        pool.run(groups_torn, 4)
 
 
 def twice():

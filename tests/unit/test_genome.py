@@ -175,13 +175,17 @@ def test_other_tokenizers_read_genomes_too(tmp_path: Path):
     assert preprocess(tmp_path, tmp_path / "x.fa", kind="ByteLevelTokenizer", flags="") == [[*b"ACGU"]]
 
 
+def settings_of(kind: str) -> preprocess_data.Settings:
+    return preprocess_data.Settings((("tokenizer_type", kind),), None, "uint16", ("text",), False, 0)
+
+
 def test_memory_of_a_long_record(tmp_path: Path):
     """What reading and tokenizing hold at once, in bytes a base of the longest record."""
     path, bases = tmp_path / "x.fa", 3_000_000
     path.write_bytes(b">chr\n" + b"ACGTN" * 12 + b"\n" + (b"ACGTACGTAC" * 6 + b"\n") * (bases // 60))
     for kind, limit in (("NucleotideTokenizer", 8), ("CodonTokenizer", 8)):
-        settings = preprocess_data.Settings((("tokenizer_type", kind),), dtype="uint16")
-        preprocess_data.tokenizer_of(settings)
+        settings = settings_of(kind)
+        preprocess_data.tokenizer_of(settings.tokenizer, settings.vocab_size)
         tracemalloc.start()
         for records, _ in preprocess_data.batches(Reader([str(path)])):
             encoded = preprocess_data.encode(settings, records)
@@ -197,7 +201,7 @@ def test_long_records_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 1)
     records = [f">{i}\n{'ACGT' * 250}\n".encode() for i in range(12)]
     (tmp_path / "x.fa").write_bytes(b"".join(records))
-    settings = preprocess_data.Settings((("tokenizer_type", "NucleotideTokenizer"),))
+    settings = settings_of("NucleotideTokenizer")
     reader = Reader([str(tmp_path / "x.fa")])
     ahead = []
     for done, (encoded, _) in enumerate(preprocess_data.encode_all(settings, reader, 2, "fork"), 1):

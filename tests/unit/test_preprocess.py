@@ -105,6 +105,22 @@ def test_the_same_bytes_over_any_workers(tmp_path, small_batches):
         assert Path(f"{single}.{end}").read_bytes() == Path(f"{several}.{end}").read_bytes()
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_tokenizer_is_built_once(tmp_path, monkeypatch, small_batches, workers):
+    """By the program, for itself and for the workers that it forks: building one can take a minute."""
+    built, build = tmp_path / "built", preprocess_data.build_tokenizer
+
+    def counted(*settings):
+        with built.open("a") as file:
+            file.write("x")
+        return build(*settings)
+
+    monkeypatch.setattr(preprocess_data, "build_tokenizer", counted)
+    preprocess_data.tokenizer_of.cache_clear()
+    run(tmp_path, pack(tmp_path / "x.jsonl", jsonl(DOCUMENTS)), workers=workers)
+    assert built.read_text() == "x"
+
+
 def test_spawned_workers_and_globs(tmp_path, capsys):
     for i in range(3):
         pack(tmp_path / f"{i}.jsonl", jsonl(DOCUMENTS[i::3]))

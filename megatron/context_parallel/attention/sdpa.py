@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
 
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.layout.masks import Causal, Full, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+
+if TYPE_CHECKING:  # most of a second to import, which is for those who enter a context
+    from torch.distributed.tensor import DTensor
 
 OPERATOR = "scaled_dot_product_attention"
 KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")  # inference mode has no autograd
@@ -70,10 +74,11 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
             raise ValueError(f"{OPERATOR} is called with is_causal, and context_parallel has the mask Full()")
         _check_shapes(layout, query, key, value, enable_gqa)
         rule = mask if mask is not None else Causal() if is_causal else Full()
-        (q, k, v), cut = _local(query, key, value)
-        tokens_first = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+        cut = _cut_alike(query, key, value)
+        parts = (query, key, value) if cut is None else (x.to_local() for x in (query, key, value))
+        tokens_first = (x.permute(2, 0, 1, 3) for x in parts)
         out = attention(*tokens_first, layout=layout, mask=rule, kernel=kernel, scale=scale).permute(1, 2, 0, 3)
-        return DTensor.from_local(out, *cut, run_check=False) if cut else out
+        return out if cut is None else _whole(out, cut)
 
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # layers of PyTorch's that would not call the operator
@@ -99,15 +104,34 @@ def _check_shapes(layout: SequenceLayout, query: Tensor, key: Tensor, value: Ten
         raise ValueError(f"{OPERATOR}: {query.size(1)} query heads and {key.size(1)} key heads need enable_gqa=True")
 
 
-def _local(*tensors: Tensor) -> tuple[list[Tensor], tuple[object, list[Placement]] | None]:
-    """The parts of DTensors that are here, and (mesh, placements) of them all; other tensors as they are."""
-    meshes = {x.device_mesh for x in tensors if isinstance(x, DTensor)}
-    if not meshes:
-        return list(tensors), None
-    if len(meshes) > 1 or not all(isinstance(x, DTensor) for x in tensors):
+def _cut_alike(*tensors: Tensor) -> DTensor | None:
+    """The first of DTensors that are cut alike over samples and heads; None of other tensors."""
+    from torch.distributed.tensor import DTensor
+
+    if not any(isinstance(x, DTensor) for x in tensors):
+        return None
+    if not all(isinstance(x, DTensor) for x in tensors) or len({x.device_mesh for x in tensors}) > 1:
         raise ValueError(f"{OPERATOR} over ranks: query, key and value must be DTensors of one mesh, or none of them")
     placements = {x.placements for x in tensors}
     wrong = any(p.is_partial() or (p.is_shard() and p.dim not in (0, 1)) for each in placements for p in each)
     if len(placements) > 1 or wrong:
         raise ValueError(f"{OPERATOR} over ranks: DTensors must all be cut alike, over samples (0) and heads (1)")
-    return [x.to_local() for x in tensors], (meshes.pop(), list(placements.pop()))
+    query, key = tensors[:2]
+    ways = prod(size for size, p in zip(query.device_mesh.shape, query.placements) if p.is_shard(1))
+    if query.size(1) != key.size(1) and key.size(1) % ways:  # a part of a group of queries would meet another key
+        raise ValueError(
+            f"{OPERATOR} over ranks: {query.size(1)} query heads and {key.size(1)} key heads are cut {ways} ways, "
+            "which must divide the key heads"
+        )
+    return query
+
+
+def _whole(local: Tensor, query: DTensor) -> DTensor:
+    """The output of which ``local`` is here, cut as ``query`` is, be the parts of one size or not."""
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size([*query.shape[:3], local.size(3)])
+    strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
+    return DTensor.from_local(
+        local.contiguous(), query.device_mesh, query.placements, run_check=False, shape=shape, stride=strides
+    )

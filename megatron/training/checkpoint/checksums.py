@@ -68,12 +68,13 @@ def _listed(path: Path) -> dict[str, Sum] | None:
 
 def _no_json(path: Path) -> str | None:
     """A file in which there is something else; None if there is none."""
+    if not path.exists():
+        return None
     try:
-        if path.exists() and isinstance(json.loads(path.read_bytes()), dict):
-            return None
+        readable = isinstance(json.loads(path.read_bytes()), dict)
     except ValueError:
-        pass
-    return f"{path} cannot be read" if path.exists() else None
+        readable = False
+    return None if readable else f"{path} cannot be read"
 
 
 def _too_short(path: Path) -> str | None:

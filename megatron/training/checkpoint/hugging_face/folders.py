@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.training.checkpoint.hugging_face.llama import DTYPES
-from megatron.training.refusal import Refusal, one_line
+from megatron.training.refusal import Refusal, reason
 
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
 OTHERS = "other_tensors.safetensors"  # and its tensors that transformers ignores
@@ -55,7 +55,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield partial
         partial.replace(final)
     except OSError as error:
-        raise Refusal(f"{target}: {_reason(error)}; nothing was written") from error
+        raise Refusal(f"{target}: {reason(error)}; nothing was written") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -76,7 +76,7 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        raise Refusal(f"checkpoint {path} cannot be read: {_reason(cause(error))}") from error
+        raise Refusal(f"checkpoint {path} cannot be read: {reason(cause(error))}") from error
 
 
 def cause(error: BaseException) -> BaseException:
@@ -93,10 +93,6 @@ def cause(error: BaseException) -> BaseException:
     if first and not isinstance(first[-1], OSError):
         raise first[-1]
     return first[-1] if first else chain[0]
-
-
-def _reason(error: BaseException) -> str:
-    return one_line(getattr(error, "strerror", None) or error, 300)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.refusal import Refusal, one_line
+from megatron.training.refusal import Refusal, reason
 
 PLAIN = {
     "argparse.Namespace",
@@ -84,9 +84,9 @@ def _load(source: Path | bytes, where: str, *, whole: bool = False, **options: A
         with torch.serialization.safe_globals(found):
             return torch.load(file(), map_location="cpu", weights_only=True, **options)
     except (OSError, EOFError, KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise Refusal(f"{where} cannot be read: {_line(error)}") from None
+        raise Refusal(f"{where} cannot be read: {reason(error)}") from None
     except pickle.UnpicklingError as error:
-        raise Refusal(f"{where} is not read, for that could run code it brings along: {_line(error)}") from None
+        raise Refusal(f"{where} is not read, for that could run code it brings along: {reason(error)}") from None
 
 
 def _stand_in(name: str) -> Any:
@@ -122,7 +122,7 @@ def read_metadata(path: Path) -> Any:
         with open(path, "rb") as file:
             return _MetadataUnpickler(file).load()
     except (OSError, EOFError, AttributeError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise Refusal(f"{path} cannot be read: {_line(error)}") from None
+        raise Refusal(f"{path} cannot be read: {reason(error)}") from None
 
 
 # What the FP8 states of Transformer Engine's layers consist of, beside recipes.
@@ -164,8 +164,4 @@ def _checked(read: Callable[[], Any], where: object) -> None:
     try:
         read()
     except Exception as error:  # whatever unpickling may raise
-        raise Refusal(f"{where} is not read, for that could run code it brings along: {_line(error)}") from None
-
-
-def _line(error: BaseException) -> str:
-    return one_line(getattr(error, "strerror", None) or error, 300)
+        raise Refusal(f"{where} is not read, for that could run code it brings along: {reason(error)}") from None
