@@ -28,8 +28,8 @@ from megatron.context_parallel.attention.kernels.base import (
     softcap_of,
 )
 
-SCORE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of a block's scores; a few buffers of this size live at once
-FEW_ROWS = 64  # rows that a block has before it has more than one head
+SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # of a block's scores; a few buffers of this size live at once
+FEW_ROWS = 128  # rows that a block has before it has more than one head
 FEWEST_ROWS = 16  # on a CPU, however many keys there are: fewer are no matrix
 
 Block = tuple[slice, slice, slice]
