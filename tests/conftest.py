@@ -53,6 +53,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "limit of a test in seconds; needs pytest-timeout to act")
     parser.addoption("--quick", action="store_true", help="only the tests to run after every change")
     parser.addoption("--full", action="store_true", help="whole matrices too, as before a release")
+    parser.addoption(
+        "--schedules", type=int, default=5, metavar="N", help="schedules of copies in each case of --full (default: 5)"
+    )
+
+
+@pytest.fixture(scope="session")
+def schedules(pytestconfig: pytest.Config) -> int:
+    """How many schedules of copies (tests/adversary.py) a case goes through."""
+    return pytestconfig.getoption("--schedules") if pytestconfig.getoption("--full") else 3
 
 
 def pytest_configure(config: pytest.Config) -> None:

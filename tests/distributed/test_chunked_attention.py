@@ -165,11 +165,11 @@ def test_chunks_equal_dense_attention(pool, ulysses, ring, heads, kv_heads, batc
 
 
 @pytest.mark.parametrize(
-    "schedules, ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store",
+    "ulysses, ring, heads, kv_heads, batch, chunks, balance, mask, store",
     [
-        (3, 2, 1, 8, 2, 1, 5, "zigzag", "causal", "stream"),
-        (3, 1, 2, 8, 8, 1, 3, "zigzag", "causal", "host"),
-        *also_in_full(*((50, *case) for case in CASES if case[-1] != "device")),
+        (2, 1, 8, 2, 1, 5, "zigzag", "causal", "stream"),
+        (1, 2, 8, 8, 1, 3, "zigzag", "causal", "host"),
+        *also_in_full(*(case for case in CASES if case[-1] != "device")),
     ],
 )
 def test_when_copies_happen_changes_nothing(
