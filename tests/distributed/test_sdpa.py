@@ -9,7 +9,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.attention import graph
 from tests.distributed.pool import RankError
+from tests.pairs import also_in_full
 
 LENGTH, WIDTH = 48, 32
 
@@ -82,7 +84,7 @@ def test_layers_of_pytorch_are_those_of_one_process(pool, ulysses, ring, balance
 def calls(kind):
     """The operator in the ways it can be called, with documents, grouped heads and a scale."""
     uneven = kind == "uneven dtensor"
-    tensors = uneven or kind == "dtensor"
+    tensors = "dtensor" in kind
     grid = cp.initialize_grid(ring=2, tensor=2) if tensors else cp.initialize_grid(ulysses=2, ring=2)
     layout = cp.SequenceLayout(LENGTH, grid)
     draw = torch.Generator().manual_seed(5)
@@ -102,6 +104,8 @@ def calls(kind):
                 out = same(*local, is_causal=True, scale=0.3, enable_gqa=True)
         elif tensors:
             mesh = torch.distributed.device_mesh.DeviceMesh.from_group(grid.tensor.group, "cpu")
+            if kind == "compiled dtensor":
+                same = torch.compile(same, backend="aot_eager", fullgraph=True)
             whole = same(*(distribute_tensor(x, mesh, [Shard(1)]) for x in local), scale=0.3, enable_gqa=True)
             assert whole.placements == (Shard(1),) and whole.shape == local[0].shape
             out = whole.redistribute(placements=[Replicate()]).to_local()
@@ -110,7 +114,7 @@ def calls(kind):
     return float((out - layout.shard(expected, dim=2)).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["inference", "dtensor", "uneven dtensor", "operator"])
+@pytest.mark.parametrize("kind", ["inference", "dtensor", "uneven dtensor", "compiled dtensor", "operator"])
 def test_every_way_to_call_it(pool, kind):
     assert max(pool.run(calls, 4, kind)) < 1e-10
 
@@ -124,40 +128,99 @@ def refused(settings, **call):
         functional.scaled_dot_product_attention(x, key, key, **call)
 
 
-class Compiled(nn.Module):
-    def __init__(self, apart: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.attend = torch.compiler.disable(self.attention) if apart else self.attention
+class Layer(nn.Module):
+    """Four query heads on two keys', and a projection."""
 
-    def attention(self, x):
-        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return 2 * self.attend(self.linear(x))
+        q, k, v = self.qkv(x).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
+        q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in (q, k, v))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
 
 
-def compiled(apart):
-    """Largest difference from the uncompiled model on one process, and how often its graph breaks."""
+def compiled(ulysses, ring, backend):
+    """Errors of a compiled model, within contexts and without, in turns; the graphs it takes, and their breaks."""
     from torch._dynamo.utils import counters
 
-    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ring=2))
     torch.manual_seed(1)
-    model, x = Compiled(apart), torch.randn(1, 2, LENGTH, 8)
-    expected, counted = layout.shard(model(x), dim=2), counters["graph_break"].total()
-    with cp.context_parallel(layout):
-        out = torch.compile(model, backend="aot_eager")(layout.shard(x, dim=2))
-        out.sum().backward()
-    breaks = counters["graph_break"].total() - counted
+    eager, x = nn.Sequential(Layer(), Layer()), torch.randn(2, LENGTH, WIDTH)
+    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ulysses=ulysses, ring=ring))
     torch._dynamo.reset()
-    return float((out - expected).abs().max()), breaks
+    counters.clear()
+    model, worst = torch.compile(eager, backend=backend, fullgraph=True), []
+
+    def step(model, x):
+        out = model(x)
+        return out, torch.autograd.grad(out.square().sum(), list(eager.parameters()))
+
+    for mask in (None, cp.Documents((11, 30, LENGTH)), None):
+        with cp.context_parallel(layout, mask=mask):
+            out, grads = step(model, layout.shard(x, dim=1))
+            seen, wanted = step(eager, layout.shard(x, dim=1))  # what the tests above prove
+        worst += [(out - seen).abs().max(), *((a - b).abs().max() / b.abs().max() for a, b in zip(grads, wanted))]
+        worst.append((model(x) - eager(x)).abs().max())
+    worst.append((layout.gather(out, dim=1) - eager(x)).abs().max())
+    found = max(map(float, worst)), counters["stats"]["unique_graphs"], counters["graph_break"].total()
+    torch._dynamo.reset()
+    return found
 
 
-def test_compiled_around_it(pool):
-    for error, breaks in pool.run(compiled, 2, True):
-        assert error < 1e-5 and breaks == 1
-    with pytest.raises(RankError, match="put @torch.compiler.disable on the forward that calls it"):
-        pool.run(compiled, 2, False)
+@pytest.mark.parametrize(
+    "ulysses, ring, backend", [(2, 2, "aot_eager"), (4, 1, "aot_eager"), *also_in_full((1, 2, "inductor"))]
+)
+def test_compiled_as_one_graph(pool, ulysses, ring, backend):
+    """Without a break; one graph serves all contexts, and another one what is outside of them."""
+    for error, graphs, breaks in pool.run(compiled, ulysses * ring, ulysses, ring, backend, timeout=180):
+        assert error < 1e-5 and (graphs, breaks) == (2, 0)
+
+
+def checked(ulysses, ring):
+    """PyTorch's own checks of an operator: schema, autograd, fake tensors, symbolic shapes."""
+    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ulysses=ulysses, ring=ring))
+    draw = torch.Generator().manual_seed(5)
+    sizes = ((4, 8), (2, 8), (2, 6))
+    inputs = [
+        torch.randn(layout.local_length, 2, heads, size, generator=draw, dtype=torch.float64, requires_grad=True)
+        for heads, size in sizes
+    ]
+    with cp.context_parallel(layout, kernel="math"):
+        return torch.library.opcheck(graph._forward, (*inputs, True, 0.3, ulysses))
+
+
+@pytest.mark.parametrize("ulysses, ring", [(1, 1), (2, 1), (1, 2)])
+def test_the_node_of_a_graph_keeps_pytorchs_rules(pool, ulysses, ring):
+    for found in pool.run(checked, ulysses * ring, ulysses, ring, timeout=120):
+        assert set(found.values()) == {"SUCCESS"}, found
+
+
+def node_elsewhere(where):
+    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ulysses=2))
+    x = torch.randn(layout.local_length, 1, 4, 8, requires_grad=True)
+    if where == "outside":
+        graph._forward(x, x, x, True, 0.3, 2)
+    with cp.context_parallel(layout):
+        out = graph._forward(x, x, x, True, 0.3, 1 if where == "another grid" else 2)[0]
+    for _ in range(graph.KEPT):
+        graph.begin(graph.Meaning(layout, None, "auto"))
+    graph.end()
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "where, told",
+    [
+        ("outside", "runs outside of it: call it within one"),
+        ("another grid", "made for ulysses=1 runs with 2"),
+        ("too late", "came after 1024 other context_parallel"),
+    ],
+)
+def test_a_node_that_has_lost_its_context(pool, where, told):
+    with pytest.raises(RankError, match=told):
+        pool.run(node_elsewhere, 2, where)
 
 
 def groups_torn():

@@ -26,7 +26,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 EXAMPLE = ROOT / "examples" / "context_parallel_attention.py"
 # Flags of other programs that the pages name: torchrun, ruff, pytest, pip, docker, git.
 OTHERS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--gpus",
-          "--full", "--quick", "--signal", "--max-restarts"}  # fmt: skip
+          "--full", "--quick", "--schedules", "--signal", "--max-restarts"}  # fmt: skip
 SETTINGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0"

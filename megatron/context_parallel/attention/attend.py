@@ -51,6 +51,40 @@ def tiled_attention(
     return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, source, kernel)
 
 
+def attend_all(
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    source: RingSource | GatherSource,
+    kernel: TileKernel,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The forward pass of :func:`tiled_attention`: out and lse [s, b, heads]."""
+    result = Accumulator(q_SBHD, v_SBHD.size(3))
+    for block in source.blocks(k_SBHD, v_SBHD):
+        attend(block.tiles, q_SBHD, block.k, block.v, kernel=kernel, result=result)
+    return result.finish(sinks)
+
+
+def attend_all_grad(
+    dout_SBHD: Tensor,
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    out_SBHD: Tensor,
+    lse_SBH: Tensor,
+    source: RingSource | GatherSource,
+    kernel: TileKernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass of :func:`attend_all`: dq, dk and dv."""
+    delta = kernel.delta(out_SBHD, dout_SBHD)
+    final = {"dout_SBHD": dout_SBHD, "out_SBHD": out_SBHD, "lse_SBH": lse_SBH, "delta_SBH": delta}
+    dq, dkv = GradientSum(q_SBHD, q_SBHD.size(0)), KeyGradients(k_SBHD, v_SBHD, ((0, k_SBHD.size(0)),))
+    for block in source.blocks(k_SBHD, v_SBHD, dkv):
+        attend_grad(block.tiles, q_SBHD, block.k, block.v, **final, kernel=kernel, dq=dq, dkv=block)
+    return tuple(total.finish().to(q_SBHD.dtype) for total in (dq, dkv.dk, dkv.dv))
+
+
 def attend(
     tiles: Iterable[Tile], q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, kernel: TileKernel, result: Accumulator
 ) -> None:
@@ -146,10 +180,7 @@ class _TiledAttention(torch.autograd.Function):
         source: RingSource | GatherSource,
         kernel: TileKernel,
     ) -> Tensor:
-        result = Accumulator(q, v.size(3))
-        for block in source.blocks(k, v):
-            attend(block.tiles, q, block.k, block.v, kernel=kernel, result=result)
-        out, lse = result.finish(sinks)
+        out, lse = attend_all(q, k, v, source, kernel, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.source, ctx.kernel = source, kernel
         return out
@@ -158,10 +189,6 @@ class _TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        delta = ctx.kernel.delta(out, dout)
-        final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
-        dq, dkv = GradientSum(q, q.size(0)), KeyGradients(k, v, ((0, k.size(0)),))
-        for block in ctx.source.blocks(k, v, dkv):
-            attend_grad(block.tiles, q, block.k, block.v, **final, kernel=ctx.kernel, dq=dq, dkv=block)
+        grads = attend_all_grad(dout, q, k, v, out, lse, ctx.source, ctx.kernel)
         dsinks = sinks_grad(sinks, dout, out, lse).to(sinks.dtype) if ctx.needs_input_grad[3] else None
-        return *(total.finish().to(q.dtype) for total in (dq, dkv.dk, dkv.dv)), dsinks, None, None
+        return *grads, dsinks, None, None

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.attention import graph
 from megatron.context_parallel.attention.usp import attention
-from megatron.context_parallel.layout.masks import Causal, Full, Mask
+from megatron.context_parallel.layout.masks import Full, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
 if TYPE_CHECKING:  # most of a second to import, which is for those who enter a context
@@ -43,12 +44,11 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
 
     Raises:
         RuntimeError: there is such a context already.
-        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, has other lengths than the layout's, or is in
-            a graph of torch.compile.
+        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, or has other lengths than the layout's.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
         raise RuntimeError("there is a context_parallel already: one at a time")
-    library = torch.library.Library("aten", "IMPL")
+    library, meaning = torch.library.Library("aten", "IMPL"), graph.Meaning(layout, mask, kernel)
 
     def attend(
         query: Tensor,
@@ -61,23 +61,22 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                f"{OPERATOR} over ranks is no part of a graph that torch.compile makes: put @torch.compiler.disable "
-                "on the forward that calls it, and the rest is compiled"
-            )
         if attn_mask is not None:
             raise ValueError(f"{OPERATOR} over ranks takes no attn_mask: give mask= to context_parallel")
         if dropout_p:
             raise ValueError(f"{OPERATOR} over ranks has no dropout_p: cp.attention(dropout=...) has, by position")
-        if is_causal and isinstance(mask, Full):
+        if is_causal and isinstance(meaning.mask, Full):
             raise ValueError(f"{OPERATOR} is called with is_causal, and context_parallel has the mask Full()")
         _check_shapes(layout, query, key, value, enable_gqa)
-        rule = mask if mask is not None else Causal() if is_causal else Full()
         cut = _cut_alike(query, key, value)
         parts = (query, key, value) if cut is None else (x.to_local() for x in (query, key, value))
         tokens_first = (x.permute(2, 0, 1, 3) for x in parts)
-        out = attention(*tokens_first, layout=layout, mask=rule, kernel=kernel, scale=scale).permute(1, 2, 0, 3)
+        if torch.compiler.is_compiling():
+            out = graph.node(*tokens_first, is_causal=is_causal, scale=scale)
+        else:
+            mask = meaning.rule(is_causal)
+            out = attention(*tokens_first, layout=layout, mask=mask, kernel=kernel, scale=scale)
+        out = out.permute(1, 2, 0, 3)
         return out if cut is None else _whole(out, cut)
 
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -85,8 +84,10 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
     try:
         for name in KEYS:
             library.impl(OPERATOR, attend, name)
+        graph.begin(meaning)
         yield
     finally:
+        graph.end()
         library._destroy()
         torch.backends.mha.set_fastpath_enabled(fast_path)
 

@@ -133,6 +133,16 @@ def heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
     return out if axis.size == 1 else _HeadsToSequence.apply(out, axis)
 
 
+def heads_to_sequence_grad(grad: Tensor, axis: Axis) -> Tensor:
+    """The gradient of the input of :func:`heads_to_sequence`."""
+    if axis.size == 1:
+        return grad
+    sent = torch.cat(grad.chunk(axis.size, dim=2))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return received
+
+
 class _SequenceToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, ...]:
@@ -149,18 +159,19 @@ class _HeadsToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        sent = out.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=axis.group)
-        return torch.cat(received.chunk(axis.size), dim=2)
+        return _heads_to_sequence(out, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        sent = torch.cat(grad.chunk(ctx.axis.size, dim=2))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.axis.group)
-        return received, None
+        return heads_to_sequence_grad(grad, ctx.axis), None
+
+
+def _heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
+    sent = out.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return torch.cat(received.chunk(axis.size), dim=2)
 
 
 def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> list[Tensor]:
