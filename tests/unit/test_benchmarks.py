@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FPDT benchmark: every mode's flags are accepted, and its figures become files and a picture."""
+"""The FPDT benchmark: every mode's flags are accepted, and its figures become files and a picture. Peers are judged."""
 
 from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import fpdt, fpdt_report
+from benchmarks import fpdt, fpdt_report, peers
 from megatron.training.arguments.parser import parse
 from pretrain_llama import LLAMA
+from tests.patience import patience
+
+ROOT = Path(__file__).parents[2]
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, *words: str):
@@ -49,3 +53,17 @@ def test_figures_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == 2 * len(args.modes)
     assert (tmp_path / "sweep.png").stat().st_size > 5000
     assert "out of" in capsys.readouterr().out  # the table may break the line
+
+
+@pytest.mark.full
+def test_peers_are_judged_by_one_process(tmp_path: Path) -> None:
+    """Ours are right in every case that they take; and the judge tells what is not."""
+    argv = ["--processes", "2", "--seq-length", "64", "--repeats", "1", "--json", str(tmp_path / "peers.json")]
+    subprocess.run([sys.executable, "benchmarks/peers.py", *argv], check=True, cwd=ROOT, timeout=patience(300))
+    found = json.loads((tmp_path / "peers.json").read_text())
+    refused = {"ours, Ulysses 2": {"3 heads", "255 tokens"}, "ours, Ring 2": {"255 tokens"}}
+    for party, cannot in refused.items():
+        assert {case for case, errors in found["cases"].items() if isinstance(errors[party], str)} == cannot
+        assert all(errors[party] < 1e-5 for case, errors in found["cases"].items() if case not in cannot)
+        assert len(found["seconds"][party]) == peers.STEPS
+    assert peers.verdict(0.3) == "WRONG, by 30 %" and peers.verdict(1e-6).startswith("right")
