@@ -202,6 +202,10 @@ def node_elsewhere(where):
     x = torch.randn(layout.local_length, 1, 4, 8, requires_grad=True)
     if where == "outside":
         graph._forward(x, x, x, True, 0.3, 2)
+    if where in ("full", "longer"):
+        length, mask = (LENGTH, cp.Full()) if where == "full" else (2 * LENGTH, None)
+        with cp.context_parallel(cp.SequenceLayout(length, layout.grid), mask=mask):
+            graph._forward(x, x, x, True, 0.3, 2)
     with cp.context_parallel(layout):
         out = graph._forward(x, x, x, True, 0.3, 1 if where == "another grid" else 2)[0]
     for _ in range(graph.KEPT):
@@ -214,6 +218,8 @@ def node_elsewhere(where):
     "where, told",
     [
         ("outside", "runs outside of it: call it within one"),
+        ("full", "a call says is_causal, and context_parallel has the mask Full"),
+        ("longer", "attention has 24 tokens, the layout gives a rank 48"),
         ("another grid", "made for ulysses=1 runs with 2"),
         ("too late", "came after 1024 other context_parallel"),
     ],
@@ -250,7 +256,7 @@ def twice():
     [
         ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "takes no attn_mask: give mask= to context_parallel"),
         ({}, {"dropout_p": 0.1}, "has no dropout_p"),
-        ({"mask": cp.Full()}, {"is_causal": True}, "is called with is_causal"),
+        ({"mask": cp.Full()}, {"is_causal": True}, "a call says is_causal, and context_parallel has the mask Full"),
         ({}, {"length": 48}, "query has 48 tokens, the layout gives a rank 24"),
         ({}, {"few": True}, "2 query heads and 1 key heads need enable_gqa=True"),
     ],

@@ -50,6 +50,13 @@ class Meaning:
         return next(_numbers)
 
     def rule(self, is_causal: bool) -> Mask:
+        """Of a call.
+
+        Raises:
+            ValueError: the call and the context say two things.
+        """
+        if is_causal and isinstance(self.mask, Full):
+            raise ValueError("a call says is_causal, and context_parallel has the mask Full(): leave one out")
         return self.mask if self.mask is not None else Causal() if is_causal else Full()
 
     def tiles(self, q_SBHD: Tensor, v_SBHD: Tensor, is_causal: bool, scale: float) -> tuple[RingSource, TileKernel]:
@@ -99,6 +106,8 @@ def node(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, is_causal: bool, sca
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, ulysses: int) -> list[Tensor]:
     """out; then for the backward pass: the number, lse, and, with Ulysses, q, k, v and out of this rank's heads."""
     meaning = _meaning(ulysses)
+    if q.size(0) != (length := meaning.layout.local_length):  # in a graph of another context
+        raise ValueError(f"attention has {q.size(0)} tokens, the layout gives a rank {length}")
     axis = meaning.layout.grid.ulysses
     here = [x.contiguous() for x in sequence_to_heads(q, k, v, axis)] if axis.size > 1 else [q, k, v]
     out, lse = attend_all(*here, *meaning.tiles(here[0], here[2], is_causal, scale))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention import graph
 from megatron.context_parallel.attention.usp import attention
-from megatron.context_parallel.layout.masks import Full, Mask
+from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
 if TYPE_CHECKING:  # most of a second to import, which is for those who enter a context
@@ -65,17 +65,15 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
             raise ValueError(f"{OPERATOR} over ranks takes no attn_mask: give mask= to context_parallel")
         if dropout_p:
             raise ValueError(f"{OPERATOR} over ranks has no dropout_p: cp.attention(dropout=...) has, by position")
-        if is_causal and isinstance(meaning.mask, Full):
-            raise ValueError(f"{OPERATOR} is called with is_causal, and context_parallel has the mask Full()")
         _check_shapes(layout, query, key, value, enable_gqa)
+        rule = meaning.rule(is_causal)
         cut = _cut_alike(query, key, value)
         parts = (query, key, value) if cut is None else (x.to_local() for x in (query, key, value))
         tokens_first = (x.permute(2, 0, 1, 3) for x in parts)
         if torch.compiler.is_compiling():
             out = graph.node(*tokens_first, is_causal=is_causal, scale=scale)
         else:
-            mask = meaning.rule(is_causal)
-            out = attention(*tokens_first, layout=layout, mask=mask, kernel=kernel, scale=scale)
+            out = attention(*tokens_first, layout=layout, mask=rule, kernel=kernel, scale=scale)
         out = out.permute(1, 2, 0, 3)
         return out if cut is None else _whole(out, cut)
 
