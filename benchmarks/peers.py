@@ -7,8 +7,8 @@
 Each trains the same small model in the same run: seconds of a step, in turns, and in a table of cases whether its
 gradients are those of one process. What is not installed is left out, and said so. Peers are called as their own
 documentation does: DeepSpeed's by ``UlyssesSPAttentionHF.register_with_transformers`` around ``sdpa`` with contiguous
-shards and ``position_ids``, PyTorch's around the forward and backward pass with buffers
-for tokens, labels and positions, as accelerate does.
+shards and ``position_ids``, PyTorch's around the forward and backward pass with buffers for tokens, labels and positions,
+as accelerate does.
 """
 
 from __future__ import annotations
@@ -233,8 +233,9 @@ def race(found: dict[str, Callable], case: Case, world: int, repeats: int) -> di
     times: dict[str, list[float] | str] = {name: [] for name in found}
     for _ in tqdm(range(repeats), desc="rounds", disable=not sys.stderr.isatty()):
         for name, party in found.items():
-            taken = on_ranks(world, seconds_of, party, case, STEPS)
-            times[name] = taken if isinstance(taken, str) else times[name] + taken
+            if not isinstance(times[name], str):
+                taken = on_ranks(world, seconds_of, party, case, STEPS)
+                times[name] = taken if isinstance(taken, str) else times[name] + taken
     return times
 
 
