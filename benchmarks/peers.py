@@ -7,8 +7,8 @@
 Each trains the same small model in the same run: seconds of a step, in turns, and in a table of cases whether its
 gradients are those of one process. What is not installed is left out, and said so. Peers are called as their own
 documentation does: DeepSpeed's by ``UlyssesSPAttentionHF.register_with_transformers`` around ``sdpa`` with contiguous
-shards and ``position_ids``, PyTorch's around the forward and backward pass with buffers for tokens, labels and positions,
-as accelerate does.
+shards and ``position_ids``, PyTorch's around the forward and backward pass with buffers for tokens, labels and
+positions, as accelerate does.
 """
 
 from __future__ import annotations
