@@ -43,6 +43,11 @@ def saved(folder: Path) -> int:
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
+def text(file: Path) -> str:
+    """Empty where its rank was killed before it opened it."""
+    return file.read_text() if file.exists() else ""
+
+
 def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float) -> tuple[str, str]:
     """What was killed, or "over", and the errors that the ranks printed."""
     with meeting(ENVIRONMENT, RANKS) as environments:
@@ -51,7 +56,7 @@ def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float
         time.sleep(draw.uniform(0.05, seconds))
         victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
         over = not any(rank.is_alive() for rank in ranks)
-        met = "ready after" in (logs / "0" / "out").read_text()  # until then nobody but their launcher would notice
+        met = "ready after" in text(logs / "0" / "out")  # until then nobody but their launcher would notice
         for victim in victims:
             victim.kill()
         end = time.monotonic() + (patience(20) if met else 1.0)
@@ -61,7 +66,7 @@ def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float
         for rank in ranks:
             rank.kill()
             rank.join()
-    errors = "".join((logs / str(rank) / "err").read_text() for rank in range(RANKS))
+    errors = "".join(text(logs / str(rank) / "err") for rank in range(RANKS))
     assert not (late and met), f"ranks {late} outlived the others by {patience(20):.0f} s\n{errors}"
     return "over" if over else "job" if len(victims) > 1 else "rank", errors
 
