@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs that others have published, on many machines and by many programs: read, and split in two halves.
+
+The split was written down before anything was fitted: a source, not a row, belongs to one half, by the parity of the
+SHA-256 of its name in ``published/records.json``. Constants are fitted to the even half; the odd half is the test.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "published" / "records.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One published figure, and all that is known of the run.
+
+    Attributes:
+        where: in the source.
+        machine: a shipped machine's name.
+        precision: of the linear layers: ``bf16``, ``fp8`` (a scale a tensor) or ``mxfp8``.
+        zero: 0 and 1: whole weights; 3: FSDP. shard: ranks that FSDP splits over (HSDP); 0: all.
+        recompute: ``none``, ``full``, ``op`` (every second product and what lies between), ``alternate`` (every second
+            layer), or the share of the layers.
+        kernel: of attention: ``flash1``, ``flash`` (FlashAttention-2), ``flash_attn`` (3 on Hopper), ``cudnn``.
+        runs: ``eager``, ``compiled`` (torch.compile) or ``fused`` (Transformer Engine's and apex' kernels).
+        tp_overlap: TP's transfers travel beside its products.
+        optimizer: ``gpu`` or ``cpu``.
+        network: bytes a second and GPU between nodes, where it is not the machine's; node: its GPUs, likewise.
+        value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.
+    """
+
+    source: str
+    where: str
+    machine: str
+    gpus: int
+    model: str
+    seq_length: int
+    global_batch: int
+    micro_batch: int
+    precision: str
+    tp: int
+    ulysses: int
+    ring: int
+    pp: int
+    vp: int
+    dp: int
+    zero: int
+    recompute: str | float
+    kernel: str
+    runs: str
+    value: float
+    unit: str
+    shard: int = 0
+    tp_overlap: bool = False
+    optimizer: str = "gpu"
+    network: float = 0.0
+    node: int = 0
+
+    @property
+    def fitted(self) -> bool:
+        """Whether its source is in the half that constants are fitted to."""
+        return in_fitted_half(self.source)
+
+
+def in_fitted_half(source: str) -> bool:
+    """The rule: the SHA-256 of the source's name is even."""
+    return int(sha256(source.encode()).hexdigest(), 16) % 2 == 0
+
+
+@lru_cache
+def published_file() -> dict[str, Any]:
+    """``models``, ``sources``, ``records`` and what was ``left_out``, as the file has them."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def records() -> list[Record]:
+    """All of them, in the file's order.
+
+    Raises:
+        TypeError: a record lacks a field or has one that is unknown.
+    """
+    return [Record(**raw) for raw in published_file()["records"]]
+
+
+def distinct(rows: list[Record]) -> int:
+    """Configurations: rows that differ in more than their value and the place where they stand."""
+    names = [field.name for field in fields(Record) if field.name not in ("value", "where", "source")]
+    return len({tuple(getattr(row, name) for name in names) for row in rows})
