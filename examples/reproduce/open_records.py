@@ -30,7 +30,8 @@ class Record:
             layer), or the share of the layers.
         kernel: of attention: ``flash1``, ``flash`` (FlashAttention-2), ``flash_attn`` (3 on Hopper), ``cudnn``.
         runs: ``eager``, ``compiled`` (torch.compile) or ``fused`` (Transformer Engine's and apex' kernels).
-        tp_overlap: TP's transfers travel beside its products.
+        overlap: TP's transfers travel beside its products, and messages of a pipeline with virtual stages beside work.
+        balance: how a ring splits the sequence.
         optimizer: ``gpu`` or ``cpu``.
         network: bytes a second and GPU between nodes, where it is not the machine's; node: its GPUs, likewise.
         value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.
@@ -58,7 +59,8 @@ class Record:
     value: float
     unit: str
     shard: int = 0
-    tp_overlap: bool = False
+    overlap: bool = False
+    balance: str = "zigzag"
     optimizer: str = "gpu"
     network: float = 0.0
     node: int = 0

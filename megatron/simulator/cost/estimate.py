@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.cost.program import OURS, Program, as_run, computed_again, host_bound
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
 from megatron.simulator.cost.segment import Parts, add, price
 from megatron.simulator.cost.state_operations import (
@@ -35,7 +36,7 @@ class Estimate:
         seconds: of a step.
         parts: seconds by what they went to, adding up to ``seconds``: ``gemm``, ``attention``, ``memory`` (norms,
             activations, copies on the device), ``optimizer``; waiting for ``tp``, ``ulysses``, ``ring``, ``dp``, ``pp``
-            or ``host``; ``bubble`` of the pipeline.
+            or ``host``; ``bubble`` of the pipeline; ``launching``, where a program's host is slower than the GPU.
         flops: of the model in a step, all ranks together: causal, without recompute.
         mfu: ``flops`` over what the GPUs' data sheet would do in the time.
         mfu_full_mask_with_recompute: the same as older papers count: the full mask, and recompute as work.
@@ -52,13 +53,13 @@ class Estimate:
     tokens_per_second: float
 
 
-def estimate(workload: Workload, strategy: Strategy, machine: Machine) -> Estimate:
-    """The time of a step on the busiest rank.
+def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Estimate:
+    """The time of a step on the busiest rank, of our program or of another.
 
     Raises:
         ValueError: the strategy does not divide the model or the batch, such as Ulysses beyond a rank's heads.
     """
-    parts = step_parts(workload, strategy, machine)
+    parts = step_parts(workload, strategy, machine, program)
     seconds = sum(parts.values())
     causal, old = model_flops(workload, recompute=strategy.recompute == "full")
     capacity = seconds * strategy.ranks * machine.peak[machine.dtype]
@@ -82,7 +83,7 @@ def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
     )
 
 
-def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Parts:
+def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Parts:
     """Seconds of a step, by what they go to."""
     shape, pipeline = workload.shape, strategy.pipeline
     batches = strategy.micro_batches(workload)
@@ -92,7 +93,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Part
             f"{strategy.micro_batch}"
         )
     forward, backward, first, last = _prices(
-        shape, workload.seq_length, workload.causal, _of_a_layer(strategy), machine
+        shape, workload.seq_length, workload.causal, _of_a_layer(strategy), machine, program
     )
     held = states(shape, strategy, busiest_stage(strategy))
     parts: Parts = {}
@@ -106,7 +107,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine) -> Part
     once = sum(parts.values())
     total = add({}, parts, batches)
     if pipeline > 1:
-        _pipeline(total, once, workload, strategy, machine)
+        _pipeline(total, once, workload, strategy, machine, program)
     if strategy.zero <= 1 and strategy.group("dp").size > 1:
         total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine)
     for transfer in sum_shared_gradients(shape, strategy, held):
@@ -155,9 +156,12 @@ def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: S
     return waited
 
 
-def _pipeline(total: Parts, once: float, workload: Workload, strategy: Strategy, machine: Machine) -> None:
+def _pipeline(
+    total: Parts, once: float, workload: Workload, strategy: Strategy, machine: Machine, program: Program
+) -> None:
     """1F1B: the other stages' first and last micro-batches, fewer layers at a time with virtual stages."""
-    total["pp"] = total.get("pp", 0.0) + transfer_seconds(stage_transfer(workload, strategy), machine)
+    felt = 1 - machine.calibration.overlap if program.overlap and strategy.virtual > 1 else 1.0
+    total["pp"] = total.get("pp", 0.0) + felt * transfer_seconds(stage_transfer(workload, strategy), machine)
     total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once
 
 
@@ -168,8 +172,15 @@ def _of_a_layer(strategy: Strategy) -> Strategy:
 
 @lru_cache(maxsize=65536)
 def _prices(
-    shape: Shape, seq_length: int, causal: bool, strategy: Strategy, machine: Machine
+    shape: Shape, seq_length: int, causal: bool, strategy: Strategy, machine: Machine, program: Program
 ) -> tuple[Parts, Parts, Parts, Parts]:
     """Of a micro-batch: a layer's forward and backward pass, the embedding's both, the loss' both."""
     work = micro_batch(Workload(shape, seq_length, causal=causal), strategy)
-    return tuple(price(part, machine) for part in (work.forward, work.backward, work.first, work.last))
+    forward, backward = (as_run(part, shape, program) for part in (work.forward, work.backward))
+    ends = (as_run(part, shape, program, linear=False) for part in (work.first, work.last))
+    backward = computed_again(forward, program) + backward
+    return (
+        host_bound(price(forward, machine), program.host),
+        host_bound(price(backward, machine), 2 * program.host),
+        *(price(part, machine) for part in ends),
+    )

@@ -33,7 +33,8 @@ def attention_named(kernel: str) -> str:
     return f"{kernel}_attention"
 
 
-ATTENTION = {attention_named(kernel): kernel for kernel in preferred(None)}  # any other name: what the machine runs
+# Any other name: what the machine runs. No program of ours has FlashAttention's first version, others' runs do.
+ATTENTION = {attention_named(kernel): kernel for kernel in (*preferred(None), "flash1")}
 
 
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
@@ -47,16 +48,30 @@ def kernel_seconds(kernel: Kernel, machine: Machine) -> float:
     if flops <= 0:
         return kernel.count * max(machine.launch, traffic)
     if kind == "gemm":
-        rate = machine.gemm((flops / 2) ** (1 / 3)) * calibration.gemm
+        rate = sustained(machine.gemm((flops / 2) ** (1 / 3)), machine) * calibration.gemm
     else:
-        rate = attention_rate(kernel, machine) * calibration.attention
+        rate = sustained(attention_rate(kernel, machine), machine) * calibration.attention
     peak = machine.peak
     dtype = "fp32" if kernel.itemsize >= 4 else "fp8" if kernel.itemsize == 1 and kind == "gemm" else "bf16"
     if dtype != machine.dtype:
-        rate *= peak[dtype] / peak[machine.dtype]
+        rate *= peak[dtype] / peak[machine.dtype] * (calibration.fp8 if dtype == "fp8" else 1.0)
     if rate > peak[dtype]:
         rate = peak[dtype]
     return kernel.count * max(machine.launch, flops / rate, traffic)
+
+
+def sustained(rate: float, machine: Machine) -> float:
+    """FLOP/s that the power limit leaves of ``rate``, which was measured at the limit :attr:`Power.rated`.
+
+    Power above idle grows with the FLOP/s and, for voltage follows the clock, once more with the clock: a kernel at a
+    share r of the fastest product's rate draws r s^2 of what that draws when the clock is at s.
+    """
+    power = machine.power
+    if power is None or power.limit >= power.rated:
+        return rate
+    left = (power.limit - power.idle) / (power.rated - power.idle)
+    drawn = rate / machine.gemm.points[-1][1]
+    return rate * min(1.0, (left / drawn) ** 0.5)
 
 
 def attention_rate(kernel: Kernel, machine: Machine) -> float:

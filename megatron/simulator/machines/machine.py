@@ -56,6 +56,15 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Power:
+    """Watts of a GPU: the ``limit`` that it runs under, the one that its rates were measured under, and idle."""
+
+    limit: float
+    rated: float
+    idle: float
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The few constants that are fitted to a cluster; each a share of what the file's other figures promise.
 
@@ -68,6 +77,7 @@ class Calibration:
         network_all_to_all: of what ``network`` leaves, for all_to_all between nodes.
         interleaved: of the network cards that a collective's ranks on a node have (at least one is used), where the
             ranks of the group are not neighbours, such as DP beside TP.
+        fp8: of what FP8's peak promises over the rate in bf16.
     """
 
     gemm: float = 1.0
@@ -81,6 +91,7 @@ class Calibration:
     overlap: float = 1.0
     network_all_to_all: float = 1.0
     interleaved: float = 1.0
+    fp8: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ class Machine:
         capability: of the GPU, major and minor version.
         kernels: share of the attention rates that each attention kernel gets; 1 where a name is missing.
         attention_kernel: that runs wherever it can; ``auto``: the first that PyTorch brings for the capability.
+        power: watts; None: the rates are those of the limit that it runs under.
     """
 
     name: str
@@ -128,6 +140,7 @@ class Machine:
     capability: tuple[int, int] = (8, 0)
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
     attention_kernel: str = "auto"
+    power: Power | None = None
 
     def attention_share(self, head_size: int = 128) -> float:
         """Of the attention rates, by the kernel that runs plain tiles of such heads in bf16."""

@@ -11,16 +11,19 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Power, Rate
 from megatron.training.refusal import Refusal
 
 MACHINES = Path(__file__).parent
 Json = dict[str, Any]
 
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
-OPTIONAL = ("sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel")
+OPTIONAL = (
+    "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel", "power"
+)  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
 KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
+PRICED = (*KERNELS, "flash1")  # FlashAttention's first version too, which published runs had
 
 
 def known() -> list[str]:
@@ -186,7 +189,7 @@ def capability(path: Path, name: str, value: Any) -> tuple[int, int]:
 def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
         raise Refusal(f"{path}: {name}: must be an object with shares by kernel, not {value!r}")
-    refuse_unknown(path, f"{name}.", value, list(KERNELS))
+    refuse_unknown(path, f"{name}.", value, list(PRICED))
     return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in value.items()}
 
 
@@ -240,5 +243,6 @@ READERS: dict[str, Callable] = {
     "capability": capability,
     "kernels": kernel_shares,
     "attention_kernel": kernel_name,
+    "power": record(Power, {"limit": number, "rated": number, "idle": seconds}, ("limit", "rated", "idle")),
     "calibration": record(Calibration, {f.name: share for f in fields(Calibration)}),
 }

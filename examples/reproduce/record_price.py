@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a published training run should take by our cost model: its shape, grid, program and machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from examples.reproduce.open_records import Record, published_file
+from megatron.formulas.flops import forward_flops
+from megatron.formulas.parameters import stage_parameters
+from megatron.formulas.strategy import Group, Shape, Strategy, Workload
+from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.cost.operations import BF16, collective
+from megatron.simulator.cost.program import Program
+from megatron.simulator.cost.seconds import transfer_seconds
+from megatron.simulator.machines.machine import Calibration, Machine
+from megatron.simulator.machines.machine_file import load
+
+FAMILY = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper", "B200": "Blackwell"}  # by a machine's first four letters
+# Adam on a CPU: fp32 gradient, weight and two moments read, three of them and a bf16 weight written; of a node's host
+# memory, bytes a second (assumed), which all of its ranks share.
+CPU_ADAM_BYTES, HOST_MEMORY = 30, 3e11
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Tokens a second and GPU, published and by the model, and the model's seconds by what they went to."""
+
+    record: Record
+    published: float
+    ours: float
+    parts: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Of a step's seconds, in percent of the published."""
+        return 100 * (self.published / self.ours - 1)
+
+    @property
+    def rate_error(self) -> float:
+        """Of the tokens a second, in percent of the published."""
+        return 100 * (self.ours / self.published - 1)
+
+
+def family(machine: str) -> str:
+    """The architecture, whose constants all its machines share."""
+    return FAMILY[machine[:4]]
+
+
+def shape_of(record: Record) -> Shape:
+    """Where pipeline stages do not divide the layers, the program counts embedding and loss as layers: so many layers
+    that they do, and next to no loss."""
+    sizes = dict(published_file()["models"][record.model])
+    learned = sizes.pop("learned_positions", False)
+    shape = Shape(**sizes, positions=record.seq_length if learned else 0)
+    if shape.layers % record.pp:
+        return replace(shape, layers=-(-shape.layers // record.pp) * record.pp, vocab=1024)
+    return shape
+
+
+def strategy_of(record: Record, recompute: str) -> Strategy:
+    return Strategy(
+        tensor=record.tp, ulysses=record.ulysses, ring=record.ring, pipeline=record.pp, virtual=record.vp,
+        data=record.shard or record.dp, micro_batch=record.micro_batch, zero=record.zero, recompute=recompute,
+        offload_checkpoints=record.seq_length >= 1 << 20 and recompute == "full" and record.runs == "eager",
+        fused=record.runs != "eager", balance=record.balance,
+    )  # fmt: skip
+
+
+def program_of(record: Record) -> Program:
+    """``op``: torchtitan's policy computes every second product again, which for Llama is wk, wo and w3."""
+    again = 0.0
+    if record.recompute == "op":
+        s = shape_of(record)
+        kv, width = s.kv_heads * s.head_dim, s.heads * s.head_dim
+        again = (kv + width + s.ffn) / (2 * width + 2 * kv + 3 * s.ffn)
+    return Program(record.runs, record.kernel, record.precision != "bf16", record.overlap, again)
+
+
+@cache
+def _machine(name: str, network: float, node: int) -> Machine:
+    machine = load(name)
+    if network:
+        machine = replace(machine, network=replace(machine.network, bandwidth=network))
+    return replace(machine, gpus=node or machine.gpus)
+
+
+def machine_of(record: Record, constants: dict[str, dict[str, float]]) -> Machine:
+    """The shipped machine with the ``constants`` of its family in place of the file's shares; those named as an
+    attention kernel are what is reached of the file's rate for that kernel."""
+    machine = _machine(record.machine, record.network, record.node)
+    found = dict(constants.get(family(record.machine), {}))
+    kernels = {name: share * found.get(KIND.get(name, name), 1.0) for name, share in machine.kernels.items()}
+    shares = {name: value for name, value in found.items() if name not in machine.kernels}
+    return replace(machine, kernels=kernels, calibration=replace(machine.calibration, **shares))
+
+
+def predict(record: Record, constants: dict[str, dict[str, float]]) -> Predicted:
+    """``constants``: by family, of :class:`Calibration`; those of the machine's file for what is missing."""
+    machine = machine_of(record, constants)
+    parts = _parts(record, machine)
+    tokens = record.global_batch * record.seq_length / record.gpus
+    return Predicted(record, published_rate(record), tokens / sum(parts.values()), parts)
+
+
+def published_rate(record: Record) -> float:
+    """Tokens a second and GPU, whatever the unit of the figure."""
+    if record.unit == "tokens/s/GPU":
+        return record.value
+    if record.unit == "s/step":
+        return record.global_batch * record.seq_length / record.value / record.gpus
+    one = forward_flops(replace(shape_of(record), **_own_ends(record)), record.seq_length)
+    attention = one.attention * (0.5 if record.unit.startswith("causal") else 1.0)
+    return record.value * 1e12 / (3 * (one.gemm + attention) / record.seq_length)
+
+
+def _own_ends(record: Record) -> dict[str, int]:
+    sizes = published_file()["models"][record.model]
+    return {"layers": sizes["layers"], "vocab": sizes["vocab"]}
+
+
+def _parts(record: Record, machine: Machine) -> dict[str, float]:
+    share = {"none": 0.0, "op": 0.0, "full": 1.0, "alternate": 0.5}.get(record.recompute, record.recompute)
+    workload = Workload(shape_of(record), record.seq_length, record.global_batch)
+    if record.shard:
+        workload = replace(workload, global_batch=record.global_batch * record.shard // record.dp)
+    program = program_of(record)
+    parts: dict[str, float] = {}
+    for recompute, weight in (("none", 1 - share), ("full", share)):
+        if weight:
+            told = estimate(workload, strategy_of(record, recompute), machine, program).parts
+            for name, seconds in told.items():
+                parts[name] = parts.get(name, 0.0) + weight * seconds
+    if record.shard:
+        parts["dp"] += _across_nodes(record, machine, sum(parts.values()))
+    if record.optimizer == "cpu":
+        parts["optimizer"] = _on_the_cpu(record, machine)
+    return parts
+
+
+def _across_nodes(record: Record, machine: Machine, step: float) -> float:
+    """HSDP: each node has all weights; gradients, in bf16, are summed over nodes while the backward pass runs."""
+    held = stage_parameters(shape_of(record), 1, 1, 0).numel / record.shard
+    group = Group(record.gpus // record.shard, record.shard)
+    took = transfer_seconds(collective("all_reduce", "dp", group, BF16 * held), machine)
+    return max((1 - machine.calibration.overlap) * took, took - step * 2 / 3)
+
+
+def _on_the_cpu(record: Record, machine: Machine) -> float:
+    """Adam in host memory: gradients there, weights back, and its own traffic."""
+    held = stage_parameters(shape_of(record), 1, 1, 0).numel / record.gpus
+    ranks = min(record.gpus, machine.gpus)
+    copies = (4 + BF16) * held / (machine.host_link.bandwidth * machine.calibration.host)
+    return copies + CPU_ADAM_BYTES * held * ranks / HOST_MEMORY
+
+
+# Both versions of FlashAttention share a constant: of the first only its ratio to the second is known.
+KIND = {"flash1": "flash"}
+
+
+def constants_of(machine: Machine, names: tuple[str, ...]) -> dict[str, float]:
+    return {name: getattr(machine.calibration, name) for name in names}
+
+
+UNIT = Calibration()  # every share one: what data sheets and measurements of single kernels promise

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published training runs beside what our cost model says of them, on every machine that has a file.
+
+    python examples/reproduce/records.py [OUT_DIR]
+    python examples/reproduce/records.py --fit        # the constants again, and the halves the other way round
+
+Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
+half of the sources, the other half as the test. Writes the rows as CSV and a picture.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.reproduce.open_records import Record, published_file, records  # noqa: E402
+from examples.reproduce.picture import COLOURS, GREY, INK  # noqa: E402
+from examples.reproduce.record_fit import (  # noqa: E402
+    BY_HAND,
+    FREE,
+    Constants,
+    fit,
+    fitted,
+    mean_of_records,
+    mean_of_sources,
+    predictions,
+    summary,
+    totals,
+)
+from examples.reproduce.record_price import Predicted, family  # noqa: E402
+from examples.reproduce.report import Row, command, write  # noqa: E402
+
+
+def row(one: Predicted) -> Row:
+    """Seconds a step; the published ones follow from the figure in the record."""
+    r = one.record
+    tokens = r.global_batch * r.seq_length / r.gpus
+    label = {
+        "half": "fitted" if r.fitted else "test",
+        "source": r.source,
+        "machine": r.machine,
+        "gpus": r.gpus,
+        "model": r.model,
+        "seq_length": r.seq_length,
+        "grid": grid(r),
+        "runs": f"{r.precision} {r.runs} {r.kernel}",
+        "recompute": str(r.recompute),
+        "figure": f"{r.value:g} {r.unit}",
+    }
+    return Row(label, tokens / one.published, tokens / one.ours, "simulated", "s/step")
+
+
+def grid(r: Record) -> str:
+    """TP, Ulysses, Ring, DP and PP of more than one."""
+    axes = (("TP", r.tp), ("U", r.ulysses), ("R", r.ring), ("DP", r.dp), ("PP", r.pp))
+    return " ".join(f"{name}{size}" for name, size in axes if size > 1) or "1 GPU"
+
+
+def draw(figure: Any, found: list[Predicted]) -> None:
+    """Simulated over published tokens a second, a panel an architecture."""
+    figure.set_size_inches(13, 4.8)
+    for place, name in enumerate(FREE, 1):
+        axes = figure.add_subplot(1, len(FREE), place)
+        mine = [one for one in found if family(one.record.machine) == name]
+        ends = (min(one.published for one in mine) / 1.5, max(one.published for one in mine) * 1.5)
+        axes.plot(ends, ends, color=INK, linewidth=0.8)
+        axes.fill_between(ends, [e / 1.12 for e in ends], [e * 1.12 for e in ends], color=GREY, alpha=0.2, linewidth=0)
+        for half, colour, marker in ((True, COLOURS["published"], "o"), (False, COLOURS["simulated"], "s")):
+            these = [one for one in mine if one.record.fitted == half]
+            if these:
+                what = f"{'fitted to' if half else 'test'}: {len(these)}, mean error {mean_of_records(these):.1f} %"
+                axes.scatter([one.published for one in these], [one.ours for one in these], s=22, marker=marker,
+                             color=colour, edgecolors=INK, linewidths=0.4, label=what)  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=name)
+        axes.set(xlabel="published, tokens a second and GPU", ylabel="simulated" if place == 1 else None)
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def show(title: str, constants: Constants) -> None:
+    shares = "; ".join(
+        f"{name} " + ", ".join(f"{key} {constants[name][key]:.3f}" for key in free) for name, free in FREE.items()
+    )
+    print(f"{title}: {shares}")
+
+
+def fit_again() -> None:
+    """Both ways round."""
+    for title, half in (("fitted to the even half", True), ("the other way round, fitted to the odd half", False)):
+        mine = [record for record in records() if record.fitted == half]
+        others = [record for record in records() if record.fitted != half]
+        constants = fit(mine)
+        show(title, constants)
+        for name, rows in (("  these", mine), ("  the other half", others)):
+            found = predictions(constants, rows)
+            print(f"{name}: records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %", flush=True)
+
+
+def main() -> None:
+    parser = command(__file__, __doc__)
+    parser.set_defaults(out_dir=Path("out/reproduce/records"))
+    parser.add_argument("--fit", action="store_true", help="fit the constants again; takes a minute")
+    args = parser.parse_args()
+    if args.fit:
+        fit_again()
+        return
+    found = predictions(fitted())
+    order = sorted(found, key=lambda one: (one.record.machine, one.record.fitted, one.record.source))
+    write(args.out_dir, "records", "Published training runs", [row(one) for one in order],
+          draw=lambda figure: draw(figure, found))  # fmt: skip
+    print()
+    show("constants", fitted())
+    print(*summary(fitted()), "", *totals(fitted()), "", "Set by hand:", *(f"- {line}" for line in BY_HAND), sep="\n")
+    print("", "Left out:", *(f"- {one['what']}: {one['why']}" for one in published_file()["left_out"]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
