@@ -41,6 +41,12 @@ def within_a_doubling(rows: Sequence[Row]) -> tuple[int, int]:
     return sum(_agrees(row) for row in compared), len(compared)
 
 
+def equal(rows: Sequence[Row]) -> int:
+    """Rows where ours is the published length itself; those that were tested no further cannot tell."""
+    compared = [row for row in rows if row.unit == "tokens" and row.published is not None]
+    return sum(row.doublings == 0 and not row.note.startswith(AT_LEAST) for row in compared)
+
+
 def _agrees(row: Row) -> bool:
     if row.doublings is None:  # ours is 0: it does not fit at all
         return False
@@ -48,6 +54,6 @@ def _agrees(row: Row) -> bool:
 
 
 def tell(rows: Sequence[Row]) -> None:
-    """Print how many rows agree."""
+    """Print how many rows agree, and how many of them to the token."""
     within, compared = within_a_doubling(rows)
-    print(f"within one doubling: {within} of {compared} rows ({100 * within / compared:.0f} %)")
+    print(f"within one doubling: {within} of {compared} rows ({100 * within / compared:.0f} %); equal: {equal(rows)}")

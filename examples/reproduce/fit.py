@@ -38,13 +38,15 @@ class Fit:
     """Which constants of a machine's :class:`Calibration` are free, and the tables they are for.
 
     ``start``: where the search begins for some of them; the rest begin where the shipped machine has them. ``limits``:
-    how far above a shipped machine's rates some may go, where those are no measurements.
+    how far above a shipped machine's rates some may go, where those are no measurements. ``by_hand``: what else the
+    cluster's file or its tables state that nobody measured there, chosen by reading or by the look of a curve.
     """
 
     constants: tuple[str, ...]
     tables: dict[str, Table]
     start: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
+    by_hand: tuple[str, ...] = ()
 
 
 def simulated(rows: Callable[..., list[Row]], **given: Any) -> Table:
@@ -57,27 +59,34 @@ FITS = {
         ("gemm", "attention", "link", "all_to_all", "network", "interleaved", "overlap"),
         {f"table {table}": simulated(training.training_rows, tables=(table,)) for table in (5, 6, 7)},
         {"interleaved": 1.0},  # the shipped A800 has it from table 6
+        by_hand=("gradients travel alone", "16 micro-batches of 30K"),
     ),
     "usp-a100": Fit(
         ("attention", "all_to_all", "p2p", "overlap"),
         {"table 4": partial(attention.attention_rows, table="8xA100_nvlink")},
+        by_hand=("8 key/value heads", "128K read as 256K"),
     ),
     "usp-l20": Fit(
         ("attention", "all_to_all", "p2p", "network", "network_all_to_all", "overlap"),
         {"table 3": partial(attention.attention_rows, table="8xL20_pcie")},
         {"all_to_all": 0.1, "p2p": 0.5, "network": 0.35, "network_all_to_all": 0.06, "overlap": 0.7},
         {"attention": 1.15},
+        ("GPUs below a CPU", "link below it", "link between the CPUs", "8 key/value heads"),
     ),
     "ulysses-a100": Fit(
         ("gemm", "attention", "network_all_to_all"),
         {f"table {table}": simulated(ulysses.scaling_rows, tables=(table,)) for table in (2, 3)},
+        by_hand=("full mask", "MEGATRON_TP of 7B", "MEGATRON_TP of 30B", "TOKENS", "SPARSE"),
     ),
     "fpdt-a100": Fit(
         ("gemm", "attention", "network", "network_all_to_all", "overlap"),
         {f"figure 11, {model}": simulated(fpdt.figure_11_rows, models=(model,)) for model in fpdt.MODELS},
+        by_hand=("host", "head_size of 64", "head_size of 65", "what MFU counts", "64 heads for 30B"),
     ),
     "genslm-a100": Fit(
-        ("gemm", "attention", "network"), {"throughput, new": simulated(genslm.throughput_rows, frameworks=("new",))}
+        ("gemm", "attention", "network"),
+        {"throughput, new": simulated(genslm.throughput_rows, frameworks=("new",))},
+        by_hand=("width and heads", "old framework: OLD"),
     ),
 }
 
@@ -127,13 +136,48 @@ def beginning(name: str) -> Machine:
     return replace(machine, calibration=replace(machine.calibration, **FITS[name].start))
 
 
-def how_much(names: Sequence[str]) -> Iterator[str]:
-    """A table in Markdown: constants and rows of each fit, and the error without and with it."""
-    yield "| cluster | constants | rows | unfitted | where the search begins | fitted |\n|---|---|---|---|---|---|"
+def distinct(name: str) -> int:
+    """Measurements of different configurations: two units of one run are one, a configuration in two tables is one, and
+    Ulysses over all ranks has no ring that could be of several kinds."""
+    rows = [row for table in FITS[name].tables.values() for row in table(cluster(name)) if row.error is not None]
+    keys = set()
+    for row in rows:
+        label = dict(row.label)
+        if label.get("ulysses") == 8 and label.get("ring") in attention.RINGS:
+            label.pop("ring")
+        keys.add(tuple(label.items()))
+    return len(keys)
+
+
+def left_out(name: str) -> str:
+    """Errors of each table by constants fitted to the others."""
+    wanted, start = FITS[name], beginning(name)
+    found = []
+    for out, table in wanted.tables.items():
+        others = [other for key, other in wanted.tables.items() if key != out]
+        if others:
+            machine = fit(start, wanted.constants, others, wanted.limits)
+            found.append(f"{out.split(', ')[-1]} {mean_error(machine, [table]):.1f} %")
+    return ", ".join(found) or "one table alone"
+
+
+def how_much(names: Sequence[str], *, leave_out: bool = False) -> Iterator[str]:
+    """A table in Markdown: constants and data of each fit, and the error without, with and, if asked for, without a
+    table."""
+    more = " one table left out |" if leave_out else ""
+    yield (
+        "| cluster | fitted constants | set by hand | rows, distinct | unfitted | where the search begins | fitted |"
+        f"{more}\n" + "|---" * (8 if leave_out else 7) + "|"
+    )
     for name in names:
-        tables = list(FITS[name].tables.values())
+        wanted, tables = FITS[name], list(FITS[name].tables.values())
         means = [f"{mean_error(made(name), tables):.1f} %" for made in (unfitted, beginning, cluster)]
-        yield f"| {name} | {len(FITS[name].constants)} | {len(errors(cluster(name), tables))} | {' | '.join(means)} |"
+        counts = f"{len(errors(cluster(name), tables))}, {distinct(name)}"
+        last = f" {left_out(name)} |" if leave_out else ""
+        yield (
+            f"| {name} | {len(wanted.constants)} | {len(wanted.by_hand)}: {'; '.join(wanted.by_hand)} | {counts} | "
+            f"{' | '.join(means)} |{last}"
+        )
 
 
 def report(name: str) -> Machine:
@@ -168,9 +212,10 @@ def main() -> None:
     parser.add_argument("clusters", nargs="*", metavar="CLUSTER", help=f"of {', '.join(FITS)}")
     parser.add_argument("--write", action="store_true", help="change clusters/CLUSTER.json")
     parser.add_argument("--how-much", action="store_true", help="fit nothing: errors with and without what was fitted")
+    parser.add_argument("--left-out", action="store_true", help="with --how-much: fit without each table, for minutes")
     options = parser.parse_args()
     if options.how_much:
-        print(*how_much(options.clusters or list(FITS)), sep="\n")
+        print(*how_much(options.clusters or list(FITS), leave_out=options.left_out), sep="\n")
         return
     for name in options.clusters or FITS:
         machine = report(name)

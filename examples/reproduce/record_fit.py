@@ -28,7 +28,7 @@ BY_HAND = (
     "kernels.flash1: half of FlashAttention-2 (1)",
     "record_price.py: bytes of Adam on a CPU, bandwidth of host memory (2)",
     "calibration.memory, overlap, link, p2p, all_to_all, network, host of the machines' files (7 a machine)",
-    "records.json: kernels where a source names none, unbalanced rings of torchtitan, virtual stages of Llama 3's report",
+    "records.json: kernels where a source names none, torchtitan's unbalanced rings, Llama 3's virtual stages",
 )
 
 
@@ -97,7 +97,10 @@ def predictions(constants: Constants, rows: Sequence[Record] | None = None) -> l
 
 def summary(constants: Constants) -> list[str]:
     """Markdown: each source with its half, records, configurations, error without and with the constants."""
-    lines = ["| source | half | machines | records, distinct | not fitted | with the constants | worst |", "|---" * 7 + "|"]
+    lines = [
+        "| source | half | machines | records, distinct | not fitted | with the constants | worst |",
+        "|---" * 7 + "|",
+    ]
     before, after = by_source(predictions(unfitted())), by_source(predictions(constants))
     for source in sorted(after, key=lambda name: (not after[name][0].record.fitted, name)):
         rows = after[source]

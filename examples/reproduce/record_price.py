@@ -14,10 +14,10 @@ from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.cost.operations import BF16, collective
 from megatron.simulator.cost.program import Program
 from megatron.simulator.cost.seconds import transfer_seconds
-from megatron.simulator.machines.machine import Calibration, Machine
+from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 
-FAMILY = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper", "B200": "Blackwell"}  # by a machine's first four letters
+FAMILY = {"A100": "Ampere", "H100": "Hopper", "H200": "Hopper", "B200": "Blackwell"}  # by the first four letters
 # Adam on a CPU: fp32 gradient, weight and two moments read, three of them and a bf16 weight written; of a node's host
 # memory, bytes a second (assumed), which all of its ranks share.
 CPU_ADAM_BYTES, HOST_MEMORY = 30, 3e11
@@ -87,13 +87,10 @@ def _machine(name: str, network: float, node: int) -> Machine:
 
 
 def machine_of(record: Record, constants: dict[str, dict[str, float]]) -> Machine:
-    """The shipped machine with the ``constants`` of its family in place of the file's shares; those named as an
-    attention kernel are what is reached of the file's rate for that kernel."""
+    """The shipped machine with the ``constants`` of its family in place of the file's shares."""
     machine = _machine(record.machine, record.network, record.node)
-    found = dict(constants.get(family(record.machine), {}))
-    kernels = {name: share * found.get(KIND.get(name, name), 1.0) for name, share in machine.kernels.items()}
-    shares = {name: value for name, value in found.items() if name not in machine.kernels}
-    return replace(machine, kernels=kernels, calibration=replace(machine.calibration, **shares))
+    shares = constants.get(family(record.machine), {})
+    return replace(machine, calibration=replace(machine.calibration, **shares))
 
 
 def predict(record: Record, constants: dict[str, dict[str, float]]) -> Predicted:
@@ -153,14 +150,3 @@ def _on_the_cpu(record: Record, machine: Machine) -> float:
     ranks = min(record.gpus, machine.gpus)
     copies = (4 + BF16) * held / (machine.host_link.bandwidth * machine.calibration.host)
     return copies + CPU_ADAM_BYTES * held * ranks / HOST_MEMORY
-
-
-# Both versions of FlashAttention share a constant: of the first only its ratio to the second is known.
-KIND = {"flash1": "flash"}
-
-
-def constants_of(machine: Machine, names: tuple[str, ...]) -> dict[str, float]:
-    return {name: getattr(machine.calibration, name) for name in names}
-
-
-UNIT = Calibration()  # every share one: what data sheets and measurements of single kernels promise

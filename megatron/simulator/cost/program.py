@@ -88,7 +88,7 @@ def computed_again(forward: Iterable[Segment], program: Program) -> list[Segment
 
 
 def host_bound(parts: Parts, seconds: float) -> Parts:
-    """``parts`` of a layer's pass, and as ``launching`` what a host that needs ``seconds`` for it makes the GPU wait."""
+    """``parts`` of a pass of a layer; as ``launching`` what a host that needs ``seconds`` for it makes the GPU wait."""
     waited = seconds - sum(parts.values())
     return {**parts, "launching": waited} if waited > 0 else parts
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published training runs: the data is whole, the split is the rule, the errors are those that the page tells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from examples.reproduce import record_fit, records
+from examples.reproduce.open_records import distinct, in_fitted_half, published_file
+from examples.reproduce.open_records import records as read_records
+from examples.reproduce.record_price import family, predict, published_rate, shape_of
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.estimate import estimate, step_parts
+from megatron.simulator.cost.program import OURS, Program, as_run, computed_again
+from megatron.simulator.cost.seconds import sustained
+from megatron.simulator.cost.step_operations import micro_batch
+from megatron.simulator.machines.machine_file import known, load
+
+RUNS = read_records()
+
+
+@pytest.fixture(scope="module")
+def found() -> list:
+    return record_fit.predictions(record_fit.fitted())
+
+
+def test_every_run_has_a_source_a_machine_a_model_and_fills_its_gpus():
+    file = published_file()
+    assert len(RUNS) >= 30 and {run.source for run in RUNS} == set(file["sources"])
+    for source in file["sources"].values():
+        assert source["title"] and source["url"].startswith("https://") and source["date"]
+    for run in RUNS:
+        assert run.machine in known() and run.model in file["models"] and run.value > 0
+        assert run.tp * run.ulysses * run.ring * run.pp * run.dp == run.gpus
+        assert run.global_batch % (run.dp * run.micro_batch) == 0
+    assert distinct(RUNS) == 222
+
+
+def test_shapes_are_those_whose_flops_a_page_prints():
+    """NeMo's page has tokens and TFLOPS of each run, the full mask counted."""
+    per_token = {"gpt3-175b": 782 / 726, "nemotron-340b": 678 / 322, "llama2-70b": 759 / 1707, "gpt3-5b": 736 / 22521}
+    for model, teraflops in per_token.items():
+        run = next(run for run in RUNS if run.model == model and run.source == "nemo-performance-24.07")
+        counted = replace(run, unit="full-mask TFLOPS/GPU", value=1.0)
+        assert 1 / published_rate(counted) == pytest.approx(teraflops, rel=0.02), model
+
+
+def test_the_split_is_by_source_and_by_the_rule():
+    halves = {source: in_fitted_half(source) for source in published_file()["sources"]}
+    assert Counter(halves.values()) == {True: 7, False: 7}
+    assert not in_fitted_half("llm-foundry-benchmarking") and in_fitted_half("nemo-performance-24.07")
+    assert {family(run.machine) for run in RUNS if run.fitted} == {"Ampere", "Hopper", "Blackwell"}
+
+
+def test_errors_of_both_halves(found):
+    """A fit of the even half; what the odd half says of it is the claim of docs/records.md."""
+    fitted, test = ([one for one in found if one.record.fitted == half] for half in (True, False))
+    assert record_fit.mean_of_records(fitted) < 6 and record_fit.mean_of_records(test) < 9
+    unpriced = "huggingface-ulysses-sp"
+    rest = [one for one in test if one.record.source != unpriced]
+    assert record_fit.mean_of_records(rest) < 7.5 and record_fit.mean_of_sources(test) < 16
+    before = record_fit.predictions(record_fit.unfitted())
+    assert record_fit.mean_of_records([one for one in before if not one.record.fitted]) > 14
+
+
+def test_the_constants_are_few_and_the_shipped_machines_have_them():
+    constants = record_fit.fitted()
+    assert sum(len(free) for free in record_fit.FREE.values()) == 4
+    for name in ("H100-80G", "H200-141G", "B200-192G"):
+        for share, value in constants[family(name)].items():
+            assert getattr(load(name).calibration, share) == pytest.approx(value, abs=6e-4), (name, share)
+
+
+def test_a_search_finds_a_constant_again():
+    mine = [run for run in RUNS if run.source == "fms-fsdp-readme" and run.machine == "A100-80G"]
+    slow = {"Ampere": {"gemm": 0.8, "fp8": 1.0, "attention": 1.0}}
+    as_slow = [replace(run, value=predict(run, slow).ours) for run in mine]
+    assert record_fit.fit(as_slow)["Ampere"]["gemm"] == pytest.approx(0.8, abs=0.01)
+
+
+def test_the_page_tells_what_the_command_prints(found):
+    page = (record_fit.FILE.parents[3] / "docs" / "records.md").read_text()
+    test = [one for one in found if not one.record.fitted]
+    told = (record_fit.mean_of_records(test), record_fit.mean_of_sources(test))
+    assert all(f"{value:.1f} %" in page for value in told)
+    for source, rows in record_fit.by_source(found).items():
+        assert f"| {len(rows)} |" in page and f"| {record_fit.mean_of_records(rows):.1f} %" in page, source
+    lines = record_fit.summary(record_fit.fitted()) + record_fit.totals(record_fit.fitted())
+    assert any("| **test** | 135 | 135 |" in line for line in lines)
+    assert all(records.row(one).error == pytest.approx(one.error) for one in found)
+
+
+# --- programs ---
+
+LLAMA = shape_of(next(run for run in RUNS if run.model == "llama3-8b"))
+H100 = load("H100-80G")
+
+
+def step(program: Program = OURS, machine=H100, **grid: object) -> float:
+    grid = {"data": 8, "zero": 3, "micro_batch": 2} | grid
+    return estimate(Workload(LLAMA, 8192, 16), Strategy(**grid), machine, program).seconds
+
+
+def test_our_program_is_priced_as_ever():
+    work = micro_batch(Workload(LLAMA, 8192), Strategy())
+    assert as_run(work.forward, LLAMA, OURS) == list(work.forward) and computed_again(work.forward, OURS) == []
+    assert step() == step(OURS) and "launching" not in step_parts(Workload(LLAMA, 8192), Strategy(), H100)
+
+
+def test_what_a_program_does_costs_or_saves():
+    eager, compiled = step(Program("eager"), fused=False), step(Program("compiled"))
+    assert 1.1 < eager / compiled < 1.3  # torchtitan's table 1: 6,667 / 5,762 = 1.16
+    assert step(Program("compiled", fp8=True)) < 0.85 * compiled
+    assert step(Program("compiled", again=0.37)) > 1.05 * compiled
+    slow, fast = (step(Program("compiled", attention=name)) for name in ("flash1", "flash_attn"))
+    assert slow > step(Program("compiled", attention="flash")) > fast
+    tp = {"tensor": 4, "data": 2, "micro_batch": 4, "zero": 1}
+    assert step(Program("fused", overlap=True), **tp) < 0.95 * step(Program("fused"), **tp)
+
+
+def test_a_host_that_is_slower_than_the_gpu_is_waited_for():
+    tiny = Workload(replace(LLAMA, hidden=256, ffn=512, heads=2, kv_heads=2), 128)
+    parts = step_parts(tiny, Strategy(), H100, Program("eager"))
+    assert parts["launching"] > 0.5 * sum(parts.values())
+
+
+def test_a_power_limit_slows_what_draws_most():
+    full = H100.gemm.points[-1][1]
+    half_kilowatt = load("H100-96G-500W")
+    assert sustained(full, H100) == full
+    assert sustained(full, half_kilowatt) == pytest.approx(full * (400 / 600) ** 0.5)
+    assert sustained(0.5 * full, half_kilowatt) == 0.5 * full  # draws 400 of the 400 W above idle
+    assert step(Program("compiled"), half_kilowatt) > 1.1 * step(Program("compiled"))
