@@ -61,9 +61,16 @@ def beside(measured: float, predicted: dict[str, float]) -> Figures:
 
 
 def of_kernel(found: Figures, way: str, sizes: Sizes, machines: dict[str, Machine]) -> Figures:
-    """By the rate of that kernel, where the machine's file tells it from the others'."""
+    """By the rate of that kernel, where the machine's file tells it from the others', and all of it: it ran alone."""
     length, model = found["length"], sizes.model
-    machines = {what: replace(machine, attention_kernel=found["kernel"]) for what, machine in machines.items()}
+    machines = {
+        what: replace(
+            machine,
+            attention_kernel=found["kernel"],
+            calibration=replace(machine.calibration, attention=1.0),
+        )
+        for what, machine in machines.items()
+    }
     one = tile(length, length, model.heads, model.head_dim, length * length / 2, backward=way == "backward")
     return beside(found[way]["seconds"], {what: kernel_seconds(one, machine) for what, machine in machines.items()})
 

@@ -167,7 +167,8 @@ def test_transfers_are_in_order_and_never_above_the_links(machine, kind, size, o
 
 
 def test_an_h100_runs_the_products_that_were_measured():
-    """OpenXLA's table for sm_90 again, shapes that are not points of our curve: within a fifth."""
+    """OpenXLA's table for sm_90 again, shapes that are not points of our curve: within a fifth. Each ran alone: what a
+    training step keeps of it, the calibration, is left out."""
     measured = {
         (1, 4096, 512, 4096): 650e12,
         (1, 256, 4096, 4096): 412e12,
@@ -176,6 +177,8 @@ def test_an_h100_runs_the_products_that_were_measured():
         (2, 512, 2048, 1024): 371e12,
     }
     machine = load("H100-80G")
+    assert machine.calibration.gemm < 1
+    machine = replace(machine, calibration=replace(machine.calibration, gemm=1.0))
     for (batch, m, n, k), rate in measured.items():
         flops = 2.0 * batch * m * n * k
         kernel = Kernel("product", "gemm", flops, 2.0 * batch * (m * n + m * k + n * k), (batch, m, n, k))

@@ -89,6 +89,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS, ranks: tuple[int, ...] = RANKS) 
             note = ""
             if told:
                 note = "the page: about 10, for some length over 100K, and names neither width nor optimizer"
+                note = f"follows from the page's one figure, over {size}" if size else note
             rows.append(Row({"table": held, "seq_length": length}, told, ours, "simulated", "GB a rank", note))
     return rows
 
