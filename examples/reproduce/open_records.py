@@ -32,6 +32,7 @@ class Record:
         runs: ``eager``, ``compiled`` (torch.compile) or ``fused`` (Transformer Engine's and apex' kernels).
         overlap: TP's transfers travel beside its products, and messages of a pipeline with virtual stages beside work.
         balance: how a ring splits the sequence.
+        offload: layer inputs wait in host memory.
         optimizer: ``gpu`` or ``cpu``.
         network: bytes a second and GPU between nodes, where it is not the machine's; node: its GPUs, likewise.
         value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.
@@ -61,6 +62,7 @@ class Record:
     shard: int = 0
     overlap: bool = False
     balance: str = "zigzag"
+    offload: bool = False
     optimizer: str = "gpu"
     network: float = 0.0
     node: int = 0
@@ -89,6 +91,12 @@ def records() -> list[Record]:
         TypeError: a record lacks a field or has one that is unknown.
     """
     return [Record(**raw) for raw in published_file()["records"]]
+
+
+def left_out() -> list[tuple[str, Record | None]]:
+    """What is not among the records and why, and the run where enough is told to simulate it."""
+    found = published_file()["left_out"]
+    return [(f"{one['what']}: {one['why']}", Record(**one["run"]) if "run" in one else None) for one in found]
 
 
 def distinct(rows: list[Record]) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.reproduce.open_records import Record, published_file, records  # noqa: E402
+from examples.reproduce.open_records import Record, left_out, records  # noqa: E402
 from examples.reproduce.picture import COLOURS, GREY, INK  # noqa: E402
 from examples.reproduce.record_fit import (  # noqa: E402
     BY_HAND,
@@ -116,7 +116,10 @@ def main() -> None:
     print()
     show("constants", fitted())
     print(*summary(fitted()), "", *totals(fitted()), "", "Set by hand:", *(f"- {line}" for line in BY_HAND), sep="\n")
-    print("", "Left out:", *(f"- {one['what']}: {one['why']}" for one in published_file()["left_out"]), sep="\n")
+    print("", "Left out:", sep="\n")
+    for why, run in left_out():
+        ours = f"; simulated {row(predictions(fitted(), [run])[0]).ours:,.0f} s a step" if run else ""
+        print(f"- {why}{ours}")
 
 
 if __name__ == "__main__":
