@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("clusters", nargs="*", metavar="CLUSTER", help=f"of {', '.join(FITS)}")
     parser.add_argument("--write", action="store_true", help="change clusters/CLUSTER.json")
     parser.add_argument("--how-much", action="store_true", help="fit nothing: errors with and without what was fitted")
-    parser.add_argument("--left-out", action="store_true", help="with --how-much: fit without each table, for minutes")
+    parser.add_argument("--left-out", action="store_true", help="with --how-much: fit without each table, two minutes")
     options = parser.parse_args()
     if options.how_much:
         print(*how_much(options.clusters or list(FITS), leave_out=options.left_out), sep="\n")
