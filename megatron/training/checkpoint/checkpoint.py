@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ from megatron.training.checkpoint.saving import Save
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
     Places,
-    core_optimizer_state,
+    elements_of_shard,
     find_places,
-    load_core_optimizer,
     load_optimizer,
     load_weights,
     optimizer_state,
@@ -209,7 +209,7 @@ def load(
         loading=True,
         with_rng=with_rng,
     )
-    places = _places(chunks, config)
+    places = _places(chunks, optimizer, config)
     loaded = incoming.load(theirs, state) if theirs else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
@@ -217,10 +217,7 @@ def load(
         elif not with_optimizer:
             load_weights(loaded[key], places[index])
     if with_optimizer:
-        if config.parallel.zero_stage == 1:
-            load_core_optimizer(optimizer, loaded["optimizer"])
-        else:
-            load_optimizer(optimizer, loaded["optimizer"], places)
+        load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
             _load_schedule(schedule, loaded, path)
     else:
@@ -284,7 +281,7 @@ def _state(
         "vocab_size": vocab_size,
         "rng_world_size": dist.get_world_size() if config.checkpoint.save_rng else None,
     }
-    models, places = {}, _places(chunks, config)
+    models, places = {}, _places(chunks, optimizer, config)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
@@ -294,10 +291,7 @@ def _state(
             state[f"engine states {index}"] = engine_states(unwrap(chunk))
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
-        if config.parallel.zero_stage == 1:
-            state["optimizer"] = core_optimizer_state(optimizer, models, loading=loading)
-        else:
-            state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
+        state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
         if schedule is not None:
             state["opt_param_scheduler"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
@@ -306,9 +300,14 @@ def _state(
     return state
 
 
-def _places(chunks: Sequence[nn.Module], config: Config) -> list[Places]:
-    """Where parameters lie in a checkpoint; core's distributed optimizer (ZeRO 1) finds out by itself."""
-    return [] if config.parallel.zero_stage == 1 else [find_places(unwrap(chunk)) for chunk in chunks]
+def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, config: Config) -> list[Places]:
+    """Where parameters, and with ZeRO 1 the shards that the optimizer has of them, lie in a checkpoint."""
+    held = None
+    if config.parallel.zero_stage == 1:
+        if optimizer is None:
+            return []  # weights are whole
+        held = partial(elements_of_shard, optimizer)
+    return [find_places(unwrap(chunk), held) for chunk in chunks]
 
 
 def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:
