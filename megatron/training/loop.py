@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from typing import Any
 
@@ -63,6 +64,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         gc.disable()
     for chunk in job.chunks:
         chunk.train()
+    evaluated_at, held_out = None, None
     while progress.iteration < job.iterations and not stopper.stopped:
         job.batch_sizes.update(progress.consumed_train_samples, False)
         samples = job.batch_sizes.get_current_running_global_batch_size()
@@ -118,7 +120,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             row["bad_batch"] = result.bad
         iteration, last = progress.iteration, progress.iteration == job.iterations
         if last or _due(config.run.eval_interval, iteration):
-            row |= evaluate_held_out(job, reporter, "validation")
+            losses = evaluate_held_out(job, reporter, "validation")
+            evaluated_at, held_out = iteration, statistics.fmean(losses.values()) if losses else None
+            row |= losses
         if last:
             row |= evaluate_held_out(job, reporter, "test")
         scale = float(job.optimizer.get_loss_scale())
@@ -137,11 +141,11 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             stopper.stop("--exit-interval")
         saver.go_on(writing)
         if _due(config.checkpoint.save_interval, iteration):
-            saver.save()
+            saver.save(held_out if evaluated_at == iteration else None)
     if stragglers:
         stragglers.stop()
     if config.checkpoint.save and saver.saved_at != progress.iteration:
-        saver.save()
+        saver.save(held_out if evaluated_at == progress.iteration else None)
     gc.enable()
 
 

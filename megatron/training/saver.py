@@ -38,15 +38,26 @@ class Saver:
         """Whether this rank is writing in the background."""
         return self._going is not None and self._going.busy
 
-    def save(self) -> None:
-        """Save now, or begin to. A failure (a full disk) is told and does not end the run."""
+    def save(self, validation_loss: float | None = None) -> None:
+        """Save now, or begin to. A failure (a full disk) is told and does not end the run.
+
+        Args:
+            validation_loss: of the weights as they are, if they were evaluated.
+        """
         self.finish()
         job, settings = self.job, self.job.config.checkpoint
         self.saved_at, self.stall, self._begun = job.progress.iteration, 0.0, time.perf_counter()
         try:
             with _Clock(self):
                 self._going = checkpoint.begin_save(
-                    settings.save, job.progress, job.chunks, job.optimizer, job.schedule, job.config, self._remove_older
+                    settings.save,
+                    job.progress,
+                    job.chunks,
+                    job.optimizer,
+                    job.schedule,
+                    job.config,
+                    self._remove_older,
+                    validation_loss,
                 )
                 if self._copies is not None and self._room():
                     self._going.start(self._copies)
@@ -112,9 +123,10 @@ class Saver:
 
     def _remove_older(self) -> None:
         settings = self.job.config.checkpoint
-        if settings.save_retain_interval or settings.keep_last_checkpoints:
+        best = settings.keep_best_checkpoints
+        if settings.save_retain_interval or settings.keep_last_checkpoints or best:
             remove_older(
-                settings.save, self.saved_at, settings.keep_last_checkpoints or 1, settings.save_retain_interval
+                settings.save, self.saved_at, settings.keep_last_checkpoints or 1, settings.save_retain_interval, best
             )
 
     def _saved(self) -> None:

@@ -9,6 +9,7 @@ loaded through megatron_lm/.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -45,6 +46,7 @@ from megatron.training.checkpoint.sharded_state import (
     optimizer_state,
     weights_state,
 )
+from megatron.training.checkpoint.shelf import VALIDATION
 from megatron.training.model.precision import compute_dtype
 from megatron.training.refusal import one_line
 
@@ -128,18 +130,23 @@ def begin_save(
     schedule: OptimizerParamScheduler | None,
     config: Config,
     after: Callable[[], Any] = lambda: None,
+    validation_loss: float | None = None,
 ) -> Save:
     """The same as far as all ranks take part; :class:`Save` does the rest.
 
     Args:
         after: called on rank 0 when the checkpoint is there.
+        validation_loss: of these weights, if they were evaluated.
     """
 
     def describe() -> dict[str, Any]:
         gather_parameters(chunks, config)
         return _state(chunks, optimizer, schedule, progress, config, loading=False)
 
-    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after)
+    beside = {}
+    if validation_loss is not None:
+        beside[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
+    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after, beside)
 
 
 def find(settings: CheckpointConfig) -> Path | None:
