@@ -38,14 +38,20 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
         _train(job, reporter, stopper, saver)
     except (Diverged, ReplicasDiffer):
         saver.finish()
+        saver.abandon()
         raise
-    return saver.finish()
+    except Exception:
+        saver.abandon()
+        raise
+    return saver.end()
 
 
 def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None:
     config, runtime, progress = job.config, job.runtime, job.progress
     if progress.iteration >= job.iterations:
         reporter.say(f" > iteration {progress.iteration} is reached already: nothing to train")
+        if config.checkpoint.save and job.on_disk is not None:
+            saver.save()
         return
     batches = batches_for(job, job.datasets[0], progress.consumed_train_samples, config.data.num_workers)
     flops = step_flops(config, job.vocab_size)
@@ -140,6 +146,8 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         if _due(config.run.exit_interval, iteration):
             stopper.stop("--exit-interval")
         saver.go_on(writing)
+        if _due(config.checkpoint.non_persistent_save_interval, iteration):
+            saver.copy()
         if _due(config.checkpoint.save_interval, iteration):
             saver.save(held_out if evaluated_at == iteration else None)
     if stragglers:

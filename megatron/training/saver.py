@@ -8,6 +8,7 @@ import time
 
 from megatron.platform.streams import streams_of
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.in_memory.state import Held
 from megatron.training.checkpoint.saving import Save
 from megatron.training.checkpoint.shelf import remove_older
 from megatron.training.checkpoint.writer import HostCopies
@@ -27,7 +28,7 @@ class Saver:
 
     def __init__(self, job: Job, reporter: Reporter) -> None:
         self.job, self.reporter = job, reporter
-        self.saved_at, self.stall = job.progress.iteration, 0.0
+        self.saved_at, self.stall = job.progress.iteration if job.on_disk is None else job.on_disk, 0.0
         self._copies = HostCopies(streams_of(job.runtime.device)) if job.config.checkpoint.async_save else None
         self._going: Save | None = None
         self._begun = 0.0
@@ -68,6 +69,12 @@ class Saver:
         if self._copies is None:
             self.finish()
 
+    def copy(self) -> None:
+        """Copy the state to memory now; what takes longer happens beside training, and a failure is told later."""
+        job = self.job
+        state = Held(job.chunks, job.optimizer, job.schedule, job.config)
+        job.copies.begin(job.progress, state.tensors())
+
     def before_update(self, mark: Mark | None) -> Mark | None:
         """``mark``, or one that also keeps a step's update until the tensors to be saved are copied."""
         going = self._going
@@ -89,6 +96,7 @@ class Saver:
         Args:
             writing: whether any rank still is.
         """
+        self._tell_of_copies()
         if self._going is None or writing:
             return
         try:
@@ -109,6 +117,28 @@ class Saver:
             except OSError as error:
                 self._failed(error)
         return self._whole
+
+    def end(self) -> bool:
+        """The run ends in good order: finish, and leave no copies in memory where the last checkpoint could be saved.
+
+        Returns whether it could.
+        """
+        whole, copies = self.finish(), self.job.copies
+        if copies is not None:
+            copies.finish()
+            self._tell_of_copies()
+            if whole:
+                copies.remove(self.job.config.checkpoint.save)
+        return whole
+
+    def abandon(self) -> None:
+        """The run ends in an error: copies under way have a moment to arrive."""
+        if self.job.copies is not None:
+            self.job.copies.finish(seconds=5.0)
+
+    def _tell_of_copies(self) -> None:
+        for line in self.job.copies.told() if self.job.copies is not None else ():
+            self.reporter.say(f" {'' if line.startswith('WARNING') else '> '}{line}")
 
     def _room(self) -> bool:
         """Whether host memory has room for the copies; they take it once, and keep it."""

@@ -226,11 +226,11 @@ def load(
     if with_optimizer:
         load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
-            _load_schedule(schedule, loaded, path)
+            load_schedule(schedule, loaded, path)
     else:
         optimizer.reload_model_params()
     if with_rng:
-        _set_random_state(loaded["rng"])
+        set_random_state(loaded["rng"])
     return Progress() if weights_only else _progress(theirs, common)
 
 
@@ -303,7 +303,7 @@ def _state(
             state["opt_param_scheduler"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
         rank, world = dist.get_rank(), dist.get_world_size()
-        state["rng"] = ShardedObject("rng", _random_state(), (world,), (rank,), replica_id=0)
+        state["rng"] = ShardedObject("rng", random_state(), (world,), (rank,), replica_id=0)
     return state
 
 
@@ -321,7 +321,7 @@ def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -331,7 +331,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -339,7 +339,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
+def load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
     saved = loaded.get("schedule", loaded.get("opt_param_scheduler"))  # the first until November 2026
     if saved is None:
         raise Refusal(f"checkpoint {path} has no learning-rate schedule: pass --no-load-optim")

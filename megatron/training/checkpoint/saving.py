@@ -57,9 +57,9 @@ class Save:
         describe: Callable[[], dict[str, Any]],
         content: dict[str, Any],
         after: Callable[[], Any],
-        beside: Mapping[str, bytes],
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
-        self.final, self.partial, self.after, self.beside = final, shelf.partial_of(final), after, beside
+        self.final, self.partial, self.after, self.beside = final, shelf.partial_of(final), after, beside or {}
         self.copied = threading.Event()  # tensors may change from now on
         self._sums: dict[str, Sum] = {}
         self._results: list[Any] = []

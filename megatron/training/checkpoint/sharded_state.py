@@ -212,9 +212,7 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
     part, _ = parts_of(optimizer)
     inner = part.optimizer
     if loading:
-        for one in parts_of(optimizer):
-            if one is not None:
-                one.init_state_fn(one.optimizer, one.config)
+        make_states(optimizer)
     steps = {float(state["step"]) for state in inner.state.values() if "step" in state}
     shared = {"step": steps.pop()} if steps else {}  # of Transformer Engine's Adam, the groups hold it
     groups = [{key: value for key, value in group.items() if key != "params"} | shared for group in inner.param_groups]
@@ -232,6 +230,13 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
     if getattr(part, "grad_scaler", None):
         state["grad_scaler"] = part.grad_scaler.state_dict()
     return state
+
+
+def make_states(optimizer: MegatronOptimizer) -> None:
+    """Have the states there that an optimizer would make in its first step, to be loaded into."""
+    for one in parts_of(optimizer):
+        if one is not None:
+            one.init_state_fn(one.optimizer, one.config)
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places: Iterable[Places]) -> None:
