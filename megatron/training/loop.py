@@ -36,7 +36,11 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     saver = Saver(job, reporter)
     try:
         _train(job, reporter, stopper, saver)
-    except (Diverged, ReplicasDiffer):
+    except ReplicasDiffer:
+        saver.finish()
+        saver.discard()  # some copy may hold what has changed
+        raise
+    except Diverged:
         saver.finish()
         saver.abandon()
         raise

@@ -123,18 +123,23 @@ class Saver:
 
         Returns whether it could.
         """
-        whole, copies = self.finish(), self.job.copies
-        if copies is not None:
-            copies.finish()
+        whole = self.finish()
+        if self.job.copies is not None:
+            self.job.copies.finish()
             self._tell_of_copies()
-            if whole:
-                copies.remove(self.job.config.checkpoint.save)
+        if whole:
+            self.discard()
         return whole
+
+    def discard(self) -> None:
+        """Nothing shall go on from the copies in memory."""
+        if self.job.copies is not None:
+            self.job.copies.remove(self.job.config.checkpoint.save)
 
     def abandon(self) -> None:
         """The run ends in an error: copies under way have a moment to arrive."""
         if self.job.copies is not None:
-            self.job.copies.finish(seconds=5.0)
+            self.job.copies.finish(seconds=2.0)
 
     def _tell_of_copies(self) -> None:
         for line in self.job.copies.told() if self.job.copies is not None else ():

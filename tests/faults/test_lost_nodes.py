@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kill -9`` at random moments of a run with copies in memory, and every second time a node's memory is gone as well."""
+"""``kill -9`` at random moments of a run with copies in memory; every second time a node's memory is gone as well."""
 
 import os
 import random
@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.test_program import FLAGS, PROGRAM
 from tests.faults.test_kills import ENVIRONMENT, losses
 from tests.patience import patience
-from tests.program import meeting, run_ranks, start_forked
+from tests.program import meeting, start_forked
 
 LOST_NODES = int(os.environ.get("LOST_NODES", "0"))
 ITERATIONS, ON_DISK, NODES = 12, 5, 2  # one rank a node
