@@ -46,8 +46,6 @@ def test_no_flipped_bit_and_no_missing_end_goes_unseen(tmp_path):
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        if data[at : at + 1].isalpha() and at % 8 == 5:
-            continue  # the sum itself may be written in capitals
         assert not copy_file.whole(path), at
     for size in (0, 4, 8, 20, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])

@@ -62,7 +62,7 @@ def seal(path: Path) -> int:
     _, found, at = _sums(path)
     number = os.open(path, os.O_WRONLY)
     try:
-        os.pwrite(number, b"%08x" % found, at)
+        os.pwrite(number, found, at)
     finally:
         os.close(number)
     return path.stat().st_size
@@ -86,15 +86,18 @@ def about(path: Path) -> dict[str, str]:
         return {}
 
 
-def _sums(path: Path) -> tuple[int, int, int]:
+def _sums(path: Path) -> tuple[bytes, bytes, int]:
     """(the sum in the header, that of the file, where in the file the first one is). Raises OSError, ValueError."""
     with open(path, "rb", buffering=0) as file:
         length = file.read(8)
-        head = length + file.read(struct.unpack("<Q", length.ljust(8, b"\0"))[0])
+        size = int.from_bytes(length, "little")
+        if 8 + size > os.fstat(file.fileno()).st_size:
+            raise ValueError("it ends within its header")
+        head = length + file.read(size)
         at = head.index(FIELD) + len(FIELD)
-        told, crc = int(head[at : at + 8], 16), zlib.crc32(head[:at] + NO_SUM + head[at + 8 :])
+        crc = zlib.crc32(head[:at] + NO_SUM + head[at + 8 :])
         block = bytearray(BLOCK)
         view = memoryview(block)
         while count := file.readinto(block):
             crc = zlib.crc32(view[:count], crc)
-    return told, crc, at
+    return head[at : at + 8], b"%08x" % crc, at
