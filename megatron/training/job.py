@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +30,14 @@ from megatron.training.arguments.schedule import length_in_step, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
+from megatron.training.checkpoint.in_memory.restart import newest
+from megatron.training.checkpoint.in_memory.state import Held
 from megatron.training.checkpoint.shelf import check_writable
 from megatron.training.data.batches import build_datasets, micro_batches
 from megatron.training.data.files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
-from megatron.training.host_memory import check_host_memory
+from megatron.training.host_memory import available_bytes, check_host_memory
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megatron.training.refusal import together
@@ -56,6 +60,8 @@ class Job:
     iterations: int
     vocab_size: int
     eod: int
+    copies: Copies | None = None  # of the state in the memory of the hosts
+    on_disk: int | None = None  # iteration of the checkpoint in --save, where what was loaded is newer
 
 
 def prepare(config: Config, runtime: Runtime) -> Job:
@@ -75,7 +81,11 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         return found, tokenizer, check_vocab(config.model.vocab_size, tokenizer)
 
     found, tokenizer, vocab_size = together(look)
-    found = found and choose_whole(found, config.checkpoint, config.notes)
+    copies = open_copies(config, str(runtime.grid), available_bytes)
+    on_disk = iteration_of(found)
+    kept = newest(copies, on_disk, config.notes) if copies else None
+    if not kept:
+        found = found and choose_whole(found, config.checkpoint, config.notes)
     ranks = data_parallel_size(config, dist.get_world_size())
     batch_sizes = _build_num_microbatches_calculator(
         dist.get_rank(),
@@ -86,7 +96,8 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         False,
     )
     reset = config.checkpoint.reset_iteration
-    done = checkpoint.progress_in(found, config.checkpoint) if found and not reset else checkpoint.Progress()
+    done = checkpoint.progress_in(found, config.checkpoint) if found and not (reset or kept) else checkpoint.Progress()
+    done = kept.progress if kept else done
     iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
@@ -97,7 +108,11 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     optimizer = build_optimizer(chunks, config)
     schedule = None if config.run.skip_train else build_schedule(optimizer, config)
     progress = checkpoint.Progress()
-    if found:
+    if kept:
+        Held(chunks, optimizer, schedule, config).load(kept.path)
+        progress = kept.progress
+        config.notes.append(f"{kept.told}; on the disk is {f'iteration {on_disk}' if found else 'no checkpoint'}")
+    elif found:
         progress = checkpoint.load(found, chunks, optimizer, schedule, config)
         config.notes.append(f"loaded {found}, going on after iteration {progress.iteration}")
         if reset:
@@ -118,7 +133,15 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         iterations,
         vocab_size,
         tokenizer.eod,
+        copies,
+        on_disk if kept else None,
     )
+
+
+def iteration_of(path: Path | None) -> int:
+    """Of a checkpoint, by its name; 0 where there is none, or it has another name."""
+    number = path.name.removeprefix("iter_") if path else ""
+    return int(number) if number.isdigit() else 0
 
 
 def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> checkpoint.Progress:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from typing import Any
 
@@ -35,16 +36,26 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
     saver = Saver(job, reporter)
     try:
         _train(job, reporter, stopper, saver)
-    except (Diverged, ReplicasDiffer):
+    except ReplicasDiffer:
         saver.finish()
+        saver.discard()  # some copy may hold what has changed
         raise
-    return saver.finish()
+    except Diverged:
+        saver.finish()
+        saver.abandon()
+        raise
+    except Exception:
+        saver.abandon()
+        raise
+    return saver.end()
 
 
 def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None:
     config, runtime, progress = job.config, job.runtime, job.progress
     if progress.iteration >= job.iterations:
         reporter.say(f" > iteration {progress.iteration} is reached already: nothing to train")
+        if config.checkpoint.save and job.on_disk is not None:
+            saver.save()
         return
     batches = batches_for(job, job.datasets[0], progress.consumed_train_samples, config.data.num_workers)
     flops = step_flops(config, job.vocab_size)
@@ -63,6 +74,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         gc.disable()
     for chunk in job.chunks:
         chunk.train()
+    evaluated_at, held_out = None, None
     while progress.iteration < job.iterations and not stopper.stopped:
         job.batch_sizes.update(progress.consumed_train_samples, False)
         samples = job.batch_sizes.get_current_running_global_batch_size()
@@ -118,7 +130,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             row["bad_batch"] = result.bad
         iteration, last = progress.iteration, progress.iteration == job.iterations
         if last or _due(config.run.eval_interval, iteration):
-            row |= evaluate_held_out(job, reporter, "validation")
+            losses = evaluate_held_out(job, reporter, "validation")
+            evaluated_at, held_out = iteration, statistics.fmean(losses.values()) if losses else None
+            row |= losses
         if last:
             row |= evaluate_held_out(job, reporter, "test")
         scale = float(job.optimizer.get_loss_scale())
@@ -136,12 +150,14 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         if _due(config.run.exit_interval, iteration):
             stopper.stop("--exit-interval")
         saver.go_on(writing)
+        if _due(config.checkpoint.non_persistent_save_interval, iteration):
+            saver.copy()
         if _due(config.checkpoint.save_interval, iteration):
-            saver.save()
+            saver.save(held_out if evaluated_at == iteration else None)
     if stragglers:
         stragglers.stop()
     if config.checkpoint.save and saver.saved_at != progress.iteration:
-        saver.save()
+        saver.save(held_out if evaluated_at == progress.iteration else None)
     gc.enable()
 
 

@@ -8,6 +8,7 @@ import time
 
 from megatron.platform.streams import streams_of
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.in_memory.state import Held
 from megatron.training.checkpoint.saving import Save
 from megatron.training.checkpoint.shelf import remove_older
 from megatron.training.checkpoint.writer import HostCopies
@@ -27,7 +28,7 @@ class Saver:
 
     def __init__(self, job: Job, reporter: Reporter) -> None:
         self.job, self.reporter = job, reporter
-        self.saved_at, self.stall = job.progress.iteration, 0.0
+        self.saved_at, self.stall = job.progress.iteration if job.on_disk is None else job.on_disk, 0.0
         self._copies = HostCopies(streams_of(job.runtime.device)) if job.config.checkpoint.async_save else None
         self._going: Save | None = None
         self._begun = 0.0
@@ -38,15 +39,26 @@ class Saver:
         """Whether this rank is writing in the background."""
         return self._going is not None and self._going.busy
 
-    def save(self) -> None:
-        """Save now, or begin to. A failure (a full disk) is told and does not end the run."""
+    def save(self, validation_loss: float | None = None) -> None:
+        """Save now, or begin to. A failure (a full disk) is told and does not end the run.
+
+        Args:
+            validation_loss: of the weights as they are, if they were evaluated.
+        """
         self.finish()
         job, settings = self.job, self.job.config.checkpoint
         self.saved_at, self.stall, self._begun = job.progress.iteration, 0.0, time.perf_counter()
         try:
             with _Clock(self):
                 self._going = checkpoint.begin_save(
-                    settings.save, job.progress, job.chunks, job.optimizer, job.schedule, job.config, self._remove_older
+                    settings.save,
+                    job.progress,
+                    job.chunks,
+                    job.optimizer,
+                    job.schedule,
+                    job.config,
+                    self._remove_older,
+                    validation_loss,
                 )
                 if self._copies is not None and self._room():
                     self._going.start(self._copies)
@@ -56,6 +68,12 @@ class Saver:
             self._failed(error)
         if self._copies is None:
             self.finish()
+
+    def copy(self) -> None:
+        """Copy the state to memory now; what takes longer happens beside training, and a failure is told later."""
+        job = self.job
+        state = Held(job.chunks, job.optimizer, job.schedule, job.config)
+        job.copies.begin(job.progress, state.tensors())
 
     def before_update(self, mark: Mark | None) -> Mark | None:
         """``mark``, or one that also keeps a step's update until the tensors to be saved are copied."""
@@ -78,6 +96,7 @@ class Saver:
         Args:
             writing: whether any rank still is.
         """
+        self._tell_of_copies()
         if self._going is None or writing:
             return
         try:
@@ -99,6 +118,33 @@ class Saver:
                 self._failed(error)
         return self._whole
 
+    def end(self) -> bool:
+        """The run ends in good order: finish, and leave no copies in memory where the last checkpoint could be saved.
+
+        Returns whether it could.
+        """
+        whole = self.finish()
+        if self.job.copies is not None:
+            self.job.copies.finish()
+            self._tell_of_copies()
+        if whole:
+            self.discard()
+        return whole
+
+    def discard(self) -> None:
+        """Nothing shall go on from the copies in memory."""
+        if self.job.copies is not None:
+            self.job.copies.remove(self.job.config.checkpoint.save)
+
+    def abandon(self) -> None:
+        """The run ends in an error: copies under way have a moment to arrive."""
+        if self.job.copies is not None:
+            self.job.copies.finish(seconds=2.0)
+
+    def _tell_of_copies(self) -> None:
+        for line in self.job.copies.told() if self.job.copies is not None else ():
+            self.reporter.say(f" {'' if line.startswith('WARNING') else '> '}{line}")
+
     def _room(self) -> bool:
         """Whether host memory has room for the copies; they take it once, and keep it."""
         need = self._going.bytes - self._copies.pool.allocated
@@ -112,9 +158,10 @@ class Saver:
 
     def _remove_older(self) -> None:
         settings = self.job.config.checkpoint
-        if settings.save_retain_interval or settings.keep_last_checkpoints:
+        best = settings.keep_best_checkpoints
+        if settings.save_retain_interval or settings.keep_last_checkpoints or best:
             remove_older(
-                settings.save, self.saved_at, settings.keep_last_checkpoints or 1, settings.save_retain_interval
+                settings.save, self.saved_at, settings.keep_last_checkpoints or 1, settings.save_retain_interval, best
             )
 
     def _saved(self) -> None:

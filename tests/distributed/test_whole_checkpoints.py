@@ -259,12 +259,12 @@ def save_harm(folder, harm):
     """A checkpoint with right checksums whose random states do harm."""
     from megatron.training.checkpoint import checkpoint
 
-    job, states = make_job(SMALL), checkpoint._random_state
-    checkpoint._random_state = lambda: {"python": Harmful(harm)}
+    job, states = make_job(SMALL), checkpoint.random_state
+    checkpoint.random_state = lambda: {"python": Harmful(harm)}
     try:
         checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
     finally:
-        checkpoint._random_state = states
+        checkpoint.random_state = states
 
 
 @pytest.mark.parametrize("place", ["common.pt", ".metadata", "among tensors"])

@@ -200,6 +200,10 @@ CONFLICTS = """--bf16 --fp16
 --lr-warmup-iters 4 --lr-warmup-fraction 0.1
 --lr-decay-style WSD
 --save-retain-interval 3
+--keep-best-checkpoints 1
+--save-interval 2 --eval-interval 3 --keep-best-checkpoints 1
+--non-persistent-save-interval 1 --non-persistent-ckpt-type local
+--non-persistent-save-interval 1 --non-persistent-ckpt-type global
 --load nowhere --exit-on-missing-checkpoint
 --load nowhere --ckpt-step 3
 --finetune

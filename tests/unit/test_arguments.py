@@ -41,7 +41,7 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
 --wandb-entity-name --pad-vocab-size-to --fp8-e4m3 --fp8-hybrid --wandb-name --use-mpi --tokenizer-file
  --rank --local_rank --dist-url --dist_url --no-cuda --eval-only --no-train --o2-gradient --pp-partition-method
  --reset-iteration --reset-progress --rampup-seq-length --data-file-list --elastic --elastic-grids --embed-layernorm
- --keep-last-checkpoints --skip-damaged-checkpoints
+ --keep-last-checkpoints --keep-best-checkpoints --skip-damaged-checkpoints
 --enable-hf2mg-convert --universal-checkpoint
 --train-weighted-split-paths --valid-weighted-split-paths --test-weighted-split-paths
 --train-weighted-split-paths-path --valid-weighted-split-paths-path --test-weighted-split-paths-path

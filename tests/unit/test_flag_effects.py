@@ -207,6 +207,10 @@ SHOWN = {
     "tests/distributed/test_embed_layernorm.py": "embed_layernorm",
     "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
     "tests/distributed/test_whole_checkpoints.py": "async_save keep_last_checkpoints skip_damaged_checkpoints",
+    "tests/distributed/test_copies_in_memory.py": "non_persistent_save_interval non_persistent_ckpt_type "
+    "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication",
+    "tests/unit/test_copies.py": "replication_jump replication_factor",
+    "tests/distributed/test_keep_best.py": "keep_best_checkpoints",
     "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
     "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir",
     "tests/distributed/test_switches.py": "load_optim save_optim save_rng load_rng pretrained_checkpoint "
@@ -298,6 +302,8 @@ def test_every_setting_has_its_effect_shown():
         "--min-lr 1e-5 --lr-decay-style constant",
         "--no-load-optim --no-load-rng --override-opt-param-scheduler",
         "--no-save-optim --no-save-rng",
+        "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir a --replication",
+        "--replication-jump 2 --replication-factor 3",
         "--split 9,1,0 --data-cache-path a --no-mmap-bin-files --num-dataset-builder-threads 2",
         "--vocab-file a --merge-file b --tokenizer-type NullTokenizer",
         "--fim-rate 0.1 --fim-spm-rate 0.1 --fim-no-prefix a --fim-pad-token b",

@@ -234,6 +234,8 @@ def test_transformer_engine_is_used_for_fp8(monkeypatch: pytest.MonkeyPatch):
 
 # ---- what is refused: flags, processes, words of the line
 
+BEST = "--save a --save-interval 6 --keep-best-checkpoints 1"
+COPIES = "--non-persistent-save-interval 2 --non-persistent-ckpt-type local"
 REFUSALS = [
     # the grid
     ("--tensor-model-parallel-size 4 --ring-parallel-size 2", 4, "= 8 ranks larger 4 processes"),
@@ -428,6 +430,20 @@ REFUSALS = [
     ("--async-save", 1, "--async-save --save"),
     ("--keep-last-checkpoints 2", 1, "--keep-last-checkpoints --save"),
     ("--keep-last-checkpoints 0 --save a", 1, "--keep-last-checkpoints"),
+    ("--save a --keep-best-checkpoints 1", 1, "--keep-best-checkpoints --save-interval"),
+    (f"{BEST} --eval-iters 2", 1, "--keep-best-checkpoints --eval-interval"),
+    (f"{BEST} --eval-iters 2 --eval-interval 4", 1, "--save-interval 6 multiple --eval-interval 4"),
+    (f"{BEST} --eval-iters 0 --eval-interval 3", 1, "--keep-best-checkpoints --eval-iters 0"),
+    ("--non-persistent-save-interval 2", 1, "add --non-persistent-ckpt-type local"),
+    ("--non-persistent-save-interval 2 --non-persistent-ckpt-type global", 1, "global use local"),
+    ("--non-persistent-save-interval 2 --non-persistent-ckpt-type in_memory", 1, "in_memory use local"),
+    (f"{COPIES} --save a", 1, "--non-persistent-save-interval --save --load"),
+    (f"{COPIES} --save a --load b", 1, "--non-persistent-save-interval --save --load same"),
+    (f"{COPIES} --save a --load a --finetune", 1, "--non-persistent-save-interval --finetune leave"),
+    (f"{COPIES} --save a --load a --no-load-optim", 1, "--non-persistent-save-interval --no-load-optim leave"),
+    (f"{COPIES} --save a --load a --ckpt-step 3", 1, "--non-persistent-save-interval --ckpt-step leave"),
+    (f"{COPIES} --save a --load a --replication --replication-factor 1", 2, "--replication-factor 1 use 2"),
+    (f"{COPIES} --save a --load a --replication --replication-jump 0", 2, "--replication-jump 0 at least 1"),
     ("--skip-damaged-checkpoints", 1, "--skip-damaged-checkpoints --load"),
     ("--skip-damaged-checkpoints --load a --ckpt-step 2", 1, "--ckpt-step --skip-damaged-checkpoints"),
     ("--exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint --load"),

@@ -81,6 +81,17 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "checkpoint.load_optim checkpoint.load_rng optimizer.override_opt_param_scheduler "
         "optimizer.use_checkpoint_opt_param_scheduler",
     ),
+    (
+        "--non-persistent-save-interval reads it",
+        lambda c: c.checkpoint.non_persistent_save_interval is not None,
+        "checkpoint.non_persistent_ckpt_type checkpoint.non_persistent_local_ckpt_dir "
+        "checkpoint.non_persistent_local_ckpt_algo checkpoint.replication",
+    ),
+    (
+        "--replication reads it",
+        lambda c: c.checkpoint.replication,
+        "checkpoint.replication_jump checkpoint.replication_factor",
+    ),
     ("--save reads it", lambda c: bool(c.checkpoint.save), "checkpoint.save_optim checkpoint.save_rng"),
     (
         "--mock-data makes its tokens itself",

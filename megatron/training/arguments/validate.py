@@ -19,6 +19,7 @@ from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.arguments.stages import settle_virtual_stages
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.arguments.validate_chunks import check_chunks
+from megatron.training.arguments.validate_copies import check_copies
 from megatron.training.arguments.validate_faults import check_faults
 from megatron.training.arguments.validate_job import (
     check_batch,
@@ -73,6 +74,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("schedule", lambda: check_schedule(config), "ranges", "duration")
     gather.check("data", lambda: check_data(config))
     gather.check("checkpoint", lambda: check_checkpoint(config), "ranges")
+    gather.check("copies", lambda: check_copies(config, world_size), "ranges")
     gather.check("faults", lambda: check_faults(config, world_size), "grid", "zero", "checkpoint")
     gather.finish()
     note_idle(config)

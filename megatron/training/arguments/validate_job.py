@@ -28,7 +28,8 @@ POSITIVE = {
     "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
     "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length rampup_seq_length "
     "num_dataset_builder_threads",
-    "checkpoint": "save_interval save_retain_interval keep_last_checkpoints",
+    "checkpoint": "save_interval save_retain_interval keep_last_checkpoints keep_best_checkpoints "
+    "non_persistent_save_interval replication_jump replication_factor",
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
     "faults": "check_weight_hash_across_dp_replicas_interval",
@@ -413,6 +414,8 @@ def check_checkpoint(config: Config) -> None:
     needs = (
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints, save, "--save"),
+        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, checkpoint.save_interval, "--save-interval"),
+        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, config.run.eval_interval, "--eval-interval"),
         ("--async-save", checkpoint.async_save, save, "--save"),
         ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
         ("--skip-damaged-checkpoints", checkpoint.skip_damaged_checkpoints, load, "--load"),
@@ -441,3 +444,11 @@ def check_checkpoint(config: Config) -> None:
             f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "
             f"{checkpoint.save_interval}"
         )
+    if checkpoint.keep_best_checkpoints:
+        if checkpoint.save_interval % config.run.eval_interval:
+            raise Refusal(
+                "--keep-best-checkpoints needs the validation loss of each checkpoint: --save-interval "
+                f"{checkpoint.save_interval} must be a multiple of --eval-interval {config.run.eval_interval}"
+            )
+        if not config.run.eval_iters:
+            raise Refusal("--keep-best-checkpoints and --eval-iters 0 contradict each other: leave one out")

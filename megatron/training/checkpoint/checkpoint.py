@@ -9,9 +9,11 @@ loaded through megatron_lm/.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,14 @@ from megatron.training.checkpoint.saving import Save
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
     Places,
-    core_optimizer_state,
+    elements_of_shard,
     find_places,
-    load_core_optimizer,
     load_optimizer,
     load_weights,
     optimizer_state,
     weights_state,
 )
+from megatron.training.checkpoint.shelf import VALIDATION
 from megatron.training.model.precision import compute_dtype
 from megatron.training.refusal import one_line
 
@@ -128,18 +130,23 @@ def begin_save(
     schedule: OptimizerParamScheduler | None,
     config: Config,
     after: Callable[[], Any] = lambda: None,
+    validation_loss: float | None = None,
 ) -> Save:
     """The same as far as all ranks take part; :class:`Save` does the rest.
 
     Args:
         after: called on rank 0 when the checkpoint is there.
+        validation_loss: of these weights, if they were evaluated.
     """
 
     def describe() -> dict[str, Any]:
         gather_parameters(chunks, config)
         return _state(chunks, optimizer, schedule, progress, config, loading=False)
 
-    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after)
+    beside = {}
+    if validation_loss is not None:
+        beside[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
+    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after, beside)
 
 
 def find(settings: CheckpointConfig) -> Path | None:
@@ -209,7 +216,7 @@ def load(
         loading=True,
         with_rng=with_rng,
     )
-    places = _places(chunks, config)
+    places = _places(chunks, optimizer, config)
     loaded = incoming.load(theirs, state) if theirs else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
@@ -217,16 +224,13 @@ def load(
         elif not with_optimizer:
             load_weights(loaded[key], places[index])
     if with_optimizer:
-        if config.parallel.zero_stage == 1:
-            load_core_optimizer(optimizer, loaded["optimizer"])
-        else:
-            load_optimizer(optimizer, loaded["optimizer"], places)
+        load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
-            _load_schedule(schedule, loaded, path)
+            load_schedule(schedule, loaded, path)
     else:
         optimizer.reload_model_params()
     if with_rng:
-        _set_random_state(loaded["rng"])
+        set_random_state(loaded["rng"])
     return Progress() if weights_only else _progress(theirs, common)
 
 
@@ -284,7 +288,7 @@ def _state(
         "vocab_size": vocab_size,
         "rng_world_size": dist.get_world_size() if config.checkpoint.save_rng else None,
     }
-    models, places = {}, _places(chunks, config)
+    models, places = {}, _places(chunks, optimizer, config)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
@@ -294,28 +298,30 @@ def _state(
             state[f"engine states {index}"] = engine_states(unwrap(chunk))
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
-        if config.parallel.zero_stage == 1:
-            state["optimizer"] = core_optimizer_state(optimizer, models, loading=loading)
-        else:
-            state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
+        state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
         if schedule is not None:
             state["opt_param_scheduler"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
         rank, world = dist.get_rank(), dist.get_world_size()
-        state["rng"] = ShardedObject("rng", _random_state(), (world,), (rank,), replica_id=0)
+        state["rng"] = ShardedObject("rng", random_state(), (world,), (rank,), replica_id=0)
     return state
 
 
-def _places(chunks: Sequence[nn.Module], config: Config) -> list[Places]:
-    """Where parameters lie in a checkpoint; core's distributed optimizer (ZeRO 1) finds out by itself."""
-    return [] if config.parallel.zero_stage == 1 else [find_places(unwrap(chunk)) for chunk in chunks]
+def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, config: Config) -> list[Places]:
+    """Where parameters, and with ZeRO 1 the shards that the optimizer has of them, lie in a checkpoint."""
+    held = None
+    if config.parallel.zero_stage == 1:
+        if optimizer is None:
+            return []  # weights are whole
+        held = partial(elements_of_shard, optimizer)
+    return [find_places(unwrap(chunk), held) for chunk in chunks]
 
 
 def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -325,7 +331,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -333,7 +339,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def _load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
+def load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
     saved = loaded.get("schedule", loaded.get("opt_param_scheduler"))  # the first until November 2026
     if saved is None:
         raise Refusal(f"checkpoint {path} has no learning-rate schedule: pass --no-load-optim")

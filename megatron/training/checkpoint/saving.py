@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -45,15 +45,21 @@ class Save:
         describe: makes core's sharded state of it; may talk to other ranks.
         content: core's description of the state's form.
         after: called on rank 0 when the checkpoint is published, in the thread that did so.
+        beside: small files by name, which rank 0 writes.
 
     Raises:
         OSError: on every rank; nothing can be written there.
     """
 
     def __init__(
-        self, final: Path, describe: Callable[[], dict[str, Any]], content: dict[str, Any], after: Callable[[], Any]
+        self,
+        final: Path,
+        describe: Callable[[], dict[str, Any]],
+        content: dict[str, Any],
+        after: Callable[[], Any],
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
-        self.final, self.partial, self.after = final, shelf.partial_of(final), after
+        self.final, self.partial, self.after, self.beside = final, shelf.partial_of(final), after, beside or {}
         self.copied = threading.Event()  # tensors may change from now on
         self._sums: dict[str, Sum] = {}
         self._results: list[Any] = []
@@ -157,6 +163,8 @@ class Save:
             self._writer.finish(self._metadata, [results for results, _, _ in every], sums)
             config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
             write_bytes(self.partial / CONFIG_FNAME, config.encode(), sums)
+            for name, data in self.beside.items():
+                write_bytes(self.partial / name, data, sums)
             write_sums(self.partial, sums)
             shelf.publish(self.final)
         except Exception as problem:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights and optimizer states as parts of a checkpoint: the same files from every grid and every ZeRO stage.
 
-megatron-core writes a parameter as one block of a regular grid. FSDP cuts by rows, unevenly and without regard to
-layouts in which a parameter is several blocks (SwiGLU's first layer), so a shard is written as the pieces of core's
-blocks that it holds, and nothing is gathered. Optimizer states have the layout of core's distributed optimizer
-(``fully_reshardable``), which writes and reads ZeRO 1 itself.
+megatron-core writes a parameter as one block of a regular grid. FSDP cuts by rows, core's distributed optimizer
+(ZeRO 1) anywhere, both without regard to layouts in which a parameter is several blocks (SwiGLU's first layer). So a
+shard is written as the boxes of core's blocks that it holds, and nothing is gathered. The files have the layout of
+core's ``fully_reshardable``, for which core itself gathers all states of ZeRO 1 on every rank. Its
+``fully_sharded_model_space`` gathers nothing, but needs flattened ranges, which core 0.16 refuses (mapping.py,
+``validate_metadata_integrity``).
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -20,6 +21,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
@@ -34,20 +36,22 @@ PARTITIONED = "is_expert_parallel"  # core's name: here, the groups of partition
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of what this rank holds of a parameter, and their place in the checkpoint."""
+    """A part of what this rank holds of a parameter, and its place in the checkpoint."""
 
     place: ShardedTensor  # without data
-    rows: slice
+    part: slice  # of the elements held here, in their order
 
     def of(self, tensor: Tensor, prefix: str = "") -> ShardedTensor:
-        """These rows of ``tensor``, which has the shape of what this rank holds."""
-        data = to_local_if_dtensor(tensor).detach()[self.rows].reshape(self.place.local_shape)
+        """This part of ``tensor``, which has as many elements as are held here."""
+        data = self._of(tensor).view(self.place.local_shape)
         return replace(self.place, key=prefix + self.place.key, data=data, dtype=data.dtype)
 
     def put(self, loaded: Tensor, tensor: Tensor) -> None:
-        """Write loaded rows into ``tensor``."""
-        target = to_local_if_dtensor(tensor).detach()[self.rows]
-        target.copy_(loaded.reshape(target.shape))
+        """Write what was loaded into ``tensor``."""
+        self._of(tensor).copy_(loaded.reshape(-1))
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        return to_local_if_dtensor(tensor).detach().view(-1)[self.part]
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,15 @@ class Places:
     others: list[Any]  # what core saves beside parameters
 
 
-def find_places(chunk: nn.Module) -> Places:
-    """Ask core where it would save whole parameters, and cut its blocks down to the rows that are here."""
+Held = tuple[int, int]  # first element of a parameter that is here, and how many are
+
+
+def find_places(chunk: nn.Module, held: Callable[[nn.Parameter], Held] | None = None) -> Places:
+    """Ask core where it would save whole parameters, and cut its blocks down to the elements that are here.
+
+    Args:
+        held: which ones, on no two ranks of DP x CP the same; default those of the parameter itself.
+    """
     with _parameters_without_data(chunk) as owners:
         state = chunk.sharded_state_dict(metadata=dict(METADATA))
         apply_factories(state)
@@ -70,7 +81,8 @@ def find_places(chunk: nn.Module) -> Places:
         if owner is None:
             others.append(block)
         else:
-            pieces[owner] += _cut(block, owner)
+            whole = held is None and not isinstance(owner, DTensor)
+            pieces[owner] += _cut(block, owner, (held or elements_here)(owner), whole)
     return Places(pieces, others)
 
 
@@ -95,26 +107,75 @@ def _parameters_without_data(chunk: nn.Module) -> Iterator[dict[int, nn.Paramete
             module._parameters[name] = parameter
 
 
-def _cut(block: ShardedTensor, parameter: nn.Parameter) -> list[Piece]:
-    """The piece of core's block that lies in this rank's rows of the parameter, if any."""
-    first, count = rows_here(parameter)
-    start = block.data.storage_offset() // prod(parameter.shape[1:])  # the block's first row in the parameter
-    low, high = max(start, first), min(start + block.local_shape[0], first + count)
-    if low >= high:
-        return []
+def _cut(block: ShardedTensor, parameter: nn.Parameter, held: Held, whole: bool) -> list[Piece]:
+    """The pieces of core's block that are among the elements held of the parameter.
+
+    Args:
+        whole: whether all ranks of DP x CP hold the same.
+    """
+    first, count = held
+    start = block.data.storage_offset()  # the block's first element in the parameter
     axis, replica = block.prepend_axis_num, block.replica_id
-    offset = list(block.global_offset)
-    offset[axis] += low - start
-    place = replace(
-        block,
-        data=None,
-        local_shape=(1,) * axis + (high - low, *block.local_shape[1:]),
-        global_offset=tuple(offset),
-        axis_fragmentations=None,  # no regular grid
-        prepend_axis_num=0,
-        replica_id=(*replica[:-1], 0) if isinstance(parameter, DTensor) else replica,  # (pp, tp, dp x cp)
-    )
-    return [Piece(place, slice(low - first, high - first))]
+    pieces = []
+    for begin, corner, shape in boxes(block.local_shape, first - start, first + count - start):
+        offset = list(block.global_offset)
+        for number, at in enumerate(corner, axis):
+            offset[number] += at
+        place = replace(
+            block,
+            data=None,
+            local_shape=(1,) * axis + shape,
+            global_offset=tuple(offset),
+            axis_fragmentations=None,  # no regular grid
+            prepend_axis_num=0,
+            replica_id=replica if whole else (*replica[:-1], 0),  # (pp, tp, dp x cp)
+        )
+        pieces.append(Piece(place, slice(start + begin - first, start + begin - first + prod(shape))))
+    return pieces
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Elements ``start`` to ``stop`` of a contiguous tensor, what lies outside it left out, as boxes: the end of a row,
+    whole rows, the begin of a row.
+
+    Yields:
+        (first element, corner, shape) of each.
+    """
+    start, stop = max(start, 0), min(stop, prod(shape))
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield start, (start,) * len(shape), (stop - start,) * len(shape)
+        return
+    size = prod(shape[1:])
+    row, last = start // size, stop // size
+    if start % size or row == last:
+        end = min((row + 1) * size, stop)
+        for begin, corner, inner in boxes(shape[1:], start - row * size, end - row * size):
+            yield row * size + begin, (row, *corner), (1, *inner)
+        row, start = row + 1, end
+    if row < last:
+        yield start, (row,) + (0,) * (len(shape) - 1), (last - row, *shape[1:])
+        start = last * size
+    if start < stop:
+        for begin, corner, inner in boxes(shape[1:], 0, stop - start):
+            yield start + begin, (last, *corner), (1, *inner)
+
+
+def elements_here(parameter: Tensor) -> Held:
+    """(first element, number of elements) that this rank holds of a parameter: all of them, or FSDP's share."""
+    row = prod(parameter.shape[1:])
+    first, count = rows_here(parameter)
+    return first * row, count * row
+
+
+def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Held:
+    """(first element, number of elements) of a parameter whose states this rank of core's distributed optimizer has."""
+    part = _part_with(optimizer, parameter)
+    if parameter not in part.model_param_gbuf_map:
+        return 0, 0
+    found = part._get_model_param_range_map(parameter)["param"]
+    return found.start, found.size
 
 
 def rows_here(parameter: Tensor) -> tuple[int, int]:
@@ -143,13 +204,15 @@ def load_weights(loaded: dict[str, Any], places: Places) -> None:
 
 
 def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, loading: bool) -> dict[str, Any]:
-    """Main weights and states of a replicated or an FSDP optimizer, as core's distributed optimizer saves them."""
+    """Main weights and states of an optimizer of any ZeRO stage, as core's distributed optimizer saves them.
+
+    Partitioned positions have a second one in core's chain. Groups and step, which are equal in both, are saved once:
+    a checkpoint looks as if there were one.
+    """
     part, _ = parts_of(optimizer)
     inner = part.optimizer
     if loading:
-        for one in parts_of(optimizer):
-            if one is not None:
-                one.init_state_fn(one.optimizer, one.config)
+        make_states(optimizer)
     steps = {float(state["step"]) for state in inner.state.values() if "step" in state}
     shared = {"step": steps.pop()} if steps else {}  # of Transformer Engine's Adam, the groups hold it
     groups = [{key: value for key, value in group.items() if key != "params"} | shared for group in inner.param_groups]
@@ -169,6 +232,13 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
     return state
 
 
+def make_states(optimizer: MegatronOptimizer) -> None:
+    """Have the states there that an optimizer would make in its first step, to be loaded into."""
+    for one in parts_of(optimizer):
+        if one is not None:
+            one.init_state_fn(one.optimizer, one.config)
+
+
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places: Iterable[Places]) -> None:
     """Take over what :func:`optimizer_state` asked for.
 
@@ -184,58 +254,12 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places:
         for name, tensor in _tensors(optimizer, parameter).items():
             for index, piece in enumerate(pieces):
                 piece.put(loaded["param_state"][f"{number}"][name][f"{index}"], tensor)
-        state = _part_with(optimizer, parameter).optimizer.state[_main(parameter)]
-        if "step" in state:
-            state["step"].fill_(saved[0]["step"])
+    for one in parts_of(optimizer):
+        for state in one.optimizer.state.values() if one is not None else ():
+            if "step" in state:
+                state["step"].fill_(saved[0]["step"])
     if getattr(part, "grad_scaler", None) and "grad_scaler" in loaded:
         part.grad_scaler.load_state_dict(loaded["grad_scaler"])
-
-
-def core_optimizer_state(optimizer: MegatronOptimizer, models: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    """The same with ZeRO 1, made by core's distributed optimizer.
-
-    Partitioned positions have a second one in core's chain. Groups and step, which are equal in both, are saved once:
-    a checkpoint looks as if there were one.
-    """
-    part, rows = parts_of(optimizer)
-    with _little_garbage():
-        state = part.sharded_state_dict(models, is_loading=loading, metadata=dict(METADATA))
-    if rows is not None:
-        if loading and rows.get_parameters() and not rows.optimizer.state:
-            rows.load_state_dict(rows.state_dict())  # makes states: Transformer Engine's Adam has none before a step
-        state["positions"] = rows.sharded_param_state_fully_reshardable(models, loading, dict(METADATA))
-    return state
-
-
-@contextmanager
-def _little_garbage() -> Iterator[None]:
-    """Keep a collection within from walking over all that the program has imported: 0.3 s of a small save.
-
-    A program that has frozen that itself keeps it so.
-    """
-    frozen = gc.get_freeze_count() > 0
-    if not frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
-
-
-def load_core_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    """Take over what :func:`core_optimizer_state` asked for."""
-    part, rows = parts_of(optimizer)
-    positions = loaded.pop("positions", None)
-    part.load_state_dict(loaded)
-    if rows is None:
-        return
-    saved = loaded["optimizer"]["param_groups"]
-    _load_groups(rows, saved)
-    for state in rows.optimizer.state.values():
-        if "step" in state:
-            state["step"].fill_(saved[0]["step"])
-    rows.load_parameter_state_from_fully_reshardable(positions)
 
 
 def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> None:
@@ -265,14 +289,17 @@ def _parameters(places: Iterable[Places]) -> Iterator[tuple[nn.Parameter, Sequen
         yield from one.pieces.items()
 
 
-def _main(parameter: nn.Parameter) -> Tensor:
-    """The fp32 weight that the optimizer updates."""
-    return getattr(parameter, "main_param", parameter)
-
-
 def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    main, inner = _main(parameter), _part_with(optimizer, parameter).optimizer
-    states = {name: value for name, value in inner.state[main].items() if name != "step"}
+    """The fp32 weight that the optimizer updates, and what it remembers; of the elements held here."""
+    part = _part_with(optimizer, parameter)
+    if not isinstance(part, DistributedOptimizer):
+        main = getattr(parameter, "main_param", parameter)
+    elif parameter in part.model_param_gbuf_map:
+        group, index = part.model_param_group_index_map[parameter]
+        main = part.optimizer.param_groups[group]["params"][index]
+    else:
+        return {}
+    states = {name: value for name, value in part.optimizer.state[main].items() if name != "step"}
     return {"param": main, **states}
 
 

@@ -7,6 +7,8 @@ All of this is done by one rank. What is not a checkpoint yet, or not any more, 
 from __future__ import annotations
 
 import ctypes
+import json
+import math
 import os
 import shutil
 import sys
@@ -18,6 +20,7 @@ from megatron.training.checkpoint.writer import write_bytes
 from megatron.training.refusal import Refusal
 
 PARTIAL, REMOVED = ".partial", ".removed"
+VALIDATION = "validation_loss.json"  # in a checkpoint whose iteration was evaluated
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
@@ -93,15 +96,38 @@ def checkpoints_before(folder: Path, iteration: int) -> Iterator[tuple[int, Path
     yield from sorted(found, reverse=True)
 
 
-def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | None) -> None:
-    """Remove checkpoints before ``latest``, which is whole: all but the newest ``keep`` and those at multiples.
+def validation_loss(path: Path) -> float:
+    """Of a checkpoint, as it was evaluated when it was saved; infinite where nobody can say."""
+    try:
+        loss = float(json.loads((path / VALIDATION).read_bytes())["validation_loss"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return math.inf
+    return loss if math.isfinite(loss) else math.inf
+
+
+def best_of(paths: dict[int, Path], count: int) -> list[int]:
+    """The iterations with the lowest validation losses, at most ``count`` of them, the best first; of equals the later.
+
+    Args:
+        paths: checkpoints by iteration.
+    """
+    losses = {iteration: validation_loss(path) for iteration, path in paths.items()}
+    known = [iteration for iteration, loss in losses.items() if loss < math.inf]
+    return sorted(known, key=lambda iteration: (losses[iteration], -iteration))[:count]
+
+
+def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | None, best: int | None = None) -> None:
+    """Remove checkpoints before ``latest``, which is whole: all but the newest ``keep``, those at multiples, the best.
 
     Args:
         keep: how many stay, ``latest`` among them.
         multiple_of: iterations at multiples of this stay as well.
+        best: so many with the lowest validation losses stay as well.
     """
-    for number, (iteration, path) in enumerate(checkpoints_before(Path(folder), latest), start=2):
-        if number <= keep or (multiple_of and iteration % multiple_of == 0) or path.is_symlink():
+    before = dict(checkpoints_before(Path(folder), latest))
+    stay = best_of({latest: Path(folder) / f"iter_{latest:07d}", **before}, best or 0)
+    for number, (iteration, path) in enumerate(before.items(), start=2):
+        if number <= keep or (multiple_of and iteration % multiple_of == 0) or iteration in stay or path.is_symlink():
             continue
         gone = path.with_name(f".{path.name}{REMOVED}")
         try:

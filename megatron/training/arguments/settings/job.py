@@ -18,6 +18,9 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
     keep_last_checkpoints: int | None = flag(None, "keep the newest this many, and remove older ones", type=int)
+    keep_best_checkpoints: int | None = flag(
+        None, "beside those, keep this many with the lowest validation loss", type=int
+    )
     async_save: bool = flag(False, "go on training while a checkpoint is written from a copy in host memory")
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
     universal_checkpoint: bool = flag(False, "DeepSpeed: --load names the folder of a universal checkpoint")
@@ -40,6 +43,28 @@ class CheckpointConfig:
     save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
     load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])
     load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"])
+    non_persistent_save_interval: int | None = flag(
+        None, "iterations between copies of the training state in the memory of the hosts", type=int
+    )
+    non_persistent_ckpt_type: str | None = flag(
+        None,
+        "where those copies go; local, files of each node, is the one kind there is",
+        type=str,
+        choices=["global", "local", "in_memory"],
+    )
+    non_persistent_local_ckpt_dir: str | None = flag(
+        None, "folder of the copies on each node; default one in /dev/shm, which is memory", type=str
+    )
+    non_persistent_local_ckpt_algo: str = flag(
+        "fully_parallel",
+        "fully_parallel: what several ranks hold is kept by one of them; atomic: each rank keeps all it has",
+        choices=["fully_parallel", "atomic"],
+    )
+    replication: bool = flag(False, "keep each rank's copy on another node as well")
+    replication_jump: int | None = flag(
+        None, "rank n's copies also go to ranks n + J, n + 2J, ...; default as many as a node has", type=int
+    )
+    replication_factor: int = flag(2, "--replication: on how many nodes a copy is, its own among them")
     ckpt_format: str = flag(
         "torch_dist",
         "checkpoint format; torch_dist is what is written, whichever is named",

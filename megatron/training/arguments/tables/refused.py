@@ -128,11 +128,11 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "checkpoints are written by --save and --save-interval alone",
-        """
-        --non-persistent-save-interval 1 --non-persistent-ckpt-type 1 --non-persistent-global-ckpt-dir 1
-        --non-persistent-local-ckpt-dir 1 --non-persistent-local-ckpt-algo 1 fully_parallel --replication
-        --replication-jump 1 --replication-factor 1 2 --load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014
-        """,
+        "--load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014",
+    ),
+    (
+        "copies beside checkpoints are files of each node: use --non-persistent-ckpt-type local",
+        "--non-persistent-global-ckpt-dir 1",
     ),
     ("evaluation uses one validation set and --eval-iters", "--full-validation --multiple-validation-sets"),
     (

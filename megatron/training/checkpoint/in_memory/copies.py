@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a run's state in the memory of its hosts: made beside training, kept until newer ones are everywhere.
+
+They are files in tmpfs, which outlive the process that wrote them; a thread sends them on, in messages of its own
+group. A file has its name once every rank has its own and its neighbours', and older ones go once every rank knows
+that. So at any moment, a kill included, there is a step of which every rank's state is somewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.training.arguments.config import CheckpointConfig, Config
+from megatron.training.checkpoint.checkpoint import Progress
+from megatron.training.checkpoint.in_memory import copy_file
+from megatron.training.checkpoint.in_memory.exchange import gathered, swap
+from megatron.training.checkpoint.saving import words
+from megatron.training.refusal import Refusal, together
+
+MEMORY = Path("/dev/shm")
+ID = "copies_in_memory.txt"  # in --save: whose copies belong to it
+PARTIAL = ".partial"
+
+
+class Copies:
+    """Made by every rank, and called by all of them at the same steps.
+
+    Args:
+        folder: this run's on this node; ranks of a node share it.
+        distances: rank n's copy also goes to rank n + each of these.
+        about: what each copy says of itself, for :mod:`restart`.
+        group: of all ranks, on gloo, for nothing else.
+        available: bytes of memory that this host has free.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        distances: Sequence[int],
+        about: Mapping[str, str],
+        group: dist.ProcessGroup,
+        available: Callable[[], int],
+    ) -> None:
+        self.folder, self.distances, self.about, self.group = folder, distances, dict(about), group
+        self.available = available
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._thread: threading.Thread | None = None
+        self._lines: list[str] = []
+        self._stall, self._first = 0.0, True
+
+    def path(self, iteration: int, rank: int) -> Path:
+        """Where the copy of a rank's state lies, on a node that has it."""
+        return self.folder / f"iter_{iteration:07d}.rank_{rank:05d}.safetensors"
+
+    def partial(self, iteration: int, rank: int) -> Path:
+        """The same while this rank is writing it."""
+        path = self.path(iteration, rank)
+        return path.with_name(f".{path.name}.by_{self.rank}{PARTIAL}")
+
+    def begin(self, progress: Progress, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy the state as it is; what takes longer happens beside training. A failure is told, and no more."""
+        self.finish()
+        begin, error, iteration = time.perf_counter(), "", progress.iteration
+        path = self.partial(iteration, self.rank)
+        about = {"iteration": str(iteration), "rank": str(self.rank), "progress": json.dumps(asdict(progress))}
+        try:
+            self._check_room(sum(tensor.nbytes for _, tensor in tensors) * (1 + len(self.distances)))
+            copy_file.write(path, tensors, {**self.about, **about})
+        except OSError as problem:
+            error = words(problem)
+        self._stall = time.perf_counter() - begin
+        self._thread = threading.Thread(
+            target=self._replicate, args=(iteration, error), daemon=True, name="copies in memory"
+        )
+        self._thread.start()
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait until the copies under way are everywhere, or for so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def told(self) -> list[str]:
+        """What there is to say since it was last asked, once nothing is under way."""
+        if self._thread is not None and self._thread.is_alive():
+            return []
+        lines, self._lines = self._lines, []
+        return lines
+
+    def remove(self, save: str) -> None:
+        """The run has ended well: leave nothing in memory. All ranks call it."""
+        self.finish()
+        with suppress(RuntimeError):
+            gathered(None, self.group)  # ranks of a node share the folder
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.rank == 0:
+            (Path(save) / ID).unlink(missing_ok=True)
+
+    def clear(self, stays: int | None) -> None:
+        """Remove all copies but those of one iteration, and what was cut off; while no rank is writing any."""
+        for path in self.folder.iterdir():
+            if stays is None or not path.name.startswith(f"iter_{stays:07d}."):
+                path.unlink(missing_ok=True)
+
+    def _clear_before(self, iteration: int) -> None:
+        """Remove what is older; another rank of this node may be writing what is newer."""
+        for path in self.folder.iterdir():
+            number = path.name.lstrip(".").removeprefix("iter_").partition(".")[0]
+            if number.isdigit() and int(number) < iteration:
+                path.unlink(missing_ok=True)
+
+    def _check_room(self, need: int) -> None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        room = shutil.disk_usage(self.folder).free
+        if self.folder.is_relative_to(MEMORY):
+            room = min(room, self.available())
+        if need > room // ranks:
+            raise OSError(
+                f"{self.folder} has room for {room / ranks / 2**20:,.0f} MiB a rank, and {need / 2**20:,.0f} are needed"
+            )
+
+    def _replicate(self, iteration: int, error: str) -> None:
+        """In the thread: sums, neighbours, names; no error leaves it."""
+        mine, written = self.partial(iteration, self.rank), [self.rank]
+        try:
+            size = 0 if error else copy_file.seal(mine)
+        except OSError as problem:
+            size, error = 0, words(problem)
+        try:
+            every = gathered((size, error), self.group)
+            failed = _first(error for _, error in every)
+            if not failed:
+                for distance in self.distances:
+                    to, source = (self.rank + distance) % self.ranks, (self.rank - distance) % self.ranks
+                    path = self.partial(iteration, source)
+                    written.append(source)
+                    try:
+                        swap((mine, to), (path, source, every[source][0]), self.group)
+                        if not copy_file.whole(path):
+                            raise OSError(f"what rank {source} sent came as something else")
+                    except OSError as problem:
+                        error = words(problem)
+                failed = _first(gathered(error, self.group))
+            if not failed:
+                for rank in written:
+                    self.partial(iteration, rank).rename(self.path(iteration, rank))
+                gathered(None, self.group)
+                self._clear_before(iteration)
+                self._tell_first(iteration, size)
+                return
+        except Exception as problem:  # of messages: whoever is gone will be missed in the next step
+            failed = words(problem)
+        for rank in written:
+            self.partial(iteration, rank).unlink(missing_ok=True)
+        self._lines.append(
+            f"WARNING: no copy of iteration {iteration} in memory ({failed}); the one before stays, training goes on"
+        )
+
+    def _tell_first(self, iteration: int, size: int) -> None:
+        where = "".join(f", and on rank n + {distance}" for distance in self.distances)
+        if self._first:
+            self._lines.append(
+                f"copies of iteration {iteration} in {self.folder}{where}: {size / 2**20:,.0f} MiB a rank, training "
+                f"stood still for {self._stall:.2f} s; more every --non-persistent-save-interval"
+            )
+        self._first = False
+
+
+def _first(errors: Any) -> str:
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), "")
+
+
+def open_copies(config: Config, grid: str, available: Callable[[], int]) -> Copies | None:
+    """Where this run's copies are, and come to be; None without --non-persistent-save-interval. All ranks call it.
+
+    Args:
+        grid: in words; a copy is of use on the same one alone.
+        available: bytes of memory that this host has free.
+
+    Raises:
+        Refusal: on every rank; a folder cannot be made, or belongs to somebody else.
+    """
+    settings = config.checkpoint
+    if settings.non_persistent_save_interval is None:
+        return None
+    run = together(lambda: _id(settings.save) if dist.get_rank() == 0 else "")
+    agreed: list[Any] = [(run, uuid.uuid4().hex, *_distances(settings))]  # a node may have less ranks than another
+    dist.broadcast_object_list(agreed)
+    run, start, distances, note = agreed[0]
+    config.notes += note
+    folder = together(lambda: _folder(settings, run))
+    group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    grid = f"{grid}, ZeRO {config.parallel.zero_stage}"
+    about = {"run": run, "start": start, "grid": grid, "settings": _form(config)}
+    return Copies(folder, distances, about, group, available)
+
+
+def _form(config: Config) -> str:
+    """What the form of a rank's state depends on beside the grid."""
+    parallel, optimizer, checkpoint = config.parallel, config.optimizer, config.checkpoint
+    form = {
+        "model": asdict(config.model),
+        "chunks": asdict(config.chunks),
+        "seq_length": config.data.seq_length,
+        "balance": parallel.context_parallel_balance,
+        "positions": parallel.partition_position_embedding,
+        "stages": [parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank],
+        "buckets": parallel.ddp_bucket_size,
+        "precision": [optimizer.fp16, optimizer.bf16],
+        "optimizer": optimizer.optimizer,
+        "kept": checkpoint.non_persistent_local_ckpt_algo,
+    }
+    return json.dumps(form, sort_keys=True, default=str)
+
+
+def _id(save: str) -> str:
+    """Names the run that saves in this folder; made where there is none, so that a new run finds no old copies."""
+    path = Path(save) / ID
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or len(path.read_text()) != 32:
+            beside = path.with_name(f".{path.name}{PARTIAL}")
+            beside.write_text(uuid.uuid4().hex)
+            beside.rename(path)
+        run = path.read_text()
+    except OSError as error:
+        raise Refusal(f"--save {save} cannot be written to: {error.strerror}") from None
+    if not run.isalnum():
+        raise Refusal(f"{path} is not what was written: remove it")
+    return run
+
+
+def _folder(settings: CheckpointConfig, run: str) -> Path:
+    """This run's folder on this node, which nobody else can read or write."""
+    flag, parent = "--non-persistent-local-ckpt-dir", settings.non_persistent_local_ckpt_dir
+    if parent is None and not MEMORY.is_dir():
+        raise Refusal(f"--non-persistent-save-interval: there is no {MEMORY} here: give {flag} DIR")
+    folder = Path(parent or MEMORY / f"megatron-{os.getuid()}").absolute() / f"run-{run}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.lstat().st_uid
+    except OSError as error:
+        raise Refusal(f"{flag} {folder.parent} cannot be written to: {error.strerror}: give another folder") from None
+    if folder.is_symlink() or owner != os.getuid():
+        raise Refusal(f"{flag}: {folder} belongs to somebody else: give another folder")
+    return folder
+
+
+def _distances(settings: CheckpointConfig) -> tuple[list[int], list[str]]:
+    """(how far each copy goes; why it goes nowhere, as that would be no other node)."""
+    if not settings.replication:
+        return [], []
+    ranks, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    jump = settings.replication_jump or local
+    distances = [number * jump for number in range(1, settings.replication_factor)]
+    if all(local <= distance % ranks <= ranks - local for distance in distances):
+        return distances, []
+    return [], [
+        f"no effect here: --replication (with --replication-jump {jump} and --replication-factor "
+        f"{settings.replication_factor} a copy would lie on its own node, which has {local} of the {ranks} ranks)"
+    ]

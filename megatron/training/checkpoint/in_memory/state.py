@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank must remember to go on where it is: its tensors as they lie, and the little that is no tensor.
+
+Nothing is described, planned or gathered for it, and it fits the same grid alone. What all ranks of DP x CP hold alike
+(weights below ZeRO 2, states below ZeRO 1) is kept by one of them, in shares of about the same size, and sent to the
+others when it is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import get_data_parallel_group
+from megatron.core.utils import to_local_if_dtensor
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from megatron.training.arguments.config import Config
+from megatron.training.checkpoint.checkpoint import (
+    gather_parameters,
+    load_schedule,
+    random_state,
+    set_random_state,
+    unwrap,
+)
+from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.reading import EXTRA_STATE, check_engine_states
+from megatron.training.checkpoint.sharded_state import make_states, parts_of
+from megatron.training.checkpoint.writer import packed
+from megatron.training.refusal import Refusal, together
+
+OBJECTS = "objects"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the training state."""
+
+    name: str
+    tensor: Tensor
+    owner: int | None = None  # rank in DP x CP that keeps it, where all hold the same
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a job's state lies in."""
+
+    chunks: Sequence[nn.Module]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler | None
+    config: Config
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """What this rank keeps, by name, as it is; all ranks call it together."""
+        gather_parameters(self.chunks, self.config)
+        kept = [(part.name, part.tensor) for part in self._kept()]
+        objects = torch.frombuffer(bytearray(packed(self._objects())), dtype=torch.uint8)
+        return [*kept, (OBJECTS, objects)]
+
+    def load(self, path: Path) -> None:
+        """Take over a copy whose sum was found right; all ranks call it together, each with its own.
+
+        Raises:
+            Refusal: on every rank, and nothing was changed; it is of other tensors.
+        """
+        make_states(self.optimizer)
+        group = get_data_parallel_group(with_context_parallel=True)
+        with safe_open(path, "pt") as file:
+            together(lambda: self._check(file, path))
+            for part in self._kept():
+                part.tensor.copy_(file.get_tensor(part.name))
+            objects = unpickle.read_bytes(file.get_tensor(OBJECTS).numpy().tobytes(), path, whole=True)
+        for part in self._parts():
+            if part.owner is not None:
+                dist.broadcast(part.tensor, dist.get_global_rank(group, part.owner), group=group)
+        self._take(objects, path)
+
+    def _check(self, file: Any, path: Path) -> None:
+        there = {name: file.get_slice(name).get_shape() for name in file.keys() if name != OBJECTS}
+        here = {part.name: list(part.tensor.shape) for part in self._kept()}
+        if there != here:
+            name = next(name for name in (*here, *there) if there.get(name) != here.get(name))
+            raise Refusal(
+                f"the copy {path} is of another state: {name} is {there.get(name, 'missing')} there, "
+                f"{here.get(name, 'missing')} here; remove its folder to go on from the disk"
+            )
+
+    def _kept(self) -> list[Part]:
+        mine = get_data_parallel_group(with_context_parallel=True).rank()
+        return [part for part in self._parts() if part.owner in (None, mine)]
+
+    def _parts(self) -> list[Part]:
+        parts, alike = [], []
+        for part, same in self._found():
+            (alike if same else parts).append(part)
+        shares = [0] * get_data_parallel_group(with_context_parallel=True).size()
+        for part in sorted(alike, key=lambda one: -one.tensor.nbytes):
+            owner = shares.index(min(shares))
+            shares[owner] += part.tensor.nbytes
+            parts.append(Part(part.name, part.tensor, owner))
+        return parts
+
+    def _found(self) -> list[tuple[Part, bool]]:
+        """(each tensor, whether all ranks of DP x CP hold it and the work of keeping it is shared)."""
+        stage = self.config.parallel.zero_stage
+        share = self.config.checkpoint.non_persistent_local_ckpt_algo == "fully_parallel"
+        found, weights = [], set()
+        for number, chunk in enumerate(self.chunks):
+            model = unwrap(chunk)
+            for name, parameter in model.named_parameters():
+                tensor = to_local_if_dtensor(parameter).detach()
+                weights.add(tensor.untyped_storage().data_ptr())
+                same = share and stage < 2 and getattr(parameter, "allreduce", True)  # not so: partitioned positions
+                found.append((Part(f"model{number}.{name}", tensor), same))
+            for name, buffer in model.named_buffers():
+                found.append((Part(f"model{number}.{name}", to_local_if_dtensor(buffer)), False))
+        for name, main, states in self._states():
+            tensor = to_local_if_dtensor(main).detach()
+            same = share and stage < 1 and name.startswith("optimizer0.")  # the other one has partitioned positions
+            if tensor.untyped_storage().data_ptr() not in weights:  # in fp32 it is the weight, or a view of it
+                found.append((Part(f"{name}.param", tensor), same))
+            for key, value in states.items():
+                if isinstance(value, Tensor):
+                    found.append((Part(f"{name}.{key}", to_local_if_dtensor(value).detach()), same))
+        return found
+
+    def _states(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
+        """(name, weight that the optimizer updates, what it remembers of it) for each of them."""
+        return [
+            (f"optimizer{number}.{at}.{index}", main, part.optimizer.state[main])
+            for number, part in enumerate(_optimizers(self.optimizer))
+            for at, group in enumerate(part.optimizer.param_groups)
+            for index, main in enumerate(group["params"])
+        ]
+
+    def _objects(self) -> dict[str, Any]:
+        optimizers = _optimizers(self.optimizer)
+        groups = [part.optimizer.param_groups for part in optimizers]
+        return {
+            "groups": [
+                [{name: value for name, value in group.items() if name != "params"} for group in of_part]
+                for of_part in groups
+            ],
+            "numbers": [
+                {key: value for key, value in states.items() if not isinstance(value, Tensor)}
+                for _, _, states in self._states()
+            ],
+            "scalers": [
+                scaler.state_dict() if (scaler := getattr(part, "grad_scaler", None)) else None for part in optimizers
+            ],
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "random": random_state(),
+            "engine": {name: value for name, _, value in self._engine_states()},
+        }
+
+    def _take(self, objects: dict[str, Any], path: Path) -> None:
+        for part, groups, scaler in zip(_optimizers(self.optimizer), objects["groups"], objects["scalers"]):
+            for group, saved in zip(part.optimizer.param_groups, groups):
+                group.update(saved)
+            if scaler is not None:
+                part.grad_scaler.load_state_dict(scaler)
+        for (_, _, states), numbers in zip(self._states(), objects["numbers"]):
+            states.update(numbers)
+        if self.schedule is not None:
+            load_schedule(self.schedule, {"opt_param_scheduler": objects["schedule"]}, path)
+        loaded = {
+            name: io.BytesIO(value) if isinstance(value, bytes) else value for name, value in objects["engine"].items()
+        }
+        check_engine_states(loaded, path)
+        for name, module, _ in self._engine_states():
+            if name in loaded:
+                module.set_extra_state(loaded[name])
+        set_random_state(objects["random"])
+
+    def _engine_states(self) -> list[tuple[str, nn.Module, Any]]:
+        """States of Transformer Engine's layers, for FP8."""
+        found = []
+        for number, chunk in enumerate(self.chunks):
+            for name, module in unwrap(chunk).named_modules():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    value = module.get_extra_state()
+                    value = value.getvalue() if isinstance(value, io.BytesIO) else value
+                    if value is not None:
+                        found.append((f"model{number}.{name}.{EXTRA_STATE}", module, value))
+        return found
+
+
+def _optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return [part for part in parts_of(optimizer) if part is not None]

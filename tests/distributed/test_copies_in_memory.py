@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of the training state in the memory of the hosts: what goes on from them is the run that never stopped."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.distributed.training_runs import make_job, train_job
+from tests.pairs import also_in_full
+
+SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
+T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+P2 = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
+
+
+def with_copies(folder, flags, nodes):
+    """Flags of a run whose ranks lie on so many nodes, each with a memory of its own: a folder here."""
+    import torch.distributed as dist
+
+    local = dist.get_world_size() // nodes
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    return (
+        f"{SMALL} {flags} --save {folder}/c --load {folder}/c --non-persistent-save-interval 2 "
+        f"--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {folder}/node{dist.get_rank() // local}"
+    )
+
+
+def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
+    """Start, or go on; copy after each of so many steps, and then take more.
+
+    Returns (iteration at the start, losses of the last steps, notes, what is said of copies).
+    """
+    from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.in_memory.state import Held
+
+    before, said = os.environ.get("LOCAL_WORLD_SIZE"), []
+    try:
+        job = make_job(with_copies(folder, flags, nodes))
+        first = job.progress.iteration
+        state = (job.chunks, job.optimizer, job.schedule, job.config)
+        for count in copies:
+            train_job(job, count)
+            if job.progress.iteration in save_at:
+                checkpoint.save(f"{folder}/c", job.progress, *state)
+            job.copies.begin(job.progress, Held(*state).tensors())
+            job.copies.finish()
+            said += job.copies.told()
+        return first, train_job(job, more)[0], job.config.notes, said
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE")
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+def files(folder, node=0):
+    """Names of the copies on a node, without the hidden ones."""
+    return sorted(path.name.removesuffix(".safetensors") for path in Path(folder, f"node{node}").glob("run-*/iter_*"))
+
+
+def the_file(folder, node, name):
+    (path,) = Path(folder, f"node{node}").glob(f"run-*/{name}.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (2, "--zero-stage 1 --bf16 --hidden-dropout 0.1 --partition-position-embedding --ring-parallel-size 2 GPT"),
+        (4, f"{T2} --fp16 --initial-loss-scale 256 --loss-scale-window 2 --lr-warmup-iters 3"),
+        *also_in_full(
+            (2, "--zero-stage 3 --bf16 --micro-batch-size 1"),
+            (4, f"{P2} --zero-stage 1 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
+            (4, f"{T2} --zero-stage 2 --non-persistent-local-ckpt-algo atomic"),
+            (2, "--optimizer sgd --ulysses-parallel-size 2 --non-persistent-local-ckpt-algo atomic"),
+            (2, "--zero-stage 1 --overlap-param-gather --overlap-grad-reduce"),
+            (1, ""),
+        ),
+    ],
+)
+def test_a_run_goes_on_from_memory_exactly(pool, tmp_path, world, flags):
+    flags = flags.replace("GPT", "--position-embedding-type learned_absolute")
+    _, losses, notes, said = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
+    assert files(tmp_path) == [f"iter_0000003.rank_{rank:05d}" for rank in range(world)]
+    assert not [note for note in notes if "cop" in note] and len(said) == 1 and "stood still" in said[0]
+    first, resumed, notes, _ = pool.run(run, world, tmp_path, flags, 1, (), 3, timeout=120)[0]
+    assert first == 3 and resumed == losses  # to the last bit
+    assert "loaded iteration 3 from the copies in memory; on the disk is no checkpoint" in notes
+
+
+REPLICATED = "--zero-stage 1 --ring-parallel-size 2 --replication"
+
+
+@pytest.fixture(scope="module")
+def two_nodes(pool, shared, tmp_path_factory):
+    """Four ranks on two nodes: a checkpoint of iteration 1, copies of iteration 3, and the losses of two steps more."""
+
+    def make():
+        folder = tmp_path_factory.mktemp("nodes")
+        _, losses, _, said = pool.run(run, 4, folder, REPLICATED, 2, (1, 2), 2, (1,), timeout=120)[0]
+        assert "and on rank n + 2" in said[0]
+        return str(folder), losses
+
+    return shared("two nodes with copies", make)
+
+
+@pytest.fixture
+def nodes(two_nodes, tmp_path):
+    """The folder of the above to be changed at will, and the losses after iteration 3."""
+    return Path(shutil.copytree(two_nodes[0], tmp_path / "nodes")), two_nodes[1]
+
+
+def test_every_copy_lies_on_two_nodes(nodes):
+    folder, _ = nodes
+    for node in range(2):
+        assert files(folder, node) == [f"iter_0000003.rank_{rank:05d}" for rank in range(4)]
+        (inner,) = folder.glob(f"node{node}/run-*")
+        assert inner.stat().st_mode & 0o777 == 0o700
+        assert all(not path.name.startswith(".") for path in inner.iterdir())
+    mine, other = (the_file(folder, node, "iter_0000003.rank_00001") for node in range(2))
+    assert mine.read_bytes() == other.read_bytes()
+    assert "model0.decoder.layers.0.mlp.linear_fc2.weight" in {
+        name for rank in range(4) for name in load_file(the_file(folder, 0, f"iter_0000003.rank_{rank:05d}"))
+    }
+
+
+def lose_a_node(folder):
+    shutil.rmtree(folder / "node1")
+    return "of ranks 2, 3 from another node's"
+
+
+def exchange_nodes(folder):
+    """A scheduler gives ranks other hosts; one copy is gone besides."""
+    (folder / "node0").rename(folder / "x")
+    (folder / "node1").rename(folder / "node0")
+    (folder / "x").rename(folder / "node1")
+    the_file(folder, 0, "iter_0000003.rank_00000").unlink()
+    return "of rank 0 from another node's"
+
+
+def flip_a_bit(folder):
+    path = the_file(folder, 0, "iter_0000003.rank_00001")
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    return "of rank 1 from another node's"
+
+
+def cut_off_while_writing(folder):
+    """A newer step that not all have, one file that never got its name, and one that is cut short."""
+    for node, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
+        path = the_file(folder, node, f"iter_0000003.rank_{rank:05d}")
+        newer = path.with_name(path.name.replace("iter_0000003", "iter_0000005"))
+        if rank == 1:
+            newer = newer.with_name(f".{newer.name}.by_1.partial")
+        shutil.copy(path, newer)
+    os.truncate(the_file(folder, 1, "iter_0000003.rank_00002"), 1000)
+    return "of rank 2 from another node's"
+
+
+@pytest.mark.parametrize("harm", [lose_a_node, flip_a_bit, *also_in_full(exchange_nodes, cut_off_while_writing)])
+def test_what_is_lost_comes_from_the_neighbour(pool, nodes, harm):
+    folder, losses = nodes
+    expected = harm(folder)
+    first, after, notes, _ = pool.run(run, 4, folder, REPLICATED, 2, (), 2, timeout=120)[0]
+    (note,) = [note for note in notes if "in memory" in note]
+    assert first == 3 and expected in note and "on the disk is iteration 1" in note
+    assert after == losses  # to the last bit
+    for node in range(2):  # nothing newer is left that could be mistaken
+        assert {name.partition(".")[0] for name in files(folder, node)} == {"iter_0000003"}
+
+
+def lose_both(folder):
+    flip_a_bit(folder)
+    the_file(folder, 1, "iter_0000003.rank_00001").unlink()
+    return REPLICATED, "of iteration 3 no whole copy of rank 1 is left"
+
+
+def another_grid(folder):
+    return "--tensor-model-parallel-size 2 --zero-stage 1 --replication", "Ring 2"
+
+
+def another_run(folder):
+    (folder / "c" / "copies_in_memory.txt").write_text("0" * 32)
+    return REPLICATED, ""
+
+
+def disk_is_newer(folder):
+    shutil.copytree(folder / "c" / "iter_0000001", folder / "c" / "iter_0000003")  # of another state, to be seen
+    (folder / "c" / "latest_checkpointed_iteration.txt").write_text("3")
+    return REPLICATED, ""
+
+
+@pytest.mark.parametrize("harm", [lose_both, another_grid, *also_in_full(another_run, disk_is_newer)])
+def test_without_a_whole_newer_step_the_disk_is_taken(pool, nodes, harm):
+    folder, _ = nodes
+    flags, reason = harm(folder)
+    first, _, notes, _ = pool.run(run, 4, folder, flags, 2, (), timeout=120)[0]
+    lines = [note for note in notes if "in memory" in note]
+    assert first == 1 and any(note.startswith("loaded ") and "/c/iter_" in note for note in notes)
+    assert len(lines) == bool(reason) and all(reason in line and "\n" not in line for line in lines)
+    assert harm is another_run or not files(folder)  # of no use any more
+
+
+def without_room(folder, flags):
+    """Two copies; there is no room for the second one on rank 1."""
+    import torch.distributed as dist
+
+    from megatron.training.checkpoint.in_memory.state import Held
+
+    job = make_job(with_copies(folder, flags, 1))
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    lines = []
+    for _ in range(2):
+        train_job(job, 1)
+        held = Held(job.chunks, job.optimizer, job.schedule, job.config)
+        job.copies.begin(job.progress, held.tensors())
+        job.copies.finish()
+        lines += job.copies.told()
+        job.copies.folder = job.copies.folder if dist.get_rank() == 0 else Path("/dev/shm") / "no such folder"
+    return lines
+
+
+def test_a_copy_that_has_no_room_is_one_line(pool, tmp_path):
+    for _, line in pool.run(without_room, 2, tmp_path, "--zero-stage 1", timeout=120):
+        assert line.startswith("WARNING: no copy of iteration 2 in memory (rank 1: FileNotFoundError")
+        assert "training goes on" in line and "\n" not in line
+    assert files(tmp_path) == [f"iter_0000001.rank_{rank:05d}" for rank in range(2)]
+    assert not list(tmp_path.glob("node0/run-*/.*"))
