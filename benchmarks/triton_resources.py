@@ -18,7 +18,7 @@ import sys
 
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.context_parallel.attention.kernels.triton_call import Launch
+from megatron.context_parallel.attention.kernels.triton_launch import Launch
 from megatron.context_parallel.attention.kernels.triton_compile import FEATURES, Resources, example, resources
 
 NAMES = {80: "A100", 86: "RTX 3090", 89: "L40S", 90: "H100", 100: "B200", 120: "RTX 5090"}
@@ -47,7 +47,7 @@ def row(capability: int, head: int, which: str, features: tuple[str, ...]) -> st
     products = ", ".join(f"{count} {name}" for name, count in taken.products.items())
     return (
         f"| {NAMES.get(capability, capability)} | {head} | {which} | {', '.join(features) or 'plain'} "
-        f"| {sizes['BLOCK']} x {sizes['STEP']} | {launch.warps} | {launch.stages} "
+        f"| {sizes['BLOCK']} x {sizes['STEP']} | {launch.sizes.warps} | {launch.sizes.stages} "
         f"| {taken.registers} | {taken.spills} | {taken.shared / 1024:.0f} | {taken.programs} | {taken.occupancy:.1%} "
         f"| {products} {bound(which, launch, taken)}|"
     )

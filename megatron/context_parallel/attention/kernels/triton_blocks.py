@@ -24,12 +24,15 @@ class Blocks:
         step: rows of the other side that it takes at once.
         warps: of a program, 32 threads each.
         stages: steps whose loads are under way at once.
+        registers: the most that a thread takes. Without a bound ptxas aims at more programs a multiprocessor, and
+            spills what the loop does not need (pointers of the output) for it; None where it has no need to.
     """
 
     block: int
     step: int
     warps: int = 4
     stages: int = 2
+    registers: int | None = None
 
 
 INTERPRETED = Blocks(32, 16)  # small, so that short sequences have several blocks
@@ -72,10 +75,10 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     },
 }
 
-# The same for four bytes, of which no tensor core multiplies, on every GPU.
+# The same for four bytes, of which no tensor core multiplies, on every GPU. 255 registers are the most there are.
 FP32: dict[Pass, dict[int, Blocks]] = {
-    "forward": {64: Blocks(16, 16, 8, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
-    "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
+    "forward": {64: Blocks(16, 16, 8, 1), 128: Blocks(16, 16, 8, 1, 255), 256: Blocks(16, 16, 8, 1, 255)},
+    "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1, 128), 256: Blocks(16, 16, 8, 1, 255)},
     "keys": {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
 }
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,14 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import to_device
-from megatron.context_parallel.attention.kernels.triton_blocks import Pass, blocks
+from megatron.context_parallel.attention.kernels.triton_blocks import Blocks, Pass, blocks
+from megatron.context_parallel.attention.kernels.triton_launch import Launch
 from megatron.context_parallel.attention.kernels.triton_tiles import Side, groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.context_parallel.positions.dropout import LANES, Dropout
 
 LOG2E = 1.4426950408889634
-OPTIONS = {"enable_fp_fusion": True}  # a product and a sum in one instruction; Triton is about to change its default
 
 
 def attend_tiles(
@@ -117,25 +116,8 @@ def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
         "BLOCK": 32,
         "WIDE": _wide(32, out_SBHD, dout_SBHD),
     }
-    Launch(_functions()["delta"], (-(-s // 32), b * h), arguments, 4, 1).run()
+    Launch(_functions()["delta"], (-(-s // 32), b * h), arguments, Blocks(32, 32, 4, 1)).run()
     return total
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel with all it is called with, by name."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: dict[str, Any]
-    warps: int
-    stages: int
-
-    def run(self) -> None:
-        """Enqueues it on the current stream of the tensors' GPU."""
-        device = self.arguments["out" if "out" in self.arguments else "q"].device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages, **OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -248,7 +230,7 @@ class Call:
         if which != "forward":
             arguments["scale"] = self.scale
         heads = h if side == "q" else hk
-        return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes.warps, sizes.stages)
+        return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes)
 
     def _by_position(self, tiles: tuple[Tile, ...]) -> dict[str, Tensor | None]:
         """Positions of rows, for ALiBi and dropout, and the keys of dropout's hashes."""

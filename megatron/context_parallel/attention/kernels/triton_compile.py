@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from megatron.context_parallel.attention.kernels.triton_blocks import Pass
-from megatron.context_parallel.attention.kernels.triton_call import OPTIONS, Call, Launch
+from megatron.context_parallel.attention.kernels.triton_call import Call
+from megatron.context_parallel.attention.kernels.triton_launch import Launch
 from megatron.context_parallel.layout.masks import Causal, MaskFunction
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.dropout import Dropout
@@ -101,8 +102,7 @@ def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
         if at % 16 == 0 and not parameter.do_not_specialize:
             aligned[index,] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, aligned)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, **OPTIONS}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
 
 
 def resources(launch: Launch, capability: int) -> Resources:
