@@ -97,6 +97,8 @@ def _program(config: Config, express: _Express) -> None:
 
 def _precision(config: Config, express: _Express) -> None:
     other = config.elsewhere
+    if other.optimizer_selection:
+        express("optimizer.optimizer", "adam", f"--optimizer-selection {other.optimizer_selection}")
     if other.o2_gradient:
         express("parallel.grad_reduce_in_bf16", True, "--o2-gradient")
     source = f"--main-grads-dtype {other.main_grads_dtype}"
@@ -111,7 +113,11 @@ def _precision(config: Config, express: _Express) -> None:
 def _recompute(config: Config, express: _Express) -> None:
     """Megatron-LM 2.6 reads --checkpoint-activations as --activations-checkpoint-method uniform, and both as one layer
     a unit unless told otherwise."""
-    other = config.elsewhere
+    other, attention = config.elsewhere, config.attention
+    read = attention.recompute_granularity and attention.recompute_method != "block"
+    if attention.recompute_num_layers == 0 and not read:
+        attention.recompute_granularity = attention.recompute_method = attention.recompute_num_layers = None
+        config.notes.append("--recompute-num-layers 0: no layer is recomputed")
     sources = {
         "--checkpoint-activations": "uniform" if other.checkpoint_activations else None,
         f"--activations-checkpoint-method {other.activations_checkpoint_method}": other.activations_checkpoint_method,
@@ -193,6 +199,9 @@ def _zero(config: Config, express: _Express) -> None:
         _overlap(config, source, stage)
     elif strategy != "no_shard":
         config.notes.append(f"--data-parallel-sharding-strategy {strategy} says nothing without --use-megatron-fsdp")
+    if other.overlapped_distributed_optimizer:
+        for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+            express(f"parallel.{name}", True, "--overlapped-distributed-optimizer")
     if other.use_torch_fsdp2:
         source = "--use-torch-fsdp2"
         stage = 3 if other.torch_fsdp2_reshard_after_forward else 2
@@ -244,6 +253,7 @@ def _grid(config: Config, express: _Express) -> None:
     if other.context_parallel_algo:
         kinds = {"ulysses_cp_algo": "a2a", "megatron_cp_algo": "p2p", "hybrid_cp_algo": "a2a+p2p"}
         kinds |= {"kvallgather_cp_algo": "all_gather"}
+        kinds |= {"adaptive_cp_algo": "p2p", "hybrid_adaptive_cp_algo": "a2a+p2p"}  # rings that skip empty tiles
         source = f"--context-parallel-algo {other.context_parallel_algo}"
         express("parallel.cp_comm_type", [kinds[other.context_parallel_algo]], source)
 

@@ -122,6 +122,7 @@ def _same(values: list[str], default: str) -> bool:
 # Older spellings that store a value in a setting of ours: flag -> (section.field, value).
 SPELLINGS: dict[str, tuple[str, Any]] = {
     "--use-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
+    "--RMSNorm": ("model.normalization", "RMSNorm"),
     "--fp8-e4m3": ("model.fp8_format", "e4m3"),
     "--fp8-hybrid": ("model.fp8_format", "hybrid"),
     "--fpdt-offload": ("chunks.fpdt_offload", True),

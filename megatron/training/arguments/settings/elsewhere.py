@@ -93,7 +93,17 @@ class ElsewhereConfig:
         None,
         "MindSpeed: --cp-comm-type a2a, p2p, a2a+p2p with --ulysses-degree-in-cp, or all_gather",
         type=str,
-        choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"],
+        choices=["ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo", "adaptive_cp_algo",
+                 "hybrid_adaptive_cp_algo"],
+    )  # fmt: skip
+    optimizer_selection: str | None = flag(
+        None,
+        "MindSpeed: which of its AdamW, for --optimizer adam",
+        type=str,
+        choices=["fused_adamw", "fused_torch_adamw"],
+    )
+    overlapped_distributed_optimizer: bool = flag(
+        False, "Megatron-LLaMA: --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     )
     enable_hf2mg_convert: bool = flag(False, "MindSpeed: --load names a Hugging Face folder, which is read as it is")
     rope_scaling_type: str | None = flag(None, "MindSpeed: llama3 is --use-rope-scaling", type=str, choices=["llama3"])

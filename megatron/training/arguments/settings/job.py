@@ -105,7 +105,9 @@ class RunConfig:
 
     device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
     seed: int = flag(1234, "seed of weights, data order and dropout")
-    deterministic_mode: bool = flag(False, "a run repeats bit for bit, on the same grid and kind of device")
+    deterministic_mode: bool = flag(
+        False, "a run repeats bit for bit, on the same grid and kind of device", aliases=["--npu-deterministic"]
+    )
     train_iters: int | None = flag(None, "iterations to train", type=int)
     train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
     train_tokens: int | None = flag(

@@ -14,6 +14,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --use-fused-sdpa-with-recompute * --use-fast-softmax * --use-te-custom-op * --use-flash-attn-builder
         --abort-on-unmet-fused-kernel-constraints --no-scaled-masked-softmax-fusion
         --scaled-upper-triang-masked-softmax-fusion * --disable-mem-efficient-ln --ds_fused_adam
+        --use-fusion-attn-v2 --alibi-fusion-attn-type 1 --jit-compile --optimization-level 1
         """,
     ),
     (
@@ -22,7 +23,9 @@ HINTS: tuple[tuple[str, str], ...] = (
         --use-ascend-coc --coc-fused-kernel --use-ascend-mc2 --use-cp-send-recv-overlap --cp-window-size 1
         --use-fused-ring-attention-update --overlap-p2p-communication --no-delay-grad-reduce --delay-param-gather
         --use-contiguous-buffers-in-ddp --no-contiguous-buffers-in-local-ddp --zero-reduce-scatter
-        --zero-contigious-gradients --zero-reduce-bucket-size 1 --zero-allgather-bucket-size 1
+        --zero-contigious-gradients --zero-reduce-bucket-size 1 --zero-allgather-bucket-size 1 --reduce-bucket-size 1
+        --last-bucket-split-count 1 --use-ulysses-allgather-kv --use-multiparameter-pipeline-model-parallel
+        --enable-overlap-ag-with-matmul --enable-overlap-matmul-with-rs --enable-backward-overlap-ag-with-matmul
         """,
     ),
     (
@@ -33,6 +36,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-norm
         --recompute-norm-num-layers 1 --recompute-lgd --enable-recompute-layers-per-pp-rank --use-pin-memory
         --memory-centric-tiled-linear --tile-factor 1 --split-transformers --scattered-embeddings
+        --recompute-in-bubble --context-parallel-kv-cache-policy 1 --context-parallel-cache-interval 1
         """,
     ),
     ("stages hold equally many layers here, whatever the cut", "--num-layer-list 1"),
@@ -44,6 +48,11 @@ HINTS: tuple[tuple[str, str], ...] = (
         """,
     ),
     ("Megatron-DeepSpeed does not read it either", "--no-load-lr-state"),
+    ("stages know each other's shapes, for a step has one sequence length", "--variable-seq-lengths"),
+    (
+        "training reads token ids: of the tokenizer, its size and its end of a document",
+        "--tokenizer-not-use-fast",
+    ),
     ("TP cuts every matrix along one of its sides here", "--tp-2d --tp-x 1 --tp-y 1"),
     (
         "Ulysses over one rank is no Ulysses",
@@ -82,7 +91,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         """
         --codecarbon-dir 1 --log-level 1 --log-level-replica 1 --structured-logs --structured-logs-dir 1
         --no-log-learnig-rate-to-tensorboard --profile_steps 1 --experiment_name 1 --experiment-name 1
-        --experiment-run-id 1 --experiment-root-dir 1
+        --experiment-run-id 1 --experiment-root-dir 1 --job-name 1
         """,
     ),
     (
@@ -143,6 +152,9 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--cpu-optimizer --cpu_torch_adam --use-bnb-optimizer --remote-device 1 none",
     ),
     ("all weights are trained here: leave it out", "--bitfit"),
+    ("weights are split by layer with --zero-stage 3: use that", "--layerzero --layerzero-config 1"),
+    ("heads and columns are cut evenly over TP: use a TP that divides them", "--unaligned-linear"),
+    ("each token is predicted from those before it, with the model's own output layer: leave it out", "--causal-lm"),
     ("layers that do nothing are not built here: leave it out", "--noop-layers 1"),
     ("layers and tokens are never dropped here: leave it out", "--random-ltd"),
     (
