@@ -39,7 +39,8 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
 --override-lr-scheduler --use-checkpoint-lr-scheduler --min-scale --tokenizer-name-or-path --wandb-project-name
 --deepspeed --deepspeed_config --deepspeed-config --deepspeed_mpi --glu-activation
 --wandb-entity-name --pad-vocab-size-to --fp8-e4m3 --fp8-hybrid --wandb-name --use-mpi --tokenizer-file
- --rank --local_rank --dist-url --dist_url --no-cuda --eval-only --no-train --o2-gradient --pp-partition-method
+ --rank --local_rank --dist-url --dist_url --no-cuda --eval-only --no-train --o2-gradient --npu-deterministic --RMSNorm
+ --optimizer-selection --overlapped-distributed-optimizer --pp-partition-method
  --reset-iteration --reset-progress --rampup-seq-length --data-file-list --elastic --elastic-grids --embed-layernorm
  --keep-last-checkpoints --keep-best-checkpoints --skip-damaged-checkpoints
 --enable-hf2mg-convert --universal-checkpoint

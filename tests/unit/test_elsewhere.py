@@ -230,6 +230,15 @@ def test_a_sharding_strategy_without_fsdp_is_noted():
         ("--eval-only true", "--skip-train", 1),
         ("--no-train 1", "--skip-train", 1),
         ("--bf16 --o2-gradient", "--bf16 --grad-reduce-in-bf16", 1),
+        ("--RMSNorm", "--normalization RMSNorm", 1),
+        ("--npu-deterministic", "--deterministic-mode", 1),
+        ("--optimizer-selection fused_torch_adamw", "--optimizer adam", 1),
+        (
+            "--overlapped-distributed-optimizer",
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            2,
+        ),
+        ("--context-parallel-size 4 --context-parallel-algo adaptive_cp_algo", "--ring-parallel-size 4", 4),
         (
             "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16",
             "--bf16 --use-distributed-optimizer --grad-reduce-in-bf16",
