@@ -19,7 +19,7 @@ def cache_bytes(
     itemsize: int = 2,
     balance: str = "zigzag",
 ) -> int:
-    """``2 x layers x batch x rows x heads x head size x itemsize``, all but the first and the last as one rank has them.
+    """``2 x layers x batch x rows x heads x head size x itemsize``, each as one rank has it.
 
     Rows are about ``(prompt + new tokens) / Ring``, heads ``KV heads / (TP x Ulysses)``, at least 1; the plans of the
     layers themselves say what is kept exactly.

@@ -18,7 +18,6 @@ from megatron.inference.generate import Answer, Counts, Request, generate
 from megatron.inference.prompts import Prompt, read_prompts
 from megatron.inference.sampling import Sampling
 from megatron.inference.start import check_length, configure, load_decoder
-from megatron.training.arguments.config import Config
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.orphans import follow_launcher
 from megatron.training.refusal import Refusal, reason, together
@@ -115,7 +114,8 @@ def summary(runtime: Runtime, every: Sequence[Counts]) -> str:
     slow = max(one.decode_seconds for one in replicas)
     decoded = written - sum(one.first_tokens for one in replicas)
     speed = f" ({decoded / slow:,.1f} tokens/s)" if decoded else ""
+    waited, most = max(one.prefill_seconds for one in replicas), max(one.cache_bytes for one in every)
     return (
-        f"{grid}: {read:,} tokens read in {max(one.prefill_seconds for one in replicas):.2f} s, {written:,} written, "
-        f"the later ones in {slow:.2f} s{speed}; keys and values: {max(one.cache_bytes for one in every):,} bytes a rank"
+        f"{grid}: {read:,} tokens read in {waited:.2f} s, {written:,} written, the later ones in {slow:.2f} s{speed}; "
+        f"keys and values: {most:,} bytes a rank"
     )

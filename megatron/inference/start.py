@@ -83,7 +83,9 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     given = _given(words)
     path = checkpoint_path(Path(load), step)
     if path is None:
-        raise Refusal(f"--load {load} holds no checkpoint: give the folder of one, ours, Megatron-LM's or Hugging Face's")
+        raise Refusal(
+            f"--load {load} holds no checkpoint: give the folder of one, ours, Megatron-LM's or Hugging Face's"
+        )
     saved = read_saved(path, Path(load))
     taken = dict(saved.settings)
     for names in (MASK, TOKENIZER):

@@ -64,7 +64,9 @@ USUAL = {
     ("bloom", "R 3"),
 }
 CASES = [
-    pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full) for kind in KINDS for grid in GRIDS
+    pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
+    for kind in KINDS
+    for grid in GRIDS
 ]
 
 
