@@ -83,6 +83,17 @@ def main(argv: list[str] | None = None) -> int:
         elif not refusal.everywhere:
             print(f"error on rank {rank}: {refusal.told()}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except (MemoryError, RuntimeError) as error:
+        from megatron.training.pretrain import out_of_memory
+
+        wanted = out_of_memory(error)
+        if not wanted:
+            raise
+        way_out = "more Ring ranks, or a smaller --micro-batch-size, keep less on each"
+        print(f"error on rank {rank}: out of memory: {wanted}; {way_out}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.distributed.training_runs import RUN, SHAPE
-from tests.program import run_ranks
+from tests.program import run_forked, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 301
@@ -37,6 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
 }
+NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
 LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens come to every rank of a ring of two
 GRIDS = {
     "one process": (1, ""),
@@ -52,6 +52,7 @@ GRIDS = {
     "R 2 at once": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),
     "TP 2": (2, "--tensor-model-parallel-size 2"),
     "TP 2 x R 2": (4, "--tensor-model-parallel-size 2 --ring-parallel-size 2"),
+    "TP 4": (4, "--tensor-model-parallel-size 4"),
     "PP 2 x U 2": (4, "--pipeline-model-parallel-size 2 --ulysses-parallel-size 2"),
     "DP 2, two at once": (2, "--micro-batch-size 2"),
 }
@@ -119,7 +120,7 @@ def decoder_of(folder: Path, flags: str, new_tokens: int = NEW) -> tuple[Any, An
     from megatron.inference.start import configure, load_decoder
     from megatron.training.setup import start
 
-    words = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --device cpu {flags}".split()
+    words = f"{NULL} --device cpu {flags}".split()
     config, _ = configure(words, str(folder), None, None, dist.get_world_size())
     runtime = start(config)
     config.data.seq_length = max(LENGTHS) + new_tokens
@@ -254,14 +255,16 @@ def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rul
 
 
 def test_the_program(folders, transformers_say, tmp_path):
-    """tools/generate.py as torchrun starts it: answers in a file, the same that transformers gives."""
+    """tools/generate.py as torchrun starts it, with what tools/convert_hf.py has made: answers in a file."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    converted = ["--from-hf", str(folders("llama")), "--to", str(tmp_path / "ours")]
+    assert run_forked(ROOT / "tools" / "convert_hf.py", converted, environment).returncode == 0
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out" / "answers.jsonl"
     rows = [{"tokens": prompts()[0]}, {"prompt": " ".join(map(str, prompts()[1]))}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = f"--load {shlex.quote(str(folders('llama')))} --prompts {file} --max-new-tokens {NEW} --output {output} "
-    argv += f"--ring-parallel-size 2 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --device cpu"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    first, second = run_ranks(ROOT / "tools" / "generate.py", argv.split(), environment, 2)
+    argv = ["--load", str(tmp_path / "ours"), "--prompts", str(file), "--output", str(output)]
+    argv += f"--max-new-tokens {NEW} --ring-parallel-size 2 --device cpu {NULL}".split()
+    first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["tokens"] for row in found] == transformers_say("llama")[:2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from megatron.inference.prompts import read_prompts
 from megatron.inference.sampling import Sampling, choose, kept
 from megatron.inference.start import check_length, configure
 from megatron.training.arguments.config import Config, DataConfig, ModelConfig
+from megatron.training.arguments.parser import parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.program import run_forked
@@ -30,6 +32,7 @@ from tests.properties import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+NULL = "--tokenizer-type NullTokenizer --vocab-size 99"
 
 
 @examples(60)
@@ -165,9 +168,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-NULL = "--tokenizer-type NullTokenizer --vocab-size 99"
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -206,6 +206,25 @@ def test_what_comes_from_a_hugging_face_folder(folder, tmp_path):
             build_tokenizer(configure([], str(folder), None, None, 1)[0].data, None)
         finally:
             (folder / "tokenizer_config.json").unlink()
+
+
+def test_what_comes_from_a_checkpoint_of_ours(tmp_path):
+    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 48 --max-position-embeddings 48 "
+    words += f"--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --window-size 9,0 --bf16 {NULL}"
+    saved = tmp_path / "iter_0000003"
+    saved.mkdir()
+    (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    torch.save({"config": asdict(parse(words.split(), None, 1))}, saved / "common.pt")
+    config, found = configure([], str(tmp_path), None, None, 3)
+    assert config.attention.attention_mask == "window" and tuple(config.attention.window_size) == (9, 0)
+    assert (config.data.tokenizer_type, config.model.vocab_size) == ("NullTokenizer", 99)
+    assert config.optimizer.bf16 and config.model.num_layers == 2 and found.stop is None
+    other = "--attention-mask causal --tokenizer-type ByteLevelTokenizer --ring-parallel-size 3"
+    config, _ = configure(other.split(), str(tmp_path), None, "fp32", 3)
+    assert (config.attention.attention_mask, config.attention.window_size) == ("causal", None)
+    assert (config.data.tokenizer_type, config.model.vocab_size) == ("ByteLevelTokenizer", None)
+    assert not config.optimizer.bf16
 
 
 def test_an_answer_beyond_learned_positions():
