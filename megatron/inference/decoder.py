@@ -93,7 +93,7 @@ class Decoder:
     def _rows(self, hidden: Tensor, layout: SequenceLayout, lengths: tuple[int, ...]) -> Tensor:
         """Hidden states [1, b, h] of the last token of each prompt, on every rank, from [s_local, b, h] of the rank."""
         wanted = layout.positions[None] == torch.tensor(lengths)[:, None] - 1  # [b, s_local]
-        here, row = (x.to(hidden.device) for x in wanted.max(1))
+        here, row = (x.to(hidden.device) for x in (wanted.any(1), wanted.int().argmax(1)))
         found = hidden[row, torch.arange(len(lengths), device=hidden.device)]
         found = torch.where(here[:, None], found, torch.zeros_like(found))
         if self.grid.context.size > 1:
