@@ -6,8 +6,9 @@
     python benchmarks/generation.py --prompt-length 8192 --new-tokens 64 --grids "1" "r2" "u2" "t2" --repeats 5
 
 A random Llama of 27M parameters (--hidden-size 512, 8 layers), greedy, in fp32. Every turn is a fresh start of the
-processes, each with one thread; transformers is one process with one thread. Seconds are the least of all turns, since
-machines are shared. Bytes are of the fullest rank.
+processes, each with one thread; transformers is one process with one thread. Tokens/s are by the clock, the best of all
+turns; tokens per CPU second by what the busiest process computed, which a busy machine changes little, and which leaves
+out what processes wait for each other. Bytes are of the fullest rank.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,9 @@ def order_of(args: argparse.Namespace) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    rank = int(os.environ.get("RANK", "0"))
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    from megatron.training.pretrain import EXIT_FAILED, EXIT_REFUSED, _quiet, _tell, out_of_memory
+
+    _quiet()
     try:
         args, words = build_parser().parse_known_args(argv)
         order = order_of(args)
@@ -78,22 +78,17 @@ def main(argv: list[str] | None = None) -> int:
 
         run(order, words)
     except Refusal as refusal:
-        if rank == 0:
-            print(f"error: {refusal.told()}", file=sys.stderr)
-        elif not refusal.everywhere:
-            print(f"error on rank {rank}: {refusal.told()}", file=sys.stderr)
-        return 2
+        _tell(refusal)
+        return EXIT_REFUSED
     except KeyboardInterrupt:
         return 130
     except (MemoryError, RuntimeError) as error:
-        from megatron.training.pretrain import out_of_memory
-
         wanted = out_of_memory(error)
         if not wanted:
             raise
         way_out = "more Ring ranks, or a smaller --micro-batch-size, keep less on each"
-        print(f"error on rank {rank}: out of memory: {wanted}; {way_out}", file=sys.stderr)
-        return 1
+        print(f"error: out of memory: {wanted}; {way_out}", file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 
