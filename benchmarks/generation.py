@@ -57,14 +57,16 @@ def main() -> int:
         for _ in range(args.repeats):
             for name, found in turns.items():
                 found.append(turn(name, args, folder))
-    print(
-        f"{args.prompts} x {args.prompt_length} tokens read, {args.new_tokens} written; load {os.getloadavg()[0]:.1f}"
-    )
-    print(f"{'':14}{'read, tokens/s':>16}{'written, tokens/s':>19}{'bytes a rank':>16}")
+                print(name, found[-1], file=sys.stderr, flush=True)
+    size = f"{args.prompts} x {args.prompt_length} tokens read, {args.new_tokens} written"
+    print(f"{size}; load {os.getloadavg()[0]:.1f}")
+    print(f"{'':14}{'tokens/s: read':>18}{'written':>10}{'a CPU second: read':>22}{'written':>10}{'bytes a rank':>16}")
     for name, found in turns.items():
-        read = args.prompts * args.prompt_length / min(one["prefill"] for one in found)
-        written = args.prompts * (args.new_tokens - 1) / min(one["decode"] for one in found)
-        print(f"{name:14}{read:16,.0f}{written:19,.1f}{found[0]['bytes']:16,}")
+        rates = []
+        for clock in ("wall", "cpu"):
+            read, write = (min(one[clock][part] for one in found) for part in (0, 1))
+            rates += [args.prompts * args.prompt_length / read, args.prompts * (args.new_tokens - 1) / write]
+        print("{:14}{:18,.0f}{:10,.1f}{:22,.0f}{:10,.1f}".format(name, *rates) + f"{found[0]['bytes']:16,}")
     if args.json:
         args.json.write_text(json.dumps({"arguments": {**vars(args), "json": None}, "turns": turns}, indent=1) + "\n")
     return 0
@@ -136,10 +138,17 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
     try:
         decoder = load_decoder(config, runtime, VOCABULARY)
         generate(decoder, [prompt[:64] for prompt in prompts(args)], Request(2, batch=args.prompts))  # warm
-        _, counts = generate(decoder, prompts(args), Request(args.new_tokens, batch=args.prompts))
-        held: list = [None] * dist.get_world_size()
-        dist.all_gather_object(held, counts.cache_bytes)
-        return {"prefill": counts.prefill_seconds, "decode": counts.decode_seconds, "bytes": max(held)}
+        wall, cpu = [], []
+        for count in (1, args.new_tokens):
+            begin, used = time.perf_counter(), time.process_time()
+            _, counts = generate(decoder, prompts(args), Request(count, batch=args.prompts))
+            wall.append(time.perf_counter() - begin)
+            cpu.append(time.process_time() - used)
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (cpu, counts.cache_bytes))
+        cpu = [max(one[0][part] for one in every) for part in (0, 1)]
+        held = max(one[1] for one in every)
+        return {"wall": (wall[0], wall[1] - wall[0]), "cpu": (cpu[0], cpu[1] - cpu[0]), "bytes": held}
     finally:
         stop()
 
@@ -152,8 +161,8 @@ def _transformers(args: argparse.Namespace) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(args.folder, attn_implementation="sdpa", dtype=torch.float32).eval()
     ids = torch.tensor(prompts(args))
 
-    def seconds(count: int) -> tuple[float, Any]:
-        begin = time.perf_counter()
+    def measured(count: int) -> tuple[float, float, Any]:
+        begin, used = time.perf_counter(), time.process_time()
         found = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -163,12 +172,12 @@ def _transformers(args: argparse.Namespace) -> dict[str, Any]:
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        return time.perf_counter() - begin, found.past_key_values
+        return time.perf_counter() - begin, time.process_time() - used, found.past_key_values
 
-    first, _ = seconds(1)
-    whole, cache = seconds(args.new_tokens)
+    wall, cpu, _ = measured(1)
+    all_wall, all_cpu, cache = measured(args.new_tokens)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return {"prefill": first, "decode": whole - first, "bytes": held}
+    return {"wall": (wall, all_wall - wall), "cpu": (cpu, all_cpu - cpu), "bytes": held}
 
 
 if __name__ == "__main__":
