@@ -6,9 +6,9 @@
     python benchmarks/generation.py --prompt-length 8192 --new-tokens 64 --grids "1" "r2" "u2" "t2" --repeats 5
 
 A random Llama of 27M parameters (--hidden-size 512, 8 layers), greedy, in fp32. Every turn is a fresh start of the
-processes, each with one thread; transformers is one process with one thread. Tokens are counted by the CPU seconds of the
-busiest process, the least of all turns: a busy machine changes them little, and they leave out what processes wait for
-each other. The JSON has seconds by the clock too, for a quiet machine. Bytes are of the fullest rank.
+processes, each with one thread; transformers is one process with one thread. Tokens are counted by the CPU seconds of
+the busiest process, the least of all turns: a busy machine changes them little, and they leave out what processes wait
+for each other. The JSON has seconds by the clock too, for a quiet machine. Bytes are of the fullest rank.
 """
 
 from __future__ import annotations
