@@ -24,6 +24,7 @@ setup(
             "megatron",
             "megatron.context_parallel*",
             "megatron.training*",
+            "megatron.inference*",
             "megatron.platform*",
             "megatron.simulator*",
             "megatron.formulas*",

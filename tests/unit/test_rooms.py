@@ -38,6 +38,7 @@ FLOORS = [
     "training.checkpoint.converting",
     "training.report",
     "training",  # the program itself
+    "inference",
     "simulator.machines",
     "simulator.cost",
     "simulator.dry_run",

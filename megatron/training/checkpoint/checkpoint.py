@@ -176,11 +176,14 @@ def find(settings: CheckpointConfig) -> Path | None:
 def load(
     path: Path,
     chunks: Sequence[nn.Module],
-    optimizer: MegatronOptimizer,
+    optimizer: MegatronOptimizer | None,
     schedule: OptimizerParamScheduler | None,
     config: Config,
 ) -> Progress:
     """Load weights and, unless only weights are wanted, optimizer, schedule, random state and progress.
+
+    Args:
+        optimizer: None for a model that is not trained; then with ``--finetune``.
 
     Raises:
         Refusal: the checkpoint is of another model.
@@ -227,7 +230,7 @@ def load(
         load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
             load_schedule(schedule, loaded, path)
-    else:
+    elif optimizer is not None:
         optimizer.reload_model_params()
     if with_rng:
         set_random_state(loaded["rng"])

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""How fast prompts are read and tokens come, and what keys and values take, by grid; beside transformers' generate.
+
+    python benchmarks/generation.py
+    python benchmarks/generation.py --prompt-length 8192 --new-tokens 64 --grids "1" "r2" "u2" "t2" --repeats 5
+
+A random Llama of 27M parameters (--hidden-size 512, 8 layers), greedy, in fp32. Every turn is a fresh start of the
+processes, each with one thread; transformers is one process with one thread. Tokens are counted by the CPU seconds of
+the busiest process, the least of all turns: a busy machine changes them little, and they leave out what processes wait
+for each other. The JSON has seconds by the clock too, for a quiet machine. Bytes are of the fullest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+VOCABULARY = 8192
+AXES = {"t": "--tensor-model-parallel-size", "u": "--ulysses-parallel-size", "r": "--ring-parallel-size",
+        "p": "--pipeline-model-parallel-size"}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--grids", nargs="+", default=["1", "u2", "r2", "t2", "u2r2"], help="as u2r2: Ulysses 2, Ring 2"
+    )
+    parser.add_argument("--prompt-length", type=int, default=4096, metavar="N")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N")
+    parser.add_argument("--prompts", type=int, default=1, metavar="N", help="at once")
+    parser.add_argument("--hidden-size", type=int, default=512, metavar="N")
+    parser.add_argument("--layers", type=int, default=8, metavar="N")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--flags", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(args, folder)
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in ("transformers", *args.grids)}
+        for _ in range(args.repeats):
+            for name, found in turns.items():
+                found.append(turn(name, args, folder))
+                print(name, found[-1], file=sys.stderr, flush=True)
+    size = f"{args.prompts} x {args.prompt_length} tokens read, {args.new_tokens} written"
+    print(f"{size}; load {os.getloadavg()[0]:.1f}")
+    print(f"{'':14}{'tokens a CPU second: read':>26}{'written':>10}{'bytes a rank':>16}")
+    for name, found in turns.items():
+        read, write = (min(one["cpu"][part] for one in found) for part in (0, 1))
+        read, write = args.prompts * args.prompt_length / read, args.prompts * (args.new_tokens - 1) / write
+        print(f"{name:14}{read:26,.0f}{write:10,.1f}{found[0]['bytes']:16,}")
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": {**vars(args), "json": None}, "turns": turns}, indent=1) + "\n")
+    return 0
+
+
+def make_model(args: argparse.Namespace, folder: str) -> None:
+    """A Llama with weights that nobody trained; 8 heads of 64 or more, 4 for keys and values."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size * 2,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2 * args.prompt_length,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def prompts(args: argparse.Namespace) -> list[list[int]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY - 1, (args.prompts, args.prompt_length), generator=generator).tolist()
+
+
+def turn(name: str, args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """One fresh start of the processes of a grid, or of transformers."""
+    axes = re.findall(r"([turp])(\d+)", name) if name != "transformers" else []
+    ranks = 1
+    for _, size in axes:
+        ranks *= int(size)
+    sizes = [f"--prompt-length={args.prompt_length}", f"--new-tokens={args.new_tokens}", f"--prompts={args.prompts}"]
+    flags = " ".join(f"{AXES[axis]} {size}" for axis, size in axes)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        program = [__file__, *sizes, "--worker", file.name, "--folder", folder, "--grids", name, f"--flags={flags}"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, *launcher, *program], env=environment, capture_output=True, text=True, timeout=900
+        )
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{done.stderr}")
+        return json.loads(Path(file.name).read_text())
+
+
+def work(args: argparse.Namespace) -> None:
+    """One process of a turn; the first one writes down what it took."""
+    found = _transformers(args) if args.grids == ["transformers"] else _ours(args)
+    if os.environ.get("RANK", "0") == "0":
+        Path(args.worker).write_text(json.dumps(found))
+
+
+def _ours(args: argparse.Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from megatron.inference.generate import Request, generate
+    from megatron.inference.start import configure, load_decoder
+    from megatron.training.setup import start, stop
+
+    words = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} {args.flags}".split()
+    config, _ = configure(words, args.folder, None, None, int(os.environ.get("WORLD_SIZE", "1")))
+    runtime = start(config)
+    try:
+        decoder = load_decoder(config, runtime, VOCABULARY)
+        generate(decoder, [prompt[:64] for prompt in prompts(args)], Request(2, batch=args.prompts))  # warm
+        wall, cpu = [], []
+        for count in (1, args.new_tokens):
+            begin, used = time.perf_counter(), time.process_time()
+            _, counts = generate(decoder, prompts(args), Request(count, batch=args.prompts))
+            wall.append(time.perf_counter() - begin)
+            cpu.append(time.process_time() - used)
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (cpu, counts.cache_bytes))
+        cpu = [max(one[0][part] for one in every) for part in (0, 1)]
+        held = max(one[1] for one in every)
+        return {"wall": (wall[0], wall[1] - wall[0]), "cpu": (cpu[0], cpu[1] - cpu[0]), "bytes": held}
+    finally:
+        stop()
+
+
+def _transformers(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(args.folder, attn_implementation="sdpa", dtype=torch.float32).eval()
+    ids = torch.tensor(prompts(args))
+
+    def measured(count: int) -> tuple[float, float, Any]:
+        begin, used = time.perf_counter(), time.process_time()
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        )
+        return time.perf_counter() - begin, time.process_time() - used, found.past_key_values
+
+    wall, cpu, _ = measured(1)
+    all_wall, all_cpu, cache = measured(args.new_tokens)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return {"wall": (wall, all_wall - wall), "cpu": (cpu, all_cpu - cpu), "bytes": held}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention core of a model that generates: it keeps keys and values (attention/cache.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from megatron.context_parallel.attention.cache import CachePlan, LayerCache, decode_attention, prefill_attention
+from megatron.context_parallel.core.spec import ContextParallelAttention
+from megatron.context_parallel.layout.to_device import to_device
+from megatron.context_parallel.positions.rope import rotary_angles
+
+
+class Generation:
+    """Where the generation for one batch of prompts stands; all layers of a model share it.
+
+    Args:
+        plan: who keeps what.
+
+    Attributes:
+        step: the decoded token that a forward pass is about; None: the prompts.
+        positions: int64 [s, 1 or b], of the tokens of that pass that this rank has.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.plan = plan
+        self.step: int | None = None
+        self.positions = plan.layout.positions[:, None]
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def advance(self) -> None:
+        """On to the next decoded token, at first the one after the prompts."""
+        self.step = 0 if self.step is None else self.step + 1
+        self.positions = torch.tensor([[length + self.step for length in self.plan.lengths]])
+
+    def angles(self, inv_freq: Tensor) -> Tensor:
+        """RoPE's, fp32 [s, 1 or b, 1, dim / 2]; made once a pass."""
+        if self._angles is None or self._angles[0] is not self.positions:
+            at = to_device(self.positions, inv_freq.device)
+            self._angles = self.positions, rotary_angles(at, inv_freq)[:, :, None]
+        return self._angles[1]
+
+
+class CachedAttention(MegatronModule):
+    """Takes the place of a layer's ``core_attention``, whose settings and sinks it reads.
+
+    Attributes:
+        generation: of the batch that is under way.
+        cache: this layer's keys and values of it.
+    """
+
+    def __init__(self, inner: ContextParallelAttention) -> None:
+        super().__init__(config=inner.config)
+        self.inner = inner
+        self.generation: Generation | None = None
+        self.cache: LayerCache | None = None
+
+    def begin(self, generation: Generation) -> None:
+        """A new batch; the keys and values of the one before are dropped."""
+        self.generation, self.cache = generation, LayerCache(generation.plan)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """q [s, b, heads, d], k and v [s, b, kv_heads, d] -> [s, b, heads * d]; s is s_local, or 1 in decoding."""
+        settings, now = self.inner.settings, self.generation
+        if settings.rotary is not None:
+            query, key = settings.rotary.rotate(query, key, now.angles(settings.rotary.inv_freq))
+        rule = replace(settings.rule, scale=self.inner.scale, sinks=self.inner.sinks(query.device))
+        if now.step is None:
+            out = prefill_attention(query, key, value, cache=self.cache, rule=rule)
+        else:
+            out = decode_attention(query, key, value, cache=self.cache, step=now.step, rule=rule)
+        return out.flatten(2)
+
+
+def keep_keys(model: nn.Module) -> list[CachedAttention]:
+    """Put a :class:`CachedAttention` in the place of each of a model's; after its weights were loaded."""
+    found = []
+    for module in model.modules():
+        inner = getattr(module, "core_attention", None)
+        if isinstance(inner, ContextParallelAttention):
+            module.core_attention = CachedAttention(inner)
+            found.append(module.core_attention)
+    return found

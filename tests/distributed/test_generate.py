@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation: transformers' own tokens, on any grid; decoding's logits are those of a pass over the whole sequence."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.distributed.training_runs import RUN, SHAPE
+from tests.program import run_forked, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 301
+SIZES = {"hidden_size": 64, "vocab_size": VOCABULARY}
+LLAMA = SIZES | {
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "tie_word_embeddings": False, "eos_token_id": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama, YaRN": ("llama", LLAMA | {"rope_parameters": YARN}),
+    "llama 3.1": ("llama", LLAMA | {"rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", LLAMA | {"head_dim": 16}),
+    "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
+}
+NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
+LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens come to every rank of a ring of two
+GRIDS = {
+    "one process": (1, ""),
+    "U 2": (2, "--ulysses-parallel-size 2"),
+    "R 2": (2, "--ring-parallel-size 2"),
+    "R 3": (3, "--ring-parallel-size 3"),
+    "U 4": (4, "--ulysses-parallel-size 4"),  # of two KV heads
+    "U 2 x R 2": (4, "--ulysses-parallel-size 2 --ring-parallel-size 2"),
+    "U 2 x R 2, contiguous": (
+        4,
+        "--ulysses-parallel-size 2 --ring-parallel-size 2 --context-parallel-balance contiguous",
+    ),
+    "R 2 at once": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "TP 2 x R 2": (4, "--tensor-model-parallel-size 2 --ring-parallel-size 2"),
+    "TP 4": (4, "--tensor-model-parallel-size 4"),
+    "PP 2 x U 2": (4, "--pipeline-model-parallel-size 2 --ulysses-parallel-size 2"),
+    "DP 2, two at once": (2, "--micro-batch-size 2"),
+}
+USUAL = {("llama", "U 2 x R 2"), ("qwen2", "PP 2 x U 2"), ("qwen3", "U 4"), ("bloom", "R 3")}
+CASES = [
+    pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
+    for kind in KINDS
+    for grid in GRIDS
+]
+
+
+def save(folder: Path, kind: str) -> Path:
+    """A random model whose every weight shows, so that no token is likely without the tokens before it."""
+    name, sizes = KINDS[kind]
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(*((0.5, 1.5) if name.endswith("weight") else (-0.3, 0.3)))
+            else:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One folder a kind, made when it is asked for."""
+    return cache(lambda kind: save(tmp_path_factory.mktemp("model"), kind))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def transformers_say(folders, shared):
+    """Each prompt alone through transformers' ``generate``: its new tokens."""
+
+    def ask(kind: str) -> list[list[int]]:
+        model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager").eval()
+        found = []
+        for prompt in prompts():
+            ids = torch.tensor([prompt])
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=0
+            )
+            found.append(whole[0, len(prompt) :].tolist())
+        return found
+
+    return lambda kind: shared(("transformers generate", kind), lambda: ask(kind))
+
+
+def decoder_of(folder: Path, flags: str, new_tokens: int = NEW) -> tuple[Any, Any]:
+    """(decoder, configuration) as tools/generate.py makes them."""
+    from megatron.inference.start import configure, load_decoder
+    from megatron.training.setup import start
+
+    words = f"{NULL} --device cpu {flags}".split()
+    config, _ = configure(words, str(folder), None, None, dist.get_world_size())
+    runtime = start(config)
+    config.data.seq_length = max(LENGTHS) + new_tokens
+    return load_decoder(config, runtime, VOCABULARY), config
+
+
+def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tuple[list[list[int]], int, int]:
+    """(new tokens of each prompt, bytes of keys and values on this rank, by the formula)."""
+    from megatron.formulas.cache import cache_bytes
+    from megatron.inference.generate import Request, generate
+    from megatron.inference.sampling import Sampling
+    from megatron.training.arguments.models import model_shape
+
+    decoder, config = decoder_of(folder, flags)
+    sampling = Sampling(**({"greedy": False, "seed": 5} | drawn if drawn else {}))
+    request = Request(NEW, sampling, stop=(2,), batch=config.data.micro_batch_size)
+    found, counts = generate(decoder, prompts(), request)
+    formula = cache_bytes(
+        model_shape(config.model, VOCABULARY),
+        decoder.grid,
+        prompt=max(LENGTHS),
+        new_tokens=NEW,
+        batch=len(LENGTHS),
+        itemsize=4,
+        balance=decoder.balance,
+    )
+    return [answer.tokens for answer in found], counts.cache_bytes, formula
+
+
+@pytest.mark.parametrize("kind, grid", CASES)
+def test_token_for_token_as_transformers(pool, folders, transformers_say, kind, grid):
+    world, flags = GRIDS[grid]
+    expected = transformers_say(kind)
+    for tokens, held, formula in pool.run(answers, world, folders(kind), flags):
+        assert tokens == expected
+        assert held == formula or grid.startswith("DP")
+    assert len({token for answer in expected for token in answer}) > 10  # no loop of a few tokens
+
+
+@pytest.mark.parametrize("grid", ["R 2", pytest.param("TP 2 x R 2", marks=pytest.mark.full)])
+def test_draws_are_the_same_on_every_grid_and_in_every_batch(pool, folders, grid):
+    drawn = {"temperature": 1.5, "top_k": 50, "top_p": 0.9}
+    folder, (world, flags) = folders("llama"), GRIDS[grid]
+    alone = pool.run(answers, 1, folder, "--micro-batch-size 1", drawn)[0][0]
+    assert [one[0] for one in pool.run(answers, world, folder, flags, drawn)] == [alone] * world
+
+
+# Teacher forcing: our own model over whole sequences, and over prompts and one token after the other.
+FORCED = "--num-layers 2 --num-workers 0"
+RULES = {
+    "learned positions, function": (
+        "--position-embedding-type learned_absolute",
+        "--attention-mask function --mask-function {function}",
+    ),
+    "sinks, GQA, narrow window": (
+        "--softmax-type learnable --group-query-attention --num-query-groups 2 --position-embedding-type rope",
+        "--window-size 6,0 --window-global-tokens 3",
+    ),
+    "ALiBi, window": ("--position-embedding-type alibi", "--window-size 40,0"),
+    "off by one, half RoPE": ("--softmax-type off-by-one --position-embedding-type rope --rotary-percent 0.5", ""),
+    "interpolated, interleaved": (
+        "--position-embedding-type rope --rotary-interleaved --rotary-seq-len-interpolation-factor 2",
+        "",
+    ),
+}
+FORCED_GRIDS = ("one process", "U 2 x R 2", "R 3", "TP 2 x R 2")
+FORCED_USUAL = {("learned positions, function", "R 3"), ("sinks, GQA, narrow window", "U 2 x R 2")}
+FORCED_CASES = [
+    pytest.param(rule, grid, marks=() if (rule, grid) in FORCED_USUAL else pytest.mark.full)
+    for rule in RULES
+    for grid in FORCED_GRIDS
+]
+TOTAL = 96
+
+
+def forced(flags: str, mask: str, grid: str) -> tuple[Tensor, Tensor | None]:
+    """Logits [b, steps, vocabulary] of every token behind the prompts, decoded; and, on one process, of one pass."""
+    from megatron.inference.decoder import Decoder
+    from megatron.training.arguments.parser import parse
+    from megatron.training.model.build import build_model
+    from megatron.training.setup import start
+
+    shape = SHAPE.replace("64 --max-position-embeddings 64", f"{TOTAL} --max-position-embeddings {TOTAL}")
+    words = f"{shape} {RUN} --attention-dropout 0 --hidden-dropout 0 {FORCED} {flags} {mask}"
+    config = parse(f"{words} {grid}".split(), None, dist.get_world_size())
+    runtime = start(config)
+    (model,) = build_model(config, runtime.grid, runtime.layout, VOCABULARY, runtime.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "softmax_offset" in name:
+                first = runtime.grid.tensor.rank * parameter.numel()
+                parameter.copy_(torch.linspace(-2, 2, 8)[first : first + parameter.numel()])
+            else:
+                parameter *= 6 if parameter.dim() > 1 else 1  # so that attention is far from even
+    tokens = torch.randint(3, 300, (len(LENGTHS), TOTAL), generator=torch.Generator().manual_seed(1))
+    whole = None
+    if dist.get_world_size() == 1:
+        positions = torch.arange(TOTAL).expand_as(tokens)
+        with torch.no_grad():
+            whole = model.eval()(tokens, positions, None)[..., :VOCABULARY]
+    decoder, lengths, steps = Decoder(model, runtime.grid, runtime.layout.balance), sorted(LENGTHS), NEW
+    found = [decoder.prefill([row[:n].tolist() for row, n in zip(tokens, lengths)], steps)]
+    for step in range(steps):
+        found.append(decoder.decode(torch.stack([row[n + step] for row, n in zip(tokens, lengths)])))
+    if whole is not None:
+        whole = torch.stack([row[n - 1 : n + steps] for row, n in zip(whole, lengths)])
+    return torch.stack(found, dim=1), whole
+
+
+@pytest.fixture
+def function(tmp_path_factory) -> str:
+    file = tmp_path_factory.getbasetemp() / "every_third.py"
+    file.write_text("def every_third(q, k):\n    return (q - k) % 3 < 2\n")
+    return f"{file}:every_third"
+
+
+@pytest.mark.parametrize("rule, grid", FORCED_CASES)
+def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rule, grid):
+    flags, mask = RULES[rule]
+    mask = mask.format(function=function)
+    expected = shared(("teacher forcing", rule), lambda: pool.run(forced, 1, flags, mask, "")[0])
+    decoded, whole = expected
+    scale = whole.abs().max()
+    assert (decoded - whole).abs().max() <= 1e-5 * scale and scale > 1
+    world, words = GRIDS[grid]
+    if world > 1:
+        for found, _ in pool.run(forced, world, flags, mask, words):
+            assert (found - whole).abs().max() <= 1e-5 * scale
+
+
+def test_the_program(folders, transformers_say, tmp_path):
+    """tools/generate.py as torchrun starts it, with what tools/convert_hf.py has made: answers in a file."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    converted = ["--from-hf", str(folders("llama")), "--to", str(tmp_path / "ours")]
+    assert run_forked(ROOT / "tools" / "convert_hf.py", converted, environment).returncode == 0
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "out" / "answers.jsonl"
+    rows = [{"tokens": prompts()[0]}, {"prompt": " ".join(map(str, prompts()[1]))}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--load", str(tmp_path / "ours"), "--prompts", str(file), "--output", str(output)]
+    argv += f"--max-new-tokens {NEW} --ring-parallel-size 2 --device cpu {NULL}".split()
+    first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["tokens"] for row in found] == transformers_say("llama")[:2]
+    assert [row["prompt_tokens"] for row in found] == prompts()[:2]
+    kept = [[token for token in row["tokens"] if token != 2] for row in found]
+    assert first.stdout.splitlines() == [f"[{n}] {' '.join(map(str, row))}" for n, row in enumerate(kept, 1)]
+    assert "Ring 2" in first.stderr and "tokens/s" in first.stderr and not second.stdout

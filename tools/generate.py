@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Let a checkpoint answer prompts: ours, Megatron-LM's or a Hugging Face folder, on one process or any grid.
+
+    python tools/generate.py --load out/llama --prompt "def main(" --max-new-tokens 64
+    torchrun --nproc-per-node 4 tools/generate.py --load out/llama --prompts prompts.jsonl --max-new-tokens 256 \\
+        --ulysses-parallel-size 2 --ring-parallel-size 2 --temperature 0.8 --top-p 0.95 --output answers.jsonl
+
+Greedy, unless --temperature, --top-k or --top-p is given; the same tokens on every grid. Model, mask and tokenizer come
+from the checkpoint. Grid, tokenizer, kernel and --seed are training's own flags: docs/generation.md lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.refusal import Refusal
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise Refusal(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--load", required=True, metavar="DIR", help="folder of a checkpoint")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the latest)")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line; in .jsonl as a JSON object")
+    parser.add_argument("--max-new-tokens", type=int, required=True, metavar="N", help="longest answer")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token, as without --temperature")
+    parser.add_argument("--temperature", type=float, metavar="X", help="draw, from logits divided by X")
+    parser.add_argument("--top-k", type=int, metavar="N", help="draw among the N likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="X", help="draw among the likeliest tokens that make up X")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="to compute in (default: the checkpoint's)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="answers as JSON lines: prompt, text, tokens")
+    return parser
+
+
+def order_of(args: argparse.Namespace) -> Any:
+    """The order that flags make. Raises Refusal where a number makes no sense, or two flags contradict each other."""
+    from megatron.inference.program import Order
+    from megatron.inference.sampling import Sampling
+
+    drawn = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None}
+    if args.greedy and drawn:
+        flags = ", ".join("--" + name.replace("_", "-") for name in drawn)
+        raise Refusal(f"--greedy draws nothing, and {flags} say how to draw: leave one out")
+    if args.max_new_tokens < 1:
+        raise Refusal(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
+    if not drawn.get("temperature", 1.0) > 0 or drawn.get("temperature") == float("inf"):
+        raise Refusal(f"--temperature {args.temperature:g} must be above 0; the likeliest token comes with --greedy")
+    if drawn.get("top_k", 1) < 1:
+        raise Refusal(f"--top-k {args.top_k} must be at least 1; without it all tokens can be drawn")
+    if not 0 < drawn.get("top_p", 1.0) <= 1:
+        raise Refusal(f"--top-p {args.top_p:g} must be above 0 and at most 1")
+    sampling = Sampling(greedy=not drawn, **drawn)
+    return Order(
+        args.load, args.prompt, args.prompts, args.max_new_tokens, sampling, args.ckpt_step, args.dtype, args.output
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    from megatron.training.pretrain import EXIT_FAILED, EXIT_REFUSED, _quiet, _tell, out_of_memory
+
+    _quiet()
+    try:
+        args, words = build_parser().parse_known_args(argv)
+        order = order_of(args)
+        from megatron.inference.program import run
+
+        run(order, words)
+    except Refusal as refusal:
+        _tell(refusal)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return 130
+    except (MemoryError, RuntimeError) as error:
+        wanted = out_of_memory(error)
+        if not wanted:
+            raise
+        way_out = "more Ring ranks, or a smaller --micro-batch-size, keep less on each"
+        print(f"error: out of memory: {wanted}; {way_out}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
