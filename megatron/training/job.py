@@ -37,6 +37,7 @@ from megatron.training.checkpoint.shelf import check_writable
 from megatron.training.data.batches import build_datasets, micro_batches
 from megatron.training.data.files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
+from megatron.training.evaluation.plan import Plan, check_held_out, make_plan
 from megatron.training.host_memory import available_bytes, check_host_memory
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
@@ -62,6 +63,7 @@ class Job:
     eod: int
     copies: Copies | None = None  # of the state in the memory of the hosts
     on_disk: int | None = None  # iteration of the checkpoint in --save, where what was loaded is newer
+    plan: Plan | None = None  # of --eval-tasks
 
 
 def prepare(config: Config, runtime: Runtime) -> Job:
@@ -71,16 +73,17 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         Refusal: on every rank alike, before the first collective that another rank would wait in.
     """
 
-    def look() -> tuple[Any, Tokenizer, int]:
+    def look() -> tuple[Any, Tokenizer, int, Plan | None]:
         if runtime.offload is not None:
             check_host_memory(config)
         if config.checkpoint.save and dist.get_rank() == 0:
             check_writable(config.checkpoint.save)
         found = checkpoint.find(config.checkpoint)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        return found, tokenizer, check_vocab(config.model.vocab_size, tokenizer)
+        vocab_size = check_vocab(config.model.vocab_size, tokenizer)
+        return found, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
-    found, tokenizer, vocab_size = together(look)
+    found, tokenizer, vocab_size, plan = together(look)
     copies = open_copies(config, str(runtime.grid), available_bytes)
     on_disk = iteration_of(found)
     kept = newest(copies, on_disk, config.notes) if copies else None
@@ -102,6 +105,8 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
     datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
+    if plan is not None:
+        check_held_out(plan, datasets[1], runtime.device)
     named = named_datasets(config, tokenizer, wanted, runtime.reads_data, datasets)
     model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
     chunks = wrap_for_data_parallelism(model, config)
@@ -135,6 +140,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         tokenizer.eod,
         copies,
         on_disk if kept else None,
+        plan,
     )
 
 

@@ -14,7 +14,11 @@ from torch.utils.data import Dataset
 
 from megatron.training.arguments.schedule import length_in_step
 from megatron.training.bad_batches import Watch, roll_back, write_batch
+from megatron.training.evaluation.report import lines, write
+from megatron.training.evaluation.score import Subject
+from megatron.training.evaluation.tasks import evaluate_tasks, metrics
 from megatron.training.job import Job, batches_for, evaluations, params_norm
+from megatron.training.refusal import Refusal
 from megatron.training.replicas import ReplicasDiffer, check_replicas
 from megatron.training.report.flops import peak_flops, step_flops
 from megatron.training.report.memory import PeakBytes
@@ -133,6 +137,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             losses = evaluate_held_out(job, reporter, "validation")
             evaluated_at, held_out = iteration, statistics.fmean(losses.values()) if losses else None
             row |= losses
+            row |= evaluate_on_tasks(job, reporter)
         if last:
             row |= evaluate_held_out(job, reporter, "test")
         scale = float(job.optimizer.get_loss_scale())
@@ -223,6 +228,22 @@ def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None
     result = evaluate(job.runtime, job.chunks, batches, config, microbatches, config.run.eval_iters)
     reporter.evaluation(job.progress.iteration, name, result.lm_loss)
     return {f"{name}_loss": result.lm_loss}
+
+
+def evaluate_on_tasks(job: Job, reporter: Reporter) -> dict[str, float]:
+    """Scores of --eval-tasks, as flat numbers; with --eval-output also as files."""
+    if job.plan is None:
+        return {}
+    subject, folder = Subject(job.config, job.runtime, job.chunks), job.config.evaluation.eval_output
+    found = evaluate_tasks(job.plan, subject, job.datasets[1])
+    for line in lines(found):
+        reporter.say(f" iteration {job.progress.iteration}: {line}")
+    if folder and reporter.active:
+        try:
+            write(folder, {"iteration": job.progress.iteration}, found)
+        except Refusal as refusal:  # a full disk: as with --log-jsonl, training goes on
+            reporter.say(f" WARNING: {refusal}")
+    return metrics(found)
 
 
 def extras(job: Job, result: StepResult) -> dict[str, float]:

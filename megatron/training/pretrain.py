@@ -20,6 +20,7 @@ from megatron.training.orphans import follow_launcher
 from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
+Work = Callable[[Config, Any, Any], int]  # settings, a Runtime, the heartbeat or None
 
 
 def main(
@@ -27,6 +28,7 @@ def main(
     defaults: dict[str, Any] | None = None,
     simulate: Callable[[Config], int] | None = None,
     fastest: Fastest | None = None,
+    work: Work | None = None,
 ) -> int:
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
@@ -39,6 +41,7 @@ def main(
         simulate: what --dry-run does with a checked configuration; an exit code. Of several processes that were
             started, the first does it, and the others return 0 at once.
         fastest: chooses among grids, for --elastic with --gpu.
+        work: what is done in place of training, as `train`; an exit code.
     """
     given = sys.argv[1:] if argv is None else argv
     try:
@@ -48,7 +51,7 @@ def main(
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest)
         _quiet()
         if not config.simulation.dry_run:
-            return run(config)
+            return run(config, work)
         if simulate is None:
             raise Refusal("--dry-run: this entry point only trains; use pretrain_gpt.py or pretrain_llama.py")
         return simulate(config)
@@ -57,8 +60,8 @@ def main(
         return EXIT_REFUSED
 
 
-def run(config: Config) -> int:
-    """Set up, train, and leave the process groups; returns the exit code."""
+def run(config: Config, work: Work | None = None) -> int:
+    """Set up, train (or do ``work``), and leave the process groups; returns the exit code."""
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
     from megatron.training.heartbeat import OF_MESSAGES, heartbeat
     from megatron.training.setup import start, stop
@@ -74,7 +77,7 @@ def run(config: Config) -> int:
         return EXIT_FAILED
     beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:
-        return train(config, runtime, beats)
+        return (work or train)(config, runtime, beats)
     except Exception as error:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
         if lines is None and (wanted := out_of_memory(error)):
@@ -102,7 +105,7 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
     from megatron.training.bad_batches import write_batch
     from megatron.training.job import describe, prepare
-    from megatron.training.loop import evaluate_held_out, training_loop
+    from megatron.training.loop import evaluate_held_out, evaluate_on_tasks, training_loop
     from megatron.training.refusal import together
     from megatron.training.replicas import ReplicasDiffer
     from megatron.training.report.memory_profile import check_profile
@@ -131,6 +134,7 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
         if config.run.skip_train:
             evaluate_held_out(job, reporter, "validation")
             evaluate_held_out(job, reporter, "test")
+            evaluate_on_tasks(job, reporter)
             return 0
         saved = training_loop(job, reporter, stopper)
         if stopper.stopped:

@@ -25,6 +25,7 @@ from megatron.training.setup import Runtime
 
 Batches = Iterator[dict[str, Tensor]]
 Mark = Callable[[str], None]  # told the name of each phase of a step as it begins
+Measure = Callable[[dict[str, Tensor | None], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,22 @@ class Diverged(ArithmeticError):
 
 
 def forward_step(
-    runtime: Runtime, batches: Batches, model: nn.Module, mark: Mark | None = None, length: int | None = None
+    runtime: Runtime,
+    batches: Batches,
+    model: nn.Module,
+    mark: Mark | None = None,
+    length: int | None = None,
+    measure: Measure | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Run the model on the next micro-batch; returns its output and the function that makes a loss of it.
 
     Args:
         length: tokens of each sample that count; under a causal mask the rest changes nothing then. Default all.
+        measure: makes of this rank's batch and the output what is reported, where that is not the loss.
     """
     if mark is not None:
         mark("forward")
-    names = ("tokens", "position_ids", "labels", "loss_mask", "document_ends", "numbers")
+    names = ("tokens", "position_ids", "labels", "loss_mask", "document_ends", "numbers", "groups")
     batch: dict[str, Tensor | None] = dict.fromkeys(names)
     if runtime.reads_data:
         restart = runtime.reset_positions
@@ -78,7 +85,12 @@ def forward_step(
     )
     if mark is not None and output.requires_grad:
         output.register_hook(lambda _: mark("backward"))  # called when its backward begins, whatever the schedule
-    return output, partial(sum_of_losses, batch["loss_mask"])
+    return output, partial(sum_of_losses, batch["loss_mask"]) if measure is None else partial(_measured, measure, batch)
+
+
+def _measured(measure: Measure, batch: dict[str, Tensor | None], output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sum_of_losses`, for core's schedules, with another report and nothing to differentiate."""
+    return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), measure(batch, output)
 
 
 def sum_of_losses(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +127,7 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     step = partial(forward_step, runtime, mark=mark, length=length)
-    reports = _run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)
+    reports = run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)
     loss, tokens = mean_loss(reports, runtime)
     if mark is not None:
         mark("optimizer")
@@ -151,7 +163,7 @@ def evaluate(
     reports: list[Tensor] = []
     step = partial(forward_step, runtime)
     for _ in range(iterations):
-        reports += _run_schedule(step, chunks, batches, config, num_microbatches, forward_only=True)
+        reports += run_schedule(step, chunks, batches, config, num_microbatches, forward_only=True)
     for chunk in chunks:
         chunk.train()
     return StepResult(*mean_loss(reports, runtime))
@@ -159,18 +171,23 @@ def evaluate(
 
 def mean_loss(reports: list[Tensor], runtime: Runtime) -> tuple[float, int]:
     """Mean loss and number of tokens of the global batch, on every rank."""
-    total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    loss_sum, tokens = sum_of_reports(reports, (2,), runtime).tolist()
+    return (loss_sum / tokens if tokens else 0.0), int(tokens)
+
+
+def sum_of_reports(reports: list[Tensor], shape: tuple[int, ...], runtime: Runtime) -> Tensor:
+    """What all ranks report, summed over micro-batches, DP and CP, float64 of ``shape``; the same on every rank."""
+    total = torch.zeros(shape, dtype=torch.float64, device=runtime.device)
     for report in reports:
         total += report
     dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
     if runtime.grid.pipeline.size > 1:
         last = runtime.grid.pipeline.global_rank(runtime.grid.pipeline.size - 1)
         dist.broadcast(total, last, group=runtime.grid.pipeline.group)
-    loss_sum, tokens = total.tolist()
-    return (loss_sum / tokens if tokens else 0.0), int(tokens)
+    return total
 
 
-def _run_schedule(
+def run_schedule(
     step: Callable[..., Any],
     chunks: Sequence[nn.Module],
     batches: Batches | list[Batches],
@@ -179,6 +196,7 @@ def _run_schedule(
     *,
     forward_only: bool,
 ) -> list[Tensor]:
+    """Run ``step`` on each micro-batch; on the last pipeline stage, what each of them reports."""
     # Streamed layers get gradients in host memory, for which autograd takes the calling thread, while parameters (and
     # with them DDP's reductions) take the GPU's: which collective comes first would be chance, another on each rank.
     with torch.autograd.set_multithreading_enabled(not config.chunks.fpdt_stream_hidden):

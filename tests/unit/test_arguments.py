@@ -42,7 +42,8 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
  --rank --local_rank --dist-url --dist_url --no-cuda --eval-only --no-train --o2-gradient --npu-deterministic --RMSNorm
  --optimizer-selection --overlapped-distributed-optimizer --pp-partition-method
  --reset-iteration --reset-progress --rampup-seq-length --data-file-list --elastic --elastic-grids --embed-layernorm
- --keep-last-checkpoints --keep-best-checkpoints --skip-damaged-checkpoints
+ --keep-last-checkpoints --keep-best-checkpoints --skip-damaged-checkpoints --eval-tasks --eval-lengths
+--eval-depths --eval-samples --eval-haystack --eval-files --eval-stride --eval-output
 --enable-hf2mg-convert --universal-checkpoint
 --train-weighted-split-paths --valid-weighted-split-paths --test-weighted-split-paths
 --train-weighted-split-paths-path --valid-weighted-split-paths-path --test-weighted-split-paths-path

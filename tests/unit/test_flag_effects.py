@@ -220,6 +220,9 @@ SHOWN = {
     "tests/distributed/test_replicas.py": "check_weight_hash_across_dp_replicas_interval log_straggler",
     "tests/unit/test_elsewhere.py": "ckpt_format",
     "tests/unit/test_elastic.py": "elastic elastic_grids",
+    "tests/unit/test_evaluation.py": "eval_tasks eval_lengths eval_depths eval_samples eval_haystack eval_files "
+    "eval_stride",
+    "tests/distributed/test_evaluation.py": "eval_output",
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "

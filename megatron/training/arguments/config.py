@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.training.arguments.settings.elsewhere import ElsewhereConfig
+from megatron.training.arguments.settings.evaluation import EvaluationConfig
 from megatron.training.arguments.settings.faults import FaultConfig
 from megatron.training.arguments.settings.job import CheckpointConfig, LoggingConfig, RunConfig, SimulationConfig
 from megatron.training.arguments.settings.model import ModelConfig
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "ElsewhereConfig",
+    "EvaluationConfig",
     "FaultConfig",
     "LoggingConfig",
     "ModelConfig",
@@ -42,6 +44,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
     elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)

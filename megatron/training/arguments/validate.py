@@ -20,6 +20,7 @@ from megatron.training.arguments.stages import settle_virtual_stages
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
 from megatron.training.arguments.validate_chunks import check_chunks
 from megatron.training.arguments.validate_copies import check_copies
+from megatron.training.arguments.validate_evaluation import check_evaluation
 from megatron.training.arguments.validate_faults import check_faults
 from megatron.training.arguments.validate_job import (
     check_batch,
@@ -70,6 +71,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("batch", lambda: check_batch(config, data_parallel_size(config, world_size)), "grid", "pipeline")
     gather.check("duration", lambda: check_duration(config), "batch")
     gather.check("lengths", lambda: check_lengths(config), "ranges", "attention")
+    gather.check("evaluation", lambda: check_evaluation(config), "ranges", "attention", "sequence")
     gather.check("profile", lambda: check_profile(config))
     gather.check("schedule", lambda: check_schedule(config), "ranges", "duration")
     gather.check("data", lambda: check_data(config))

@@ -33,6 +33,7 @@ POSITIVE = {
     "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
     "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
     "faults": "check_weight_hash_across_dp_replicas_interval",
+    "evaluation": "eval_lengths eval_depths eval_samples eval_stride",
 }
 NOT_NEGATIVE = {
     "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",

@@ -41,7 +41,7 @@ from megatron.training.refusal import Refusal, together
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
-KEYS = ("tokens", "labels", "loss_mask")
+KEYS = ("tokens", "labels", "loss_mask", "groups")  # the last in evaluations alone
 Batch = dict[str, torch.Tensor]
 
 

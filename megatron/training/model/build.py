@@ -23,6 +23,7 @@ from megatron.context_parallel.core.normed_words import NormedWords
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.fpdt.chunked_scores import chunked_token_scores
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import SavedInHost
 from megatron.context_parallel.layout.grid import Axis, Grid
@@ -58,6 +59,7 @@ class LongContextGPT(GPTModel):
         self.settings, self.said = settings, None
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
+        self.scores_tokens = False  # see _postprocess
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
         """As core's; ``attention_mask`` is what layout/samples.py tells of the batch."""
@@ -103,21 +105,26 @@ class LongContextGPT(GPTModel):
         )
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
-        """As core's; with ``loss_chunks`` the loss of all tokens is one sum, weighted by ``loss_mask``."""
-        if not self.post_process or labels is None or not self.loss_chunks:
+        """As core's; with ``loss_chunks`` the loss of all tokens is one sum, weighted by ``loss_mask``.
+
+        With ``scores_tokens``, which only an evaluation sets, it is [2, b, s_local], losses and hits of the tokens that
+        ``loss_mask`` leaves, each for itself.
+        """
+        if not self.post_process or labels is None or not (self.loss_chunks or self.scores_tokens):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
         tied = self.share_embeddings_and_output_weights and self.pre_process
-        return chunked_linear_cross_entropy(
-            hidden_states,
-            _ready_weight(self.embedding.word_embeddings if tied else self.output_layer),
-            labels.t(),
-            kwargs["loss_mask"].t(),
-            chunks=self.loss_chunks,
-            vocab_size=self.real_vocab_size,
-            tensor=self.tensor,
-            sequence_parallel=self.config.sequence_parallel,
-            offload=self.chunks.offload if self.chunks is not None else None,
-        )
+        weight = _ready_weight(self.embedding.word_embeddings if tied else self.output_layer)
+        inputs = hidden_states, weight, labels.t(), kwargs["loss_mask"].t()
+        settings: dict[str, Any] = {
+            "chunks": self.loss_chunks,
+            "vocab_size": self.real_vocab_size,
+            "tensor": self.tensor,
+            "sequence_parallel": self.config.sequence_parallel,
+            "offload": self.chunks.offload if self.chunks is not None else None,
+        }
+        if self.scores_tokens:
+            return chunked_token_scores(*inputs, **settings).transpose(1, 2)
+        return chunked_linear_cross_entropy(*inputs, **settings)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token, fp32 [b, s_local]; labels [b, s_local], logits [s_local, b, padded vocab / TP]."""

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks of a plan, one by one: what is read, and what the sums come to. Results are plain dicts, as in the JSON."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron.training.data.batches import Batch, micro_batches
+from megatron.training.evaluation.plan import Plan
+from megatron.training.evaluation.rows import MakeRow, micro_batches_of, pack, row_of, window, windows
+from megatron.training.evaluation.score import Subject, score
+
+FIRST_BUCKET = 128  # tokens; each further bucket ends at twice the position
+Result = dict[str, Any]
+
+
+def evaluate_tasks(plan: Plan, subject: Subject, dataset: Dataset | None) -> dict[str, Result]:
+    """Results by task, in order; the same on every rank and on every grid. All ranks call it.
+
+    Args:
+        dataset: held-out samples, as `check_held_out` wants them.
+    """
+    found: dict[str, Result] = {}
+    for task in plan.tasks:
+        if task == "loss-by-position":
+            found[task] = loss_by_position(plan, subject, dataset)
+        elif task == "perplexity":
+            found[task] = perplexity(plan, subject)
+        else:
+            found[task] = made(plan, subject, task)
+    return found
+
+
+def loss_by_position(plan: Plan, subject: Subject, dataset: Dataset | None) -> Result:
+    """Loss and hits of held-out tokens by their position in their document: 0-127, 128-255, 256-511, 512-1023, ..."""
+    config, runtime = subject.config, subject.runtime
+    ranks = runtime.grid.data.size
+
+    def batches() -> Any:
+        return micro_batches(
+            dataset,
+            consumed_samples=0,
+            micro_batch_size=config.data.micro_batch_size,
+            data_parallel_rank=runtime.grid.data.rank,
+            data_parallel_size=ranks,
+            eod=plan.eod if runtime.by_documents else None,
+            numbers_only=not runtime.reads_tokens,
+        )
+
+    bounds = position_bounds(config.data.seq_length)
+    edges = torch.tensor(bounds[1:-1], dtype=torch.int64, device=runtime.device)
+    count = config.run.eval_iters * config.data.global_batch_size // (config.data.micro_batch_size * ranks)
+
+    def groups_of(batch: dict[str, Tensor | None]) -> Tensor:
+        return torch.bucketize(batch["position_ids"], edges, right=True)
+
+    sums = score(subject, batches, count, len(bounds) - 1, groups_of, "loss-by-position")
+    buckets = [
+        {"from": first, "to": stop - 1, **_means(row)}
+        for first, stop, row in zip(bounds, bounds[1:], sums.tolist())
+        if row[2]
+    ]
+    return {"buckets": buckets, **_means(sums.sum(0).tolist())}
+
+
+def position_bounds(length: int) -> list[int]:
+    """Where buckets of positions begin, and ``length``."""
+    bounds, end = [0], FIRST_BUCKET
+    while end < length:
+        bounds.append(end)
+        end *= 2
+    return [*bounds, length]
+
+
+def perplexity(plan: Plan, subject: Subject) -> Result:
+    """Perplexity of text files: each token but a file's first is scored once, after up to --seq-length before it."""
+    config = subject.config
+    length = config.data.seq_length
+    stride = config.evaluation.eval_stride or length
+    places = [(n, start) for n, text in enumerate(plan.texts) for start in windows(text.ids.size, length, stride)]
+
+    def make_row(number: int) -> Batch:
+        group, start = places[number]
+        return window(plan.texts[group].ids, start, length, stride, plan.eod, group)
+
+    sums = _score_rows(subject, make_row, len(places), len(plan.texts), "perplexity")
+    files = []
+    for text, row in zip(plan.texts, sums.tolist()):
+        bits = row[0] / math.log(2) / text.size
+        files.append({"file": text.path, **_means(row), "bytes": text.size, "bits_per_byte": bits})
+    return {"files": files, **_means(sums.sum(0).tolist())}
+
+
+def made(plan: Plan, subject: Subject, task: str) -> Result:
+    """Answers in samples that are made here, by length, for needles by depth too."""
+    config, runtime, specs = subject.config, subject.runtime, plan.specs[task]
+    length = config.data.seq_length
+    together = runtime.by_documents and config.data.reset_attention_mask and config.data.reset_position_ids
+    rows = pack([spec.length for spec in specs], length, together)
+
+    def make_row(number: int) -> Batch:
+        return row_of([(n, plan.sample(specs[n])) for n in rows[number]], length, plan.eod)
+
+    sums = _score_rows(subject, make_row, len(rows), len(specs), task).tolist()
+    cells = []
+    for where in dict.fromkeys((spec.length, spec.depth) for spec in specs):
+        mine = [row for spec, row in zip(specs, sums) if (spec.length, spec.depth) == where]
+        depth = {} if where[1] is None else {"depth": where[1]}
+        cells.append({"length": where[0], **depth, **_answers(mine)})
+    return {"cells": cells, **_answers(sums)}
+
+
+def _score_rows(subject: Subject, make_row: MakeRow, rows: int, groups: int, name: str) -> Tensor:
+    runtime, data = subject.runtime, subject.config.data
+    ranks, size = runtime.grid.data.size, data.micro_batch_size
+    batches = partial(
+        micro_batches_of, make_row, rows, data.seq_length, size, runtime.grid.data.rank, ranks, runtime.by_documents
+    )
+    return score(subject, batches, -(-rows // (size * ranks)), groups, name=name)
+
+
+def _means(row: list[float]) -> Result:
+    """Of (sum of losses, hits, tokens)."""
+    loss, hits, tokens = row
+    loss /= tokens
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "hits": hits / tokens, "tokens": int(tokens)}
+
+
+def _answers(rows: list[list[float]]) -> Result:
+    """Of samples' sums: the share of right answer tokens, of wholly right answers, the loss of an answer's token."""
+    loss, hits, tokens = (sum(column) for column in zip(*rows))
+    exact = sum(row[1] == row[2] for row in rows) / len(rows)
+    return {"hits": hits / tokens, "exact": exact, "loss": loss / tokens, "samples": len(rows)}
+
+
+def metrics(found: dict[str, Result]) -> dict[str, float]:
+    """The results as flat numbers, for a training log: "needle_hits", "needle_4096_hits", ..."""
+    flat: dict[str, float] = {}
+    for task, result in found.items():
+        name = task.replace("-", "_")
+        if task == "loss-by-position":
+            flat |= {f"{name}_{bucket['from']}_{bucket['to']}": bucket["loss"] for bucket in result["buckets"]}
+        elif task == "perplexity":
+            flat |= {f"{name}_{number}": file["perplexity"] for number, file in enumerate(result["files"])}
+        else:
+            flat |= {f"{name}_{key}": result[key] for key in ("hits", "exact", "loss")}
+            lengths = dict.fromkeys(cell["length"] for cell in result["cells"])
+            for length in lengths:
+                cells = [cell for cell in result["cells"] if cell["length"] == length]
+                flat[f"{name}_{length}_hits"] = sum(cell["hits"] for cell in cells) / len(cells)
+    return flat

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phrases, names, numbers and a haystack with any tokenizer: as text, or as symbols where ids stand for no text.
+
+A name and a number are each a pair. Of the names a quarter is held out for evaluation (:func:`is_held_out`): a training
+set of needles never names them, though it has every half of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from megatron.training.data import genome
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.refusal import Refusal, reason
+
+FIRST = (
+    "amber brisk calm dusty eager faint gentle hollow icy jolly keen lucky mellow narrow oaken pale quiet rusty "
+    "silver tidy upper vivid warm young"
+).split()
+SECOND = (
+    "anchor basket candle drum engine feather garden hammer island jacket kettle ladder mirror needle orchard pillow "
+    "quarry ribbon saddle tunnel umbrella violin wagon yard"
+).split()
+SENTENCES = (
+    " The morning train was late again, and nobody on the platform seemed to mind.",
+    " She folded the map twice and put it back into the drawer.",
+    " Rain fell on the tin roof until well after midnight.",
+    " Most of the shops along the river close early in winter.",
+    " He counted the steps on the way up and forgot the number on the way down.",
+    " A letter lay under the door, without a stamp and without a name.",
+    " The bread comes out of the oven at six, and by eight it is gone.",
+    " Two boats were tied to the pier, and neither had been used for years.",
+    " They painted the fence green because there was green paint left.",
+    " In the evening the wind turned and carried the smell of hay across the road.",
+    " Nobody could remember who had planted the old pear tree.",
+    " The clock in the hall is seven minutes fast, and everyone allows for it.",
+)
+TEXT = {
+    "needle": " The code of",
+    "is": " is",
+    "stop": ".",
+    "ask": "\nWhat is the code of",
+    "recall": "? The code of",
+    "let": " Let",
+    "be": " be",
+    "which": "\nWhich names are",
+    "answer": "? Answer:",
+    "and": ",",
+    "common": "\nWhich of all these names come most often, in the order in which they came up",
+}
+SYMBOLS = {"needle": 0, "ask": 1, "let": 2, "which": 3, "common": 4}  # the other marks say nothing that symbols need
+MARKS, ALPHABET, MOST, HALVES = 12, 64, 4096, 32
+SENTENCE = 8  # symbols of one in the haystack
+
+
+@dataclass(frozen=True)
+class Name:
+    """Something that a number may belong to."""
+
+    pair: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Number:
+    """What is to be found."""
+
+    pair: tuple[int, int]
+
+
+Atom = str | Name | Number  # a str is a mark of TEXT
+
+
+@dataclass(frozen=True, eq=False)
+class Words:
+    """How a tokenizer writes phrases.
+
+    Attributes:
+        names, numbers: halves of a pair are below this.
+        sentences: of the haystack, ids [n] each; or, of a text, all of it.
+        base, width: of a symbol's ids: so many digits in this base; 0, 0 for text.
+    """
+
+    tokenizer: Tokenizer
+    names: int
+    numbers: int
+    sentences: tuple[np.ndarray, ...]
+    base: int = 0
+    width: int = 0
+
+    def write(self, atoms: Sequence[Atom]) -> np.ndarray:
+        """The ids of a phrase, int64 [n]; text is tokenized as a whole."""
+        if not self.base:
+            return _encode(self.tokenizer, "".join(map(_text, atoms)))
+        symbols: list[int] = []
+        for atom in atoms:
+            if isinstance(atom, str):
+                symbols += [SYMBOLS[atom]] if atom in SYMBOLS else []
+            else:
+                first = MARKS + (2 * self.names if isinstance(atom, Number) else 0)
+                symbols += [first + atom.pair[0], first + self.names + atom.pair[1]]
+        return digits(np.array(symbols, np.int64), self.base, self.width)
+
+    def haystack(self, tokens: int, random: np.random.Generator) -> np.ndarray:
+        """Exactly so many ids: a text from a random place on, round and round; or sentences in random order."""
+        if len(self.sentences) == 1:
+            text = self.sentences[0]
+            return np.take(text, np.arange(tokens) + random.integers(text.size), mode="wrap")
+        count = tokens // min(part.size for part in self.sentences) + 1
+        chosen = [self.sentences[index] for index in random.integers(len(self.sentences), size=count)]
+        return np.concatenate(chosen)[:tokens]
+
+
+def make_words(tokenizer: Tokenizer, haystack: str | None = None) -> Words:
+    """The words of a tokenizer.
+
+    Args:
+        haystack: a text file to hide things in, in place of our own sentences.
+
+    Raises:
+        Refusal: the file cannot be read or holds nothing, or the vocabulary holds no words.
+    """
+    own = None if haystack is None else read_ids(tokenizer, haystack, "--eval-haystack")
+    base = {"NullTokenizer": tokenizer.eod, "NucleotideTokenizer": len(genome.BASES), "CodonTokenizer": 64}
+    if tokenizer.kind not in base:
+        sentences = tuple(_encode(tokenizer, text) for text in SENTENCES)
+        return Words(tokenizer, len(FIRST), 90, sentences if own is None else (own,))
+    base = base[tokenizer.kind]
+    if base < 2:
+        raise Refusal(f"--eval-tasks: {tokenizer.source} has too few ids to write anything with: use 3 or more")
+    width = max(math.ceil(math.log(ALPHABET, base) - 1e-9), 1)
+    letters = min(base**width, MOST)
+    halves = min((letters - MARKS) // 8, HALVES)
+    filler = range(MARKS + 4 * halves, min(letters, MARKS + 4 * halves + 256))
+    drawn = np.random.default_rng(8).integers(filler.start, filler.stop, (16, SENTENCE))
+    sentences = tuple(digits(row, base, width) for row in drawn)
+    return Words(tokenizer, halves, halves, sentences if own is None else (own,), base, width)
+
+
+def digits(symbols: np.ndarray, base: int, width: int) -> np.ndarray:
+    """Each symbol [n] as ``width`` ids below ``base``, most significant first: [n * width]."""
+    powers = base ** np.arange(width - 1, -1, -1)
+    return (symbols[:, None] // powers % base).reshape(-1)
+
+
+def read_ids(tokenizer: Tokenizer, path: str, flag: str) -> np.ndarray:
+    """The ids of a text file, int64 [n]; for NullTokenizer numbers, for genomes bases, between any white space.
+
+    Raises:
+        Refusal: it cannot be read or tokenized, or holds less than two tokens.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"{flag} {path} cannot be read: {reason(error)}") from None
+    if tokenizer.kind == "NullTokenizer":
+        text = " ".join(text.split())
+    elif tokenizer.kind in ("NucleotideTokenizer", "CodonTokenizer"):
+        text = "".join(text.split())
+    try:
+        ids = _encode(tokenizer, text) if text else np.empty(0, np.int64)
+    except ValueError as error:  # words given to NullTokenizer, for one
+        raise Refusal(f"{flag} {path}: {tokenizer.kind} cannot tokenize it: {reason(error)}") from None
+    if ids.size < 2:
+        raise Refusal(f"{flag} {path} holds {ids.size} tokens, and what comes next needs at least 2: use a longer text")
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        raise Refusal(
+            f"{flag} {path} has ids from {ids.min()} to {ids.max()}, and labels outside of the {tokenizer.vocab_size} "
+            f"of {tokenizer.source} cannot be scored"
+        )
+    return ids
+
+
+def is_held_out(pair: tuple[int, int]) -> bool:
+    """Whether the name that a pair makes is for evaluation alone."""
+    return sum(pair) % 4 == 0
+
+
+@lru_cache
+def pairs(halves: int, held_out: bool | None) -> tuple[tuple[int, int], ...]:
+    """All pairs, or those for evaluation, or those for training."""
+    every = ((i, j) for i in range(halves) for j in range(halves))
+    return tuple(pair for pair in every if held_out is None or is_held_out(pair) == held_out)
+
+
+def draw(random: np.random.Generator, halves: int, count: int, held_out: bool | None) -> list[tuple[int, int]]:
+    """So many different pairs, in random order."""
+    pool = pairs(halves, held_out)
+    return [pool[index] for index in random.choice(len(pool), count, replace=False)]
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    return tokenizer.array(text).astype(np.int64)
+
+
+def _text(atom: Atom) -> str:
+    if isinstance(atom, str):
+        return TEXT[atom]
+    first, second = atom.pair
+    return f" {10 + first}{10 + second}" if isinstance(atom, Number) else f" {FIRST[first]} {SECOND[second]}"

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Write a training set of needles in haystacks, PREFIX_text_document.bin/.idx: what tools/evaluate.py asks for, of
+other names and in other haystacks than it ever has.
+
+    python tools/make_needles.py --output-prefix out/needles --length 4096 --documents 1000 \\
+        --tokenizer-type NullTokenizer --vocab-size 255
+
+A document has exactly --length tokens, its end of document included, so that with --seq-length of the same length a
+sample is a document. It hides one to --needles needles at random depths and asks for each of them once, at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+
+import numpy as np
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.arguments.config import DataConfig
+from megatron.training.data.text_files import whole_files
+from megatron.training.data.tokenizer import build_tokenizer, check_vocab
+from megatron.training.refusal import Refusal
+from tools.convert_command import exit_on_sigterm, one_line_parser, run
+
+TOKENIZER_FLAGS = ("tokenizer_", "vocab_file", "merge_file", "tiktoken_")
+
+
+def make(argv: list[str] | None) -> list[str]:
+    """Write the files; returns the closing lines. Raises Refusal."""
+    args = build_parser().parse_args(argv)
+    for name in ("length", "documents", "needles"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise Refusal(f"--{name} {value} must be at least 1")
+    if args.seed < 0:
+        raise Refusal(f"--seed {args.seed} must not be negative")
+    settings = DataConfig(**{name: getattr(args, name) for name in tokenizer_flags()})
+    tokenizer = build_tokenizer(settings, args.vocab_size)
+    check_vocab(args.vocab_size, tokenizer)
+    from megatron.training.evaluation.words import make_words, pairs
+
+    words = make_words(tokenizer, args.haystack)
+    most = min(len(pairs(words.names, False)), len(pairs(words.numbers, None)))
+    needles = args.needles or max(min(args.length // 64, most, 64), 1)
+    if needles > most:
+        raise Refusal(f"--needles {needles}: there are {most} names for training: use at most as many")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # core tells on import what is not installed
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    prefix = f"{args.output_prefix}_text_document"
+    with whole_files([f"{prefix}.{end}" for end in ("bin", "idx")], args.overwrite) as names:
+        builder = IndexedDatasetBuilder(names[0], dtype)
+        try:
+            for ids in documents(words, args, needles):
+                builder.add_document(np.append(ids, tokenizer.eod).astype(dtype), [args.length])
+            builder.finalize(names[1])
+        finally:
+            builder.data_file.close()
+    return [
+        f"{prefix}.bin/.idx: {args.documents:,} documents of {args.length:,} tokens as {dtype.__name__}, "
+        f"1 to {needles} needles each"
+    ]
+
+
+def documents(words: object, args: argparse.Namespace, needles: int) -> Iterator[np.ndarray]:
+    """Documents without their end, int64 [length - 1]: a function of the seed, the length and their number."""
+    from megatron.training.evaluation.samples import compose, many_needles
+
+    for number in range(args.documents):
+        random = np.random.default_rng([args.seed, args.length, number, 1])
+        count = int(random.integers(1, needles + 1))
+        pieces = many_needles(words, random, count, count, False)
+        if pieces.size > args.length - 1:
+            raise Refusal(
+                f"--length {args.length} does not hold {count} needles with their questions, {pieces.size} tokens and "
+                "the end: use a longer one, or fewer --needles"
+            )
+        yield compose(pieces, words, random, args.length - 1).ids
+
+
+def tokenizer_flags() -> list[str]:
+    """Settings that choose a tokenizer."""
+    return [f.name for f in fields(DataConfig) if f.name.startswith(TOKENIZER_FLAGS)]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = one_line_parser(__doc__)
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_text_document.bin and .idx")
+    parser.add_argument("--length", type=int, required=True, metavar="N", help="tokens of a document")
+    parser.add_argument("--documents", type=int, required=True, metavar="N", help="how many")
+    parser.add_argument("--needles", type=int, metavar="N", help="most in a document (default: length / 64, up to 64)")
+    parser.add_argument("--haystack", metavar="FILE", help="text file to hide in (default: plain sentences)")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="for NullTokenizer, or to cut a TikTokenizer")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
+    for f in fields(DataConfig):
+        if f.name.startswith(TOKENIZER_FLAGS):
+            options = {key: f.metadata[key] for key in ("choices", "help") if key in f.metadata}
+            kind = f.metadata.get("type") or type(f.default)
+            parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, **options)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    return run(make, argv)
+
+
+if __name__ == "__main__":
+    exit_on_sigterm()
+    sys.exit(main())
