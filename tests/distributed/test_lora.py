@@ -64,9 +64,9 @@ def alone(pool):
         (2, "", f"{T2} {SP}", True),
         (4, "", f"{U2} {R2} --zero-stage 1 {FULL}", True),
         (4, "", f"{T2} {P2} --micro-batch-size 1", True),
-        (2, "", f"--zero-stage 3 {R2} --loss-chunks 3", True),
-        (2, "", f"{FPDT} --fpdt-stream-hidden {U2} {FULL}", True),
         *also_in_full(
+            (2, "", f"--zero-stage 3 {R2} --loss-chunks 3", True),
+            (2, "", f"{FPDT} --fpdt-stream-hidden {U2} {FULL}", True),
             (1, "", f"{FULL} --loss-chunks 2", True),
             (2, "", T2, True),
             (2, "", f"{T2} {SP} {FULL}", True),
@@ -138,12 +138,23 @@ def tuned(pool, tmp_path_factory):
     save(folder / "hf", "llama")
     flags = f"--group-query-attention --num-query-groups 2 --ffn-hidden-size 96 {LORA} --lr 1e-2 {COMMON}"
     losses = pool.run(
-        tune_folder, 2, f"{flags} {folder / 'hf'} --finetune {T2} {SP}", str(folder / "tuned"), 2, timeout=120
+        tune_folder,
+        2,
+        f"{flags} {folder / 'hf'} --finetune {T2} {SP} --zero-stage 1",
+        str(folder / "tuned"),
+        2,
+        timeout=120,
     )[0]
     return flags, folder, losses
 
 
-@pytest.mark.parametrize("world, grid", [(2, f"{P2} --micro-batch-size 1"), (2, f"--zero-stage 3 {R2}")])
+@pytest.mark.parametrize(
+    "world, grid",
+    [
+        (2, f"--zero-stage 3 {R2}"),
+        *also_in_full((2, f"{P2} --micro-batch-size 1"), (2, f"--zero-stage 1 {U2}")),
+    ],
+)
 def test_a_run_goes_on_from_another_grid(pool, tuned, world, grid):
     flags, folder, losses = tuned
     resumed = pool.run(go_on_alone, world, f"{flags} {folder / 'tuned'} {grid}", timeout=120)[0]
@@ -189,9 +200,14 @@ def test_merged_weights_compute_the_same(pool, tuned, tmp_path):
     "change, expected",
     [
         (lambda flags: flags.replace(LORA, ""), r"has adapters: give --lora-rank 4, or merge them"),
-        (lambda flags: flags.replace("--lora-rank 4", "--lora-rank 8"), "--lora-rank 4 there, 8 here"),
-        (lambda flags: flags.replace("--lora-alpha 6", "--lora-alpha 5"), "--lora-alpha 6 there, 5 here"),
-        (lambda flags: flags.replace(LORA, f"{LORA} --lora-targets linear_qkv"), "--lora-targets linear_qkv linear_pr"),
+        *also_in_full(
+            (lambda flags: flags.replace("--lora-rank 4", "--lora-rank 8"), "--lora-rank 4 there, 8 here"),
+            (lambda flags: flags.replace("--lora-alpha 6", "--lora-alpha 5"), "--lora-alpha 6 there, 5 here"),
+            (
+                lambda flags: flags.replace(LORA, f"{LORA} --lora-targets linear_qkv"),
+                "--lora-targets linear_qkv linear_pr",
+            ),
+        ),
     ],
 )
 def test_other_adapters_are_refused(pool, tuned, change, expected):
