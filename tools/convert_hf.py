@@ -3,7 +3,8 @@
 """Turn a Hugging Face Llama folder (config.json, *.safetensors, tokenizer) into a checkpoint for training, and back.
 
     python tools/convert_hf.py --from-hf Llama-3.1-8B --to llama-8b      # then train with --load llama-8b --finetune
-    python tools/convert_hf.py --from checkpoints --to-hf my-llama
+    python tools/convert_hf.py --from checkpoints --to-hf my-llama      # with adapters, if it has any, merged into it
+    python tools/convert_hf.py --from checkpoints --to-peft my-adapter  # or they alone
 
 Bit for bit: without training in between, every file comes back as it was. Nothing is downloaded, no code of a
 checkpoint is run, and memory holds a layer, not the model.
@@ -32,6 +33,10 @@ def convert(argv: list[str] | None) -> list[str]:
         from megatron.training.checkpoint.converting.incoming import from_hugging_face
 
         return timed(lambda bar: from_hugging_face(args.from_hf, args.to, dtype, bar))
+    if args.to_peft:
+        from megatron.training.checkpoint.converting.adapters import to_peft
+
+        return timed(lambda bar: to_peft(args.from_, args.to_peft, bar, args.ckpt_step, args.base))
     from megatron.training.checkpoint.converting.outgoing import to_hugging_face
 
     return timed(lambda bar: to_hugging_face(args.from_, args.to_hf, dtype, bar, args.ckpt_step, args.hf_files))
@@ -43,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", type=Path, metavar="DIR", help="checkpoint folder to write; must be new or empty")
     parser.add_argument("--from", dest="from_", type=Path, metavar="DIR", help="checkpoint folder to read")
     parser.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face folder to write; must be new or empty")
+    parser.add_argument("--to-peft", type=Path, metavar="DIR", help="folder for PEFT to write; must be new or empty")
+    parser.add_argument("--base", default="", metavar="NAME", help="--to-peft: the model that adapters belong to")
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: as it is)")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read of --from (default: the latest)")
     parser.add_argument(
@@ -56,9 +63,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
-    there, back = (args.from_hf, args.to), (args.from_, args.to_hf)
-    if not (all(there) and not any(back)) and not (all(back) and not any(there)):
-        raise Refusal("give --from-hf DIR --to DIR, or --from DIR --to-hf DIR")
+    there, back = (args.from_hf, args.to), (args.from_, args.to_hf or args.to_peft)
+    if not (all(there) and not any(back)) and not (all(back) and not any(there)) or (args.to_hf and args.to_peft):
+        raise Refusal("give --from-hf DIR --to DIR, or --from DIR --to-hf DIR, or --from DIR --to-peft DIR")
+    if args.base and not args.to_peft:
+        raise Refusal("--base goes with --from DIR --to-peft DIR")
+    if args.to_peft and (args.dtype or args.hf_files):
+        raise Refusal("--dtype and --hf-files go with --to-hf DIR: adapters are written in fp32")
     if args.from_hf and (args.ckpt_step is not None or args.hf_files):
         raise Refusal("--ckpt-step and --hf-files go with --from DIR --to-hf DIR")
     if args.hf_files and not (args.hf_files / "config.json").exists():

@@ -253,7 +253,10 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
 def describe(job: Job) -> Iterator[str]:
     """What rank 0 says before training."""
     config, runtime = job.config, job.runtime
-    parameters = sum(parameter.numel() for chunk in job.chunks for parameter in chunk.parameters())
+    sizes = [(p.numel(), p.requires_grad) for chunk in job.chunks for p in chunk.parameters()]
+    parameters = f"{sum(size for size, _ in sizes):,} parameters"
+    if config.model.lora_rank:
+        parameters += f" ({sum(size for size, trained in sizes if trained):,} of them trained, LoRA)"
     yield f"{runtime.grid} on {dist.get_world_size()} x {runtime.platform.device_name()} ({dist.get_backend()})"
     yield (
         f"{config.data.seq_length} tokens a sample, {runtime.layout.local_length} a rank ({runtime.layout.balance}); "
@@ -262,7 +265,7 @@ def describe(job: Job) -> Iterator[str]:
     yield (
         f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}, "
         f"{config.model.num_attention_heads} heads ({config.model.num_query_groups} for keys and values), vocabulary "
-        f"{job.vocab_size}; {parameters:,} parameters on rank 0; ZeRO {config.parallel.zero_stage}"
+        f"{job.vocab_size}; {parameters} on rank 0; ZeRO {config.parallel.zero_stage}"
     )
 
 

@@ -126,6 +126,8 @@ def whole_gradients(job: Any) -> dict[str, torch.Tensor]:
         if job.config.parallel.zero_stage == 1:
             gather_gradient_shards(chunk)
         for name, parameter in canonical_parameters(unwrap(chunk)):
+            if not parameter.requires_grad:
+                continue
             if job.config.parallel.zero_stage >= 2:
                 grad = parameter.grad
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad

@@ -116,6 +116,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
     with (
         mock.patch.object(build, "initialize_weights", lambda *_: None),
         mock.patch.object(build, "block_spec", spec),
+        mock.patch.object(build, "train_adapters_alone", lambda _: None),
         mock.patch.object(build, "LongContextGPT", model),
         mock.patch.object(build, "PartitionedEmbedding", note("partitioned")),
         mock.patch.object(build, "save_layer_inputs_in_host", note("layer inputs in host memory")),

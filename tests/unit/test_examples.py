@@ -20,7 +20,7 @@ from tests.patience import patience
 arguments = pytest.importorskip("megatron.training.arguments.parser")
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("quickstart", "extrapolation")  # several steps, from data to a table
+PROGRAMS = ("quickstart", "extrapolation", "finetune", "extend")  # several steps, from data to a table
 EXAMPLES = (path for path in ROOT.glob("examples/*/*.sh") if path.parent.name != "reproduce")
 SCRIPTS = sorted(path for path in EXAMPLES if path.stem not in PROGRAMS)
 FPDT_SCRIPTS = [path for path in SCRIPTS if path.parent.name == "fpdt"]

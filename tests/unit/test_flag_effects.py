@@ -87,6 +87,9 @@ EFFECTS = f"""
 | --softmax-type learnable | core.softmax_type
 | --hidden-dropout 0.2 | dropout.hidden
 | --attention-dropout 0.2 | dropout.attention
+| --lora-rank 8 | layers.lora
+--lora-rank 8 | --lora-alpha 16 | layers.lora
+--lora-rank 8 | --lora-targets linear_fc2 linear_qkv | layers.lora
 | --make-vocab-size-divisible-by 64 | rows
 | --padded-vocab-size 400 | rows
 | --fp8-format hybrid | core.fp8 layers.transformer_engine
@@ -194,6 +197,7 @@ SHOWN = {
     "data_path train_data_path valid_data_path test_data_path split data_cache_path "
     "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
+    "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",
     "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
     "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
     "tests/distributed/test_reset_iteration.py": "reset_iteration",
@@ -311,6 +315,8 @@ def test_every_setting_has_its_effect_shown():
         "--vocab-file a --merge-file b --tokenizer-type NullTokenizer",
         "--fim-rate 0.1 --fim-spm-rate 0.1 --fim-no-prefix a --fim-pad-token b",
         "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
+        "--sft-tokenizer-prompt-format a --sft-over-length skip",
+        "--lora-alpha 3 --lora-targets linear_qkv",
         "--tokenizer-model a --tokenizer-type NullTokenizer",
         "--tensorboard-log-interval 5 --tensorboard-queue-size 5",
         "--wandb-exp-name a --wandb-save-dir b --wandb-entity c",

@@ -25,6 +25,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+    from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
         ChunkedTransformerLayer,
@@ -37,6 +38,7 @@ from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spa
 from megatron.context_parallel.layout.samples import Samples, samples
 from megatron.context_parallel.positions.dropout import Dropout
 
+INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs TP cuts
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
 
 
@@ -165,6 +167,7 @@ def block_spec(
     num_layers: int,
     chunks: ChunkSettings | None = None,
     recomputed: int = 0,
+    lora: Lora | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
@@ -176,6 +179,7 @@ def block_spec(
         num_layers: layers of this stage.
         chunks: FPDT, the FFN in chunks, streamed hidden states; None for core's own layer.
         recomputed: so many layers, the first, recompute their attention chunk by chunk (FPDT).
+        lora: adapters, not with ``transformer_engine``.
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -189,6 +193,8 @@ def block_spec(
         if config.qk_layernorm:
             qkv = layer.submodules.self_attention.submodules
             qkv.q_layernorm = qkv.k_layernorm = Norm
+    if lora is not None:
+        _add_adapters(layer, lora, transformer_engine)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
     layers = [replace(layer, module=LongContextLayer, params={**layer.params, "attention": settings})] * num_layers
     if chunks is not None:
@@ -199,3 +205,14 @@ def block_spec(
         if chunks.fpdt:
             final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _add_adapters(layer: ModuleSpec, lora: Lora, transformer_engine: bool) -> None:
+    """Put linear layers with adapters in the places of core's."""
+    if transformer_engine:
+        raise ValueError("lora: Transformer Engine's layers hide what goes into their linear ones")
+    for part in (layer.submodules.self_attention, layer.submodules.mlp):
+        for name in vars(part.submodules):
+            if name in lora.targets:
+                kind = RowParallelLinearWithLora if name in INPUTS_CUT else ColumnParallelLinearWithLora
+                setattr(part.submodules, name, ModuleSpec(kind, params={"lora": lora}))

@@ -90,7 +90,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden = grad_weight = None
         if needs_grad:
             grad_hidden = HiddenStates.empty(hidden.shape, hidden.dtype, hidden.device, hidden_states.offload)
-            grad_weight = torch.zeros_like(weight, dtype=wide)
+            grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
         labels, token_weights = (x.reshape(ranks, rows, -1) for x in (labels, token_weights))
         total = torch.zeros((), dtype=wide, device=weight.device)
@@ -105,7 +105,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if needs_grad:
                 grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
                 grad_hidden.write((start, stop), _sum_over_tensor(grad_tokens, tensor, gathered))
-                add_product(grad_weight, grad_logits.t(), tokens)
+                if grad_weight is not None:
+                    add_product(grad_weight, grad_logits.t(), tokens)
                 del grad_logits, grad_tokens
         ctx.grads = (grad_hidden, grad_weight, spans)
         ctx.weight_dtype, ctx.weight = weight.dtype, None if main_grad_of(weight) is None else weight

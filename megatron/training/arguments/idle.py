@@ -109,6 +109,13 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "data.fim_rate data.fim_spm_rate data.fim_split_sample data.fim_fragment_rate data.fim_no_prefix "
         "data.fim_prefix_token data.fim_middle_token data.fim_suffix_token data.fim_pad_token data.fim_eod_token",
     ),
+    ("--sft reads it", lambda c: c.data.sft, "data.sft_tokenizer_prompt_format data.sft_over_length"),
+    (
+        "--sft keeps tokens in files of its own",
+        lambda c: not c.data.sft,
+        "data.mmap_bin_files data.num_dataset_builder_threads",
+    ),
+    ("--lora-rank reads it", lambda c: c.model.lora_rank is not None, "model.lora_alpha model.lora_targets"),
     (
         "--tokenizer-type TikTokenizer reads it",
         lambda c: c.data.tokenizer_type == "TikTokenizer",

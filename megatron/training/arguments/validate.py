@@ -35,6 +35,7 @@ from megatron.training.arguments.validate_job import (
     check_zero,
     near,
 )
+from megatron.training.arguments.validate_tuning import check_lora, check_sft
 from megatron.training.refusal import Gather, Refusal
 
 __all__ = ["Refusal", "complete", "data_parallel_size", "transformer_engine_installed"]
@@ -58,12 +59,14 @@ def complete(config: Config, world_size: int) -> Config:
     shape = ("required", "ranges")
     gather.check("model", lambda: _model(config), *shape)
     gather.check("context", lambda: _context(config), "model")
+    gather.check("sft", lambda: check_sft(config))
     gather.check("attention", lambda: check_attention(config), "model")
     gather.check("grid", lambda: _grid(config, world_size), "context")
     gather.check("heads", lambda: _heads(config), "context")
     gather.check("sequence", lambda: _sequence(config), "context", "attention")
     gather.check("pipeline", lambda: settle_virtual_stages(config), "model")
     gather.check("precision", lambda: _precision(config), *shape)
+    gather.check("lora", lambda: check_lora(config), "model")
     gather.check("partition", lambda: check_partitioned_positions(config), "context", "attention")
     gather.check("recompute", lambda: check_recompute(config), "pipeline")
     gather.check("zero", lambda: check_zero(config), *shape)

@@ -18,7 +18,7 @@ from megatron.training.refusal import Gather, Refusal
 POSITIVE = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
-    "fp8_amax_history_len yarn_original_max_position_embeddings",
+    "fp8_amax_history_len yarn_original_max_position_embeddings lora_rank",
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
     "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage "
@@ -47,7 +47,7 @@ NOT_NEGATIVE = {
 }
 ABOVE_ZERO = {
     "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
-    "yarn_beta_fast yarn_beta_slow",
+    "yarn_beta_fast yarn_beta_slow lora_alpha",
     "optimizer": "lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window",
     "logging": "peak_tflops",
 }

@@ -27,9 +27,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import random as core_random
 from torch import nn
 
+from megatron.context_parallel.core.lora import is_adapter
 from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate import Refusal
+from megatron.training.checkpoint.adapters import begin_anew, without_adapters
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
@@ -193,7 +195,9 @@ def load(
     common = theirs.common if theirs else load_common(path)
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
     weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
-    _check_model(theirs.model if theirs else common.get("config", {}).get("model", {}), config, path, weights_only)
+    model = theirs.model if theirs else common.get("config", {}).get("model", {})
+    _check_model(model, config, path, weights_only)
+    anew = begin_anew(model, config.model, path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if theirs:
         incoming.check_vocabulary(theirs, here, config)
@@ -218,14 +222,15 @@ def load(
         config,
         loading=True,
         with_rng=with_rng,
+        adapters=not anew,
     )
     places = _places(chunks, optimizer, config)
     loaded = incoming.load(theirs, state) if theirs else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
-            unwrap(chunk).load_state_dict(loaded[key])
-        elif not with_optimizer:
-            load_weights(loaded[key], places[index])
+            unwrap(chunk).load_state_dict(loaded[key], strict=not anew)
+        elif key in loaded:
+            load_weights(loaded[key], _asked(places[index], with_optimizer, not anew))
     if with_optimizer:
         load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
@@ -281,8 +286,13 @@ def _state(
     *,
     loading: bool,
     with_rng: bool | None = None,
+    adapters: bool = True,
 ) -> dict[str, Any]:
-    """Everything a checkpoint holds, as megatron-core's sharded state."""
+    """Everything a checkpoint holds, as megatron-core's sharded state.
+
+    Args:
+        adapters: whether the checkpoint has those of the model.
+    """
     vocab_size = getattr(unwrap(chunks[0]), "real_vocab_size", None)  # the weights' vocabulary is padded
     state: dict[str, Any] = {
         **({} if loading else for_megatron(config, vocab_size, progress.iteration, progress.consumed_train_samples)),
@@ -294,9 +304,10 @@ def _state(
     models, places = {}, _places(chunks, optimizer, config)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
-            models[key] = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
-        elif not loading or optimizer is None:  # FSDP's weights are the optimizer's main weights
-            models[key] = weights_state(places[index], compute_dtype(config))
+            found = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
+            models[key] = found if adapters else without_adapters(found)
+        elif (asked := _asked(places[index], loading and optimizer is not None, adapters)).pieces:
+            models[key] = weights_state(asked, compute_dtype(config))
         if not loading:
             state[f"engine states {index}"] = engine_states(unwrap(chunk))
     state.update(models)
@@ -318,6 +329,13 @@ def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, co
             return []  # weights are whole
         held = partial(elements_of_shard, optimizer)
     return [find_places(unwrap(chunk), held) for chunk in chunks]
+
+
+def _asked(places: Places, with_optimizer: bool, adapters: bool) -> Places:
+    """What is read as weights under FSDP, whose trained weights are the optimizer's main weights."""
+    if with_optimizer:
+        return places.only(lambda parameter, _: not parameter.requires_grad)
+    return places if adapters else places.only(lambda _, name: not is_adapter(name))
 
 
 def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:

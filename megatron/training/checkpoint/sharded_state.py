@@ -61,6 +61,11 @@ class Places:
     pieces: dict[nn.Parameter, list[Piece]]
     others: list[Any]  # what core saves beside parameters
 
+    def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> Places:
+        """Those of some parameters, told by themselves and their names in a checkpoint, and nothing beside them."""
+        names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
+        return Places({one: pieces for one, pieces in self.pieces.items() if wanted(one, names[one])}, [])
+
 
 Held = tuple[int, int]  # first element of a parameter that is here, and how many are
 
@@ -285,8 +290,9 @@ def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Megatro
 
 
 def _parameters(places: Iterable[Places]) -> Iterator[tuple[nn.Parameter, Sequence[Piece]]]:
+    """Those that the optimizer has: all but frozen ones."""
     for one in places:
-        yield from one.pieces.items()
+        yield from ((parameter, pieces) for parameter, pieces in one.pieces.items() if parameter.requires_grad)
 
 
 def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

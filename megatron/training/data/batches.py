@@ -33,6 +33,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.weighted_paths import portion
 from megatron.training.data import files as data_files
+from megatron.training.data.chats.dataset import build_chat_datasets
 from megatron.training.data.fim import Fim, fill_in, fim_of, generator
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import Tokenizer
@@ -59,6 +60,8 @@ def build_datasets(
         if any((data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)):
             raise Refusal("--mock-data and --data-path exclude each other")
         return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(samples))
+    if data.sft:
+        return build_chat_datasets(config, tokenizer, samples)
     blend, blends = data_files.parse_blends(data, number)
     settings = {
         "random_seed": config.run.seed,
@@ -301,7 +304,8 @@ class _Samples(Dataset):
         taken = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
         taken["numbers"] = torch.tensor(number)
         if self.eod is not None:
-            taken["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod))
+            ends = sample.get("document_ends")  # of chats, whose turns end with the same token
+            taken["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod)) if ends is None else ends
         return taken
 
 
@@ -337,7 +341,8 @@ def micro_batches(
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
     ``numbers`` [b] count the samples of the run, which dropout goes by; with ``numbers_only`` nothing else is read.
-    With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end.
+    With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end, as the
+    dataset says or as this token does.
 
     Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows
     nothing of the global batch, which may grow: take as many micro-batches as a step needs. "single" ends with the

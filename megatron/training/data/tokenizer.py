@@ -37,6 +37,7 @@ class Tokenizer:
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[list[int]], str]
     piece: Callable[[str], int | None] | None = None  # where `encode` does not find a special token in its text
+    transformers: Any = None  # the tokenizer of transformers, which renders chats
 
     pad = -1  # core masks and zeroes every token equal to `pad`, real or padding: no id of a document may be it
 
@@ -176,9 +177,9 @@ def _hugging_face(kind: str, path: str) -> Tokenizer:
     """A local Hugging Face folder; no network, no remote code."""
     core = _core("huggingface", path, kind, "--tokenizer-model", use_fast=True, trust_remote_code=False)
     eod = _eod(core.eod, kind, path, "eos_token")
-    ids = core._tokenizer.tokenizer.get_vocab().values()
-    size = max(core.vocab_size, max(ids) + 1)  # core counts the entries, but ids may have holes
-    return Tokenizer(kind, f"{kind} {path}", size, eod, core.tokenize, core.detokenize)
+    theirs = core._tokenizer.tokenizer
+    size = max(core.vocab_size, max(theirs.get_vocab().values()) + 1)  # core counts the entries, but ids may have holes
+    return Tokenizer(kind, f"{kind} {path}", size, eod, core.tokenize, core.detokenize, transformers=theirs)
 
 
 def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = None) -> Tokenizer:

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from megatron.context_parallel.core.dropout import EMBEDDING, HiddenDropout, ModelDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
+from megatron.context_parallel.core.lora import Lora, train_adapters_alone
 from megatron.context_parallel.core.normed_words import NormedWords
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, block_spec
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
@@ -79,6 +80,8 @@ class LongContextGPT(GPTModel):
         if streamed:
             kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids, dropout)
         hidden, *others = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if not self.embedding.word_embeddings.weight.requires_grad and self.config.recompute_granularity == "full":
+            hidden.requires_grad_(torch.is_grad_enabled())  # or core would run no recomputed layer's backward pass
         return hidden if streamed or dropout is None else dropout(hidden, EMBEDDING), *others
 
     def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor, dropout: HiddenDropout | None) -> Tensor:
@@ -258,6 +261,8 @@ def build_model(
     for stage in range(stages or 1):
         chunk = _build_chunk(config, core, grid, settings, vocab_size, stage if stages else None, offload)
         initialize_weights(chunk, core, config, vocab_size, device)
+        if config.model.lora_rank:
+            train_adapters_alone(chunk)
         chunks.append(chunk)
     return chunks
 
@@ -295,6 +300,7 @@ def _build_chunk(
         num_layers=layers,
         chunks=chunks,
         recomputed=recomputed,
+        lora=lora(model),
     )
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
@@ -349,6 +355,11 @@ def rope(model: ModelConfig) -> Rope | None:
         llama3=model.rope_scaling_factor if model.use_rope_scaling else None,
         yarn=yarn,
     )
+
+
+def lora(model: ModelConfig) -> Lora | None:
+    """The model's adapters, if it has any."""
+    return Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
 
 
 def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> None:

@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.lora import is_adapter
 from megatron.context_parallel.layout.spans import Span
 from megatron.training.arguments.config import Config
 from megatron.training.model.names import SINKS, VOCABULARY
@@ -63,7 +64,10 @@ def initialize_weights(
             whole_shape[parameter.partition_dim] *= core.tensor_model_parallel_size
         if name in VOCABULARY:
             whole_shape[0] = vocab_size
-        whole = draw(name, whole_shape, core, config, device)
+        if is_adapter(name):
+            whole = draw_adapter(name, whole_shape, config, device)
+        else:
+            whole = draw(name, whole_shape, core, config, device)
         if name in VOCABULARY:
             part = _vocabulary_part(whole, parameter.size(0), core, chunk.pg_collection.tp.rank())
         elif parallel:
@@ -89,9 +93,7 @@ def draw(
     A run that does not start at 0 has a generator of its own, so only the very runs that were drawn once come again.
     """
     start, stop = rows or (0, shape[0])
-    seed = f"{config.run.seed}/{name}/{start}" if start else f"{config.run.seed}/{name}"
-    digest = hashlib.sha256(seed.encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+    generator = generator_of(f"{config.run.seed}/{name}/{start}" if start else f"{config.run.seed}/{name}", device)
     values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device=device)
     if config.model.init_method_xavier_uniform and not name.endswith(SINKS):  # numbers have no fan-in
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (shape[0] + shape[1]))
@@ -100,6 +102,21 @@ def draw(
     if name.endswith(OUTPUT_LAYERS):
         std /= math.sqrt(2.0 * core.num_layers)
     return values.normal_(0.0, std, generator=generator)
+
+
+def draw_adapter(name: str, shape: Sequence[int], config: Config, device: torch.device) -> Tensor:
+    """The initial value of an adapter, fp32: A [rank, n] as PEFT draws it, uniform within 1 / sqrt(n); B of zeros."""
+    values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
+    if name.endswith("lora_a"):
+        bound = 1 / math.sqrt(shape[1])
+        values.uniform_(-bound, bound, generator=generator_of(f"{config.run.seed}/{name}", device))
+    return values
+
+
+def generator_of(seed: str, device: torch.device) -> torch.Generator:
+    """A generator of random numbers that any text seeds."""
+    digest = hashlib.sha256(seed.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def draw_rows(

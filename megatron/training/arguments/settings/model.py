@@ -82,6 +82,13 @@ class ModelConfig:
     attention_dropout: float = flag(0.1, "dropout on attention probabilities, by position: the same on every grid")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
+    lora_rank: int | None = flag(
+        None, "train adapters of this rank beside linear layers (LoRA), and nothing else", type=int
+    )
+    lora_alpha: float = flag(32.0, "LoRA: adapters count by this over their rank")
+    lora_targets: list[str] = flag(
+        ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "LoRA: layers with adapters", type=str, nargs="+"
+    )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
     padded_vocab_size: int | None = flag(
         None,

@@ -10,7 +10,7 @@ from megatron.training.arguments.settings.flag import flag
 
 def tokenizer(text: str) -> str:
     """The name of Megatron-LM; some of its forks have others for Hugging Face's."""
-    others = ("PretrainedFromHF", "HFTokenizer", "AutoTokenizer")
+    others = ("PretrainedFromHF", "HFTokenizer", "AutoTokenizer", "SFTTokenizer")
     return "HuggingFaceTokenizer" if text in others else text
 
 
@@ -139,6 +139,17 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "positions start anew after each end-of-document token")
     reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
+    sft: bool = flag(
+        False, "fine-tune on chats: data are JSON lines with messages, and the loss is on the assistant's words alone"
+    )
+    sft_tokenizer_prompt_format: str = flag(
+        "default", "--sft: default is the tokenizer's own chat template; else a file with a Jinja template"
+    )
+    sft_over_length: str = flag(
+        "refuse",
+        "--sft: what becomes of conversations longer than a sample",
+        choices=["refuse", "truncate", "skip"],
+    )
     fim_data: bool = flag(False, "fill in the middle: texts are cut in three, and the middle comes last")
     fim_rate: float = flag(0.5, "share of the texts that are cut so")
     fim_spm_rate: float = flag(0.5, "share of those whose suffix comes before the prefix")

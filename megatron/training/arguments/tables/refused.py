@@ -188,10 +188,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "supervised fine-tuning on chats is not built here: leave it out",
-        "--sft --sft-tokenizer-prompt-format 1 nemotron-h-aligned",
-    ),
-    (
         "this program trains; for inference, convert the checkpoint with tools/convert_hf.py: leave it out",
         """
         --inference-batch-times-seqlen-threshold 1 -1 --max-tokens-to-oom 1 12000 --output-bert-embeddings

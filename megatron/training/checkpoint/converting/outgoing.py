@@ -40,6 +40,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.converting import adapters
     from megatron.training.checkpoint.converting.lazy_save import sharded
     from megatron.training.checkpoint.reading import load_common, load_state, tensors_in
 
@@ -73,6 +74,7 @@ def to_hugging_face(
     with one_process(), new_folder(target) as folder:
         common, stored = load_common(path), tensors_in(path)
         model = _model(path, common)
+        stored = adapters.without(stored, model)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
         pieces = list(tensors.pieces(model, vocab_size))
         config = llama.config_json(model, vocab_size, torch.float32)  # refuses what is no Llama
@@ -109,6 +111,8 @@ def to_hugging_face(
     summary = (
         f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
     )
+    if model.lora_rank:
+        notes.append(f"its adapters of rank {model.lora_rank} are merged into the weights")
     return [summary, *notes]
 
 
@@ -189,6 +193,6 @@ def _weights(
         state = {str(number): sharded(piece, model.num_layers, dtype, "cpu") for number, piece in enumerate(layer)}
         loaded = load_state({"pieces": state}, path, whole_tensors_once=False)["pieces"]
         for number, piece in enumerate(layer):
-            rows = loaded[str(number)].view(piece.shape)
+            rows = adapters.merge(path, piece, loaded[str(number)].view(piece.shape), model)
             yield from zip(piece.names, tensors.split(piece, rows, model.num_query_groups))
             done()

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations from JSON lines, and what is wrong with them, by file and line.
+
+A line is an object with ``messages``, a list of {role, content}; beside it may stand ``system`` (a text that comes
+first), ``tools`` (what a template shows of tools) and ``chat_template_kwargs`` (variables of a template). As in
+Megatron-LM (megatron/training/datasets/sft_dataset.py), a line may hold several conversations, one after another: each
+begins with a system message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.training.data.text_files import Reader, Record
+from megatron.training.refusal import Refusal
+
+SYSTEM = ("system", "developer")
+# Who may speak after whom; "" is the beginning.
+AFTER = {
+    "": (*SYSTEM, "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation, checked.
+
+    Attributes:
+        where: file and line, for messages.
+        variables: of the template.
+    """
+
+    where: str
+    messages: list[Message]
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+def read_chats(path: str, flag: str) -> Iterator[Chat]:
+    """The conversations of a JSON-lines file, plain, .gz or .zst, in its order; blank lines are none.
+
+    Raises:
+        Refusal: a line is no conversation, with file and line.
+    """
+    try:
+        for record in Reader([path]):
+            yield from chats_of(record)
+    except Refusal as refusal:
+        raise Refusal(str(refusal).replace("--input", flag, 1)) from None
+
+
+def chats_of(record: Record) -> list[Chat]:
+    """The conversations of one line."""
+    where = record.where()
+    line = _object(record, where)
+    if line is None:
+        return []
+    messages, tools = line.get("messages"), line.get("tools")
+    if not isinstance(messages, list) or not messages:
+        found = "; of ShareGPT's form: rename from and value to role and content" if "conversations" in line else ""
+        raise Refusal(f'{where}: no list "messages" of {{"role", "content"}}{found}')
+    system = line.get("system")
+    if system is not None and not isinstance(system, str):
+        raise Refusal(f'{where}: "system" is no text')
+    if isinstance(tools, str):  # as many data sets have it, whose columns hold one type alone
+        tools = _json(tools, f'{where}: "tools"') or None
+    if tools is not None and not isinstance(tools, list):
+        raise Refusal(f'{where}: "tools" is no list')
+    variables = line.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise Refusal(f'{where}: "chat_template_kwargs" is no object')
+    checked = [_message(message, f"{where}, message {number}") for number, message in enumerate(messages, 1)]
+    if system is not None:
+        if checked[0]["role"] in SYSTEM:
+            raise Refusal(f'{where}: both "system" and a first message of the role {checked[0]["role"]}: keep one')
+        checked.insert(0, {"role": "system", "content": system})
+    chats = []
+    for part in _parts(checked):
+        _check_order(part, where)
+        chats.append(Chat(where, part, tools or None, variables))
+    return chats
+
+
+def _object(record: Record, where: str) -> dict[str, Any] | None:
+    try:
+        text = bytes(record.content).decode("utf-8-sig" if record.line <= 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{where}: not UTF-8 at byte {error.start}") from None
+    if not text.strip():
+        return None
+    line = _json(text, where)
+    if not isinstance(line, dict):
+        raise Refusal(f"{where}: not a JSON object")
+    return line
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refusal(f"{where}: half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{where}: not JSON: {error}") from None
+    return found
+
+
+def _message(message: Any, where: str) -> Message:
+    """A message whose role and content are what templates can take."""
+    if not isinstance(message, dict):
+        raise Refusal(f"{where}: not a JSON object")
+    role, content = message.get("role"), message.get("content")
+    if role not in AFTER or not role:
+        if "from" in message and "value" in message:
+            raise Refusal(f"{where}: of ShareGPT's form: rename from and value to role and content")
+        raise Refusal(f"{where}: role {role!r} is none of {', '.join(filter(None, AFTER))}")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            raise Refusal(f"{where}: its content has parts that are no text, and models here read text alone")
+    elif content is None and role == "assistant" and message.get("tool_calls"):
+        pass  # a call needs no words
+    elif not isinstance(content, str):
+        raise Refusal(f"{where}: its content is {'missing' if content is None else 'no text'}")
+    if role == "assistant" and not (content or message.get("tool_calls")):
+        raise Refusal(f"{where}: the assistant says nothing")
+    return message
+
+
+def _parts(messages: list[Message]) -> list[list[Message]]:
+    parts: list[list[Message]] = []
+    for message in messages:
+        if not parts or message["role"] in SYSTEM:
+            parts.append([])
+        parts[-1].append(message)
+    return parts
+
+
+def _check_order(messages: list[Message], where: str) -> None:
+    before = ""
+    for message in messages:
+        role = message["role"]
+        if role not in AFTER[before]:
+            after = f"follows {before}" if before else "comes first"
+            raise Refusal(f"{where}: roles out of order: {role} {after}, where {' or '.join(AFTER[before])} should")
+        before = role
+    if before != "assistant":
+        raise Refusal(f"{where}: the conversation ends with {before}, and there is no answer to learn: end it with one")

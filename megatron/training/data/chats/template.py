@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation as tokens, and which of them the assistant speaks, by the tokenizer's own chat template.
+
+A template that marks the assistant's words, ``{% generation %} ... {% endgeneration %}``, is believed: transformers
+finds them. Otherwise they are found by rendering the conversation up to each of the assistant's turns, with the words
+that ask for one, and to its end: what has come in between is the turn. That holds only where a template renders the
+beginning of a conversation as it renders it alone; a conversation for which it does not is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron.training.data.chats.read import Chat
+from megatron.training.refusal import Refusal, one_line
+
+MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation of n tokens: ``ids`` [n] int32, and ``spoken`` [n] bool, those of the assistant."""
+
+    ids: np.ndarray
+    spoken: np.ndarray
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    Args:
+        tokenizer: of transformers, a fast one.
+        template: Jinja in place of the tokenizer's own.
+        source: names the tokenizer in messages.
+
+    Raises:
+        Refusal: there is no template, or the tokenizer cannot say where its tokens come from.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, source: str) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise Refusal(f"--sft: {source} is no fast tokenizer, which alone says which words a token stands for")
+        self.tokenizer, self.given = tokenizer, template
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            raise Refusal(
+                f"--sft: {source} has no chat template: give --sft-tokenizer-prompt-format FILE, a Jinja template, or "
+                "put chat_template.jinja in its folder"
+            )
+
+    def template_of(self, chat: Chat) -> str:
+        """The template for a conversation: some tokenizers have another one for tools."""
+        return self.tokenizer.get_chat_template(self.given, chat.tools)
+
+    def __call__(self, chat: Chat) -> Rendered:
+        """Tokens of a conversation.
+
+        Raises:
+            Refusal: the template fails, or does not say what the assistant's words are; with file and line.
+        """
+        try:
+            if MARKED.search(self.template_of(chat)):
+                ids, spoken = self._marked(chat)
+            else:
+                ids, spoken = self._by_turns(chat)
+        except Refusal:
+            raise
+        except Exception as error:  # whatever a template raises, or makes Jinja or the tokenizer raise
+            raise Refusal(f"{chat.where}: the chat template fails: {one_line(error, 200)}") from error
+        rendered = Rendered(np.asarray(ids, np.int32), np.asarray(spoken, bool))
+        if not rendered.spoken[1:].any():
+            raise Refusal(f"{chat.where}: the chat template renders no words of the assistant")
+        return rendered
+
+    def _marked(self, chat: Chat) -> tuple[list[int], list[int]]:
+        out = self.tokenizer.apply_chat_template(
+            chat.messages,
+            tools=chat.tools,
+            chat_template=self.given,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            **chat.variables,
+        )
+        return out["input_ids"], out["assistant_masks"]
+
+    def _by_turns(self, chat: Chat) -> tuple[list[int], np.ndarray]:
+        whole = self._text(chat, len(chat.messages))
+        spans = [
+            self._turn(chat, n, whole) for n, message in enumerate(chat.messages) if message["role"] == "assistant"
+        ]
+        out = self.tokenizer(whole, add_special_tokens=False)
+        spoken = np.zeros(len(out["input_ids"]), bool)
+        for start, stop in spans:  # as transformers does it: from the token of the first character to that of the last
+            first, last = out.char_to_token(start), out.char_to_token(stop - 1)
+            if first is None or last is None:
+                raise Refusal(f"{chat.where}: the tokenizer drops the first or the last character of a turn")
+            spoken[first : last + 1] = True
+        return out["input_ids"], spoken
+
+    def _turn(self, chat: Chat, number: int, whole: str) -> Span:
+        """The characters of ``whole`` that are the assistant's in message ``number``.
+
+        From where a template would let it begin, through the special token that ends its turn, if there is one: white
+        space after that is the template's.
+        """
+        message = chat.messages[number]
+        asked, before = self._text(chat, number, ask=True), self._text(chat, number)
+        after = self._text(chat, number + 1)
+        turn = f"{chat.where}, message {number + 1}"
+        if not whole.startswith(after) or not after.startswith(asked):
+            what = "by what follows" if after.startswith(asked) else "by whether it is asked for"
+            raise Refusal(
+                f"{turn}: the chat template renders it otherwise {what}, so that its words cannot be told apart: mark "
+                "them in the template, {% generation %} ... {% endgeneration %}"
+            )
+        text, content = after[len(asked) :], message.get("content")
+        if asked == before and isinstance(content, str) and not text.lstrip().startswith(content.strip()[:20]):
+            raise Refusal(
+                f"{turn}: the chat template has no add_generation_prompt, so that its words cannot be told from their "
+                "heading: mark them in the template, {% generation %} ... {% endgeneration %}"
+            )
+        stripped = text.rstrip()
+        if stripped.endswith(self.special):
+            text = stripped
+        return len(asked), len(asked) + len(text)
+
+    @cached_property
+    def special(self) -> tuple[str, ...]:
+        """The special tokens, as text."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return tuple(token for token in {*added, *self.tokenizer.all_special_tokens} if token)
+
+    def _text(self, chat: Chat, messages: int, ask: bool = False) -> str:
+        """The first ``messages`` of a conversation, as text."""
+        return self.tokenizer.apply_chat_template(
+            chat.messages[:messages],
+            tools=chat.tools,
+            chat_template=self.given,
+            add_generation_prompt=ask,
+            tokenize=False,
+            **chat.variables,
+        )
