@@ -25,11 +25,12 @@ setup(
             "megatron.context_parallel*",
             "megatron.training*",
             "megatron.platform*",
+            "megatron.decisions*",
             "megatron.simulator*",
             "megatron.formulas*",
         ]
     ),
-    package_data={"megatron.simulator.machines": ["*.json"]},
+    package_data={"megatron.simulator.machines": ["*.json"], "megatron.simulator.planner": ["*.html"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
