@@ -26,11 +26,12 @@ setup(
             "megatron.training*",
             "megatron.inference*",
             "megatron.platform*",
+            "megatron.decisions*",
             "megatron.simulator*",
             "megatron.formulas*",
         ]
     ),
-    package_data={"megatron.simulator.machines": ["*.json"]},
+    package_data={"megatron.simulator.machines": ["*.json"], "megatron.simulator.planner": ["*.html"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

@@ -15,54 +15,40 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
-import psutil
-import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.platform.cpu import processor_name
-from megatron.simulator.machines import measure
-from megatron.simulator.machines.machine_file import load
-from megatron.simulator.machines.measure import DTYPES, HEAD_DIM, HEAD_SIZES, Effort
-from megatron.simulator.machines.measure_links import KINDS, Figures, figures, measure_in_processes
 from megatron.training.data.text_files import whole_files
 from megatron.training.refusal import Refusal
-from megatron.training.report.flops import GPU_PEAKS
 
-Tell = Callable[[str], None]
 RESERVED = 64 * 1024  # bytes kept on the disk from the start: what is measured can then be written
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    import torch.distributed as dist  # what is late here lets --help answer at once
+
+    from tools import hardware_figures as hardware
+
     rank = int(os.environ.get("RANK", "0"))
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     try:
-        device = chosen_device(args.device)
-        plan = chosen_effort(args, device.type)
+        device = hardware.chosen_device(args.device)
+        plan = hardware.chosen_effort(args, device.type)
         if "RANK" in os.environ:
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
         if rank:
-            return follow(device, plan)
+            return hardware.follow(device, plan)
         with whole_files([args.output], args.overwrite) as (name,), open(name, "w+", encoding="utf-8") as file:
             file.write(" " * RESERVED)
             file.flush()
             os.fsync(file.fileno())
-            raw = measured(device, plan, args)
+            raw = hardware.measured(device, plan, args)
             file.seek(0)
             file.write(json.dumps(raw, indent=2) + "\n")
             file.truncate()
-        tell_result(args.output, busy)
+        hardware.tell_result(args.output, busy)
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
@@ -92,187 +78,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if values and (min(values) < 1 or sorted(set(values)) != values):
             parser.error(f"--{name.replace('_', '-')}: give sizes above 0 that rise")
     return args
-
-
-def chosen_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise Refusal("--device cuda: no GPU is visible to this torch; use --device cpu or auto")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-
-
-def chosen_effort(args: argparse.Namespace, device: str) -> Effort:
-    plan = measure.effort(device, args.quick)
-    if args.gemm_sizes:
-        plan = replace(plan, gemm=tuple(args.gemm_sizes))
-    if args.attention_lengths:
-        plan = replace(plan, attention=tuple(args.attention_lengths))
-    if args.message_mib:
-        plan = replace(plan, message_bytes=max(1, int(args.message_mib * 2**20)))
-    return plan
-
-
-def follow(device: torch.device, plan: Effort) -> int:
-    """What the other ranks of torchrun do: their part of the collectives."""
-    figures(device, int(os.environ["LOCAL_WORLD_SIZE"]), plan, lambda text: None)
-    return 0
-
-
-def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the file, measured one after the other with a progress bar on standard error."""
-    cuda = device.type == "cuda"
-    processes = args.processes or (torch.cuda.device_count() if cuda else min(2, os.cpu_count() or 1))
-    if "RANK" in os.environ:
-        processes = int(os.environ["LOCAL_WORLD_SIZE"])
-    if cuda and processes > torch.cuda.device_count():
-        raise Refusal(f"--processes {processes}: there are {torch.cuda.device_count()} GPUs; give at most as many")
-    if not cuda:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes)))
-    columns = (TextColumn("{task.description:44}"), BarColumn(), TimeElapsedColumn())
-    steps = len(plan.gemm) + len(plan.attention) + len(HEAD_SIZES) + 4 + (len(KINDS) if processes > 1 else 0) + 1
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("start", total=steps)
-
-        def tell(text: str) -> None:
-            progress.update(task, description=text, advance=1)
-
-        links = link_figures(device, processes, plan, args.timeout, tell)
-        raw = device_figures(device, plan, tell)
-        progress.update(task, completed=steps, description="done")
-    return named(raw | node_fields(links, raw, device), args.output, device)
-
-
-def link_figures(device: torch.device, processes: int, plan: Effort, timeout: float, tell: Tell) -> Figures:
-    if dist.is_initialized() or processes == 1:
-        if dist.is_initialized():
-            return figures(device, processes, plan, tell)
-        tell("copies to the host")
-        return Figures({}, None, measure.host_copy(plan.copy_bytes, device, plan.window), 1, 1)
-    return measure_in_processes(processes, device.type, plan, timeout, tell)
-
-
-def device_figures(device: torch.device, plan: Effort, tell: Tell) -> dict[str, Any]:
-    """Rates, memory and launch of one device."""
-    window = plan.window
-    own, other = ("bf16", "fp32") if device.type == "cuda" else ("fp32", "bf16")
-    gemm = []
-    for size in plan.gemm:
-        tell(f"products of {size} in {own}")
-        gemm.append([size, measure.gemm_rate(size, DTYPES[own], device, window)])
-    tell(f"products in {other}")
-    others = measure.gemm_rate(plan.gemm[-1], DTYPES[other], device, window)
-    forward, backward = [], []
-    for length in plan.attention:
-        tell(f"attention of {length} tokens")
-        rates = measure.attention_rates(length, plan.heads, HEAD_DIM, DTYPES[own], device, window)
-        forward.append([length, rates[0]])
-        backward.append([length, rates[1]])
-    middle, sizes = plan.attention[len(plan.attention) // 2], []
-    for head_dim in HEAD_SIZES:
-        tell(f"attention with heads of {head_dim}")
-        rates = measure.attention_rates(middle, plan.heads, head_dim, DTYPES[own], device, window)
-        sizes.append([head_dim, 1 / (1 / rates[0] + 2.5 / rates[1])])  # of both passes
-    base = dict(sizes)[HEAD_DIM]
-    tell("memory")
-    memory = measure.memory_bandwidth(plan.copy_bytes, device, window)
-    tell("launch")
-    launch = measure.launch_seconds(device, window)
-    best = max(rate for _, rate in gemm + forward + backward)
-    sheet = [peak for word, peak in GPU_PEAKS.items() if word.lower() in device_name(device).lower()]
-    sheet_peak = 1e12 * sheet[0] if sheet and device.type == "cuda" else 0.0
-    return {
-        "peak": {own: max(best, sheet_peak), other: others},
-        "memory_bandwidth": memory,
-        "gemm": gemm,
-        "attention": forward,
-        "attention_backward": backward,
-        "head_size": [[size, rate / base] for size, rate in sizes],
-        "launch": launch,
-        "dtype": own,
-        "sources": {"peak": f"{own}: data sheet; {other}: measured" if sheet_peak else "the best that was measured"},
-    }
-
-
-def node_fields(links: Figures, raw: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Memory, node, links and network."""
-    cuda = device.type == "cuda"
-    ram = psutil.virtual_memory()
-    free, whole = torch.cuda.mem_get_info(device) if cuda else (ram.available, ram.total)
-    share = 1 if cuda else links.processes
-    sources = dict(raw["sources"])
-    link, calibration, collective = node_link(links, raw)
-    if not links.node:
-        sources["link"] = "not measured, with one process: half the memory's bandwidth stands in"
-    if links.network:
-        network = {"bandwidth": links.network[1], "latency": max(0.0, links.network[0] - collective)}
-    else:
-        network = dict(link)
-        sources["network"] = "not measured, on one node: the node's link stands in"
-    if not cuda:
-        sources["host_memory"] = "measured; the devices' memory is part of it"
-    return {
-        "memory": whole // share,
-        "reserved": (whole - free) // share,
-        "gpus": links.processes,
-        "link": link,
-        "host_link": {"bandwidth": links.host[0], "latency": links.host[1]},
-        "host_memory": ram.total,
-        "network": network,
-        "collective": collective,
-        "calibration": calibration,
-        "sources": sources,
-    }
-
-
-def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], float]:
-    """The link at its best, the shares of it that each kind of transfer gets, and the seconds of any transfer.
-
-    A small hop takes the time of any transfer and one step's latency, a small all_gather that of n - 1 steps.
-    """
-    if not links.node:
-        return {"bandwidth": raw["memory_bandwidth"] / 2, "latency": raw["launch"]}, {}, 0.0
-    best = max(bandwidth for _, bandwidth in links.node.values())
-    shares = {"all_gather": "link", "all_to_all": "all_to_all", "p2p": "p2p"}
-    calibration = {name: links.node[kind][1] / best for kind, name in shares.items()}
-    hop, gather, ranks = links.node["p2p"][0], links.node["all_gather"][0], links.processes
-    latency = min(hop, max(0.0, (gather - hop) / (ranks - 2))) if ranks > 2 else 0.0
-    return {"bandwidth": best, "latency": latency}, calibration, hop - latency
-
-
-def named(raw: dict[str, Any], output: str, device: torch.device) -> dict[str, Any]:
-    """With a name, and a source for all that was measured."""
-    said = f"measured on {device_name(device)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    sources = dict.fromkeys((name for name in raw if name != "sources"), said) | raw["sources"]
-    return {"name": Path(output).stem} | rounded(raw) | {"sources": sources}
-
-
-def rounded(figure: Any) -> Any:
-    """To four digits, all that is measured."""
-    if isinstance(figure, dict):
-        return {key: rounded(value) for key, value in figure.items()}
-    if isinstance(figure, list):
-        return [rounded(value) for value in figure]
-    return float(f"{figure:.4g}") if isinstance(figure, float) else figure
-
-
-def tell_result(output: str, busy: float) -> None:
-    machine = load(output)
-    rates = (machine.gemm, machine.attention, machine.attention_backward)
-    speeds = [f"{max(rate for _, rate in r.points) / 1e9:,.0f}" for r in rates]
-    print(f"GFLOP/s of one device: products {speeds[0]}, attention forward {speeds[1]}, backward {speeds[2]}")
-    print(
-        f"GB/s: memory {machine.memory_bandwidth / 1e9:.1f}, host {machine.host_link.bandwidth / 1e9:.1f}, "
-        f"between processes {machine.link.bandwidth / 1e9:.1f}"
-    )
-    if busy > 0.5:
-        print(f"others use this machine ({busy:.0%} of its cores before we began): its figures are higher when idle")
-    print(f"written: {output}; use it as --gpu {output}")
 
 
 if __name__ == "__main__":

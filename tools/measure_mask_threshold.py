@@ -15,14 +15,14 @@ import argparse
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import megatron.context_parallel as cp
-from megatron.context_parallel.layout.grid import abstract_grid
+if TYPE_CHECKING:
+    import torch
 
 WAYS = {"device": 2**62, "host": 0}  # the threshold that makes all masks there
 
@@ -33,11 +33,14 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=4, help="of a rank")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--mask-mib", type=int, default=1024, help="largest mask that the device may hold")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU where there is one")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if min(*args.seq_lengths, args.heads, args.head_dim, args.repeats) < 1:
         parser.error("--seq-lengths, --heads, --head-dim and --repeats must be at least 1")
+    import torch  # late: --help needs no second for it
+
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")
     device = torch.device(args.device)
@@ -56,6 +59,11 @@ def main() -> int:
 
 def measure(length: int, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """Milliseconds of each way, the best of some rounds in turn."""
+    import torch
+
+    import megatron.context_parallel as cp
+    from megatron.context_parallel.layout.grid import abstract_grid
+
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = cp.SequenceLayout(length, abstract_grid())
     mask = cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
@@ -75,6 +83,8 @@ def measure(length: int, args: argparse.Namespace, device: torch.device) -> dict
 
 def settle(device: torch.device) -> None:
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize()
 
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Plan a training run: the fastest grid and memory savings that fit on some GPUs, why, and the command that starts it.
+r"""Plan a training run: the fastest grid and memory savings that fit on some GPUs, why, and the command that starts it.
 
     python tools/plan.py --model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K
     python tools/plan.py --model llama3-8b --gpus 4 --gpu A100-80G --longest
+    python tools/plan.py --model llama3-8b --gpus 64 128 256 --gpu H100-80G --seq-length 128K --global-batch 64 \
+        --train-tokens 300B --deadline 30d
 
 Model flags are those of pretrain_gpt.py: --model NAME, or sizes (--num-layers 32 --hidden-size 4096 ... --vocab-size),
 then of a Llama. Counts may end in K (1024) or M (1024 K). Options about the strategy narrow the search.
@@ -22,110 +24,36 @@ from rich.console import Console
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner import confirm as plan_confirm
 from megatron.simulator.planner import limits as plan_limits
-from megatron.simulator.planner import picture as plan_picture
+from megatron.simulator.planner.offers import Offer, offers, offers_table, run_words
 from megatron.simulator.planner.report import Report
-from megatron.simulator.planner.request import Request, tokens
-from megatron.simulator.planner.search import Problem, everything, search
+from megatron.simulator.planner.request import Request
+from megatron.simulator.planner.run import Terms, chosen
+from megatron.simulator.planner.search import NEAR, Problem, everything, search
 from megatron.simulator.planner.search_space import Limits
-from megatron.simulator.planner.words import alternatives, count, failing, losing, winning, words
-from megatron.training.arguments.models import shape
+from megatron.simulator.planner.sizes import tokens
+from megatron.simulator.planner.words import alternatives, count, failing, gib, losing, winning, words
 from megatron.training.refusal import Refusal, Refusals
+from tools.plan_options import asked, parser, terms
 
-SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch")
 EXIT_REFUSED = 2
 TRIES = 3  # dry runs of --confirm
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, flags = parser().parse_known_args(argv)
+    args, flags = parser(__doc__).parse_known_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     try:
-        request, problem = asked(args, flags)
+        request, problems = asked(args, flags)
+        about = terms(args)
         if args.longest:
-            problem = longest(request, problem, console)
-        report(request, problem, args, console)
+            problems = [longest(request, problems[0], console)]
+        report(request, best_offer(problems, about, args, console), about, args, console)
     except Refusal as refusal:
         told = Refusals(refusal.lines) if isinstance(refusal, Refusals) else refusal  # without a command of training
         print(f"error: {told.told()}", file=sys.stderr)
         return EXIT_REFUSED
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    found.add_argument("--model", metavar="NAME", help="named shape, for example llama3-8b")
-    found.add_argument("--gpus", required=True, metavar="N", help="how many")
-    found.add_argument("--gpu", required=True, metavar="NAME", help="which: a known name, or a file (docs/hardware.md)")
-    found.add_argument("--seq-length", metavar="N", help="tokens of a sequence")
-    found.add_argument("--longest", action="store_true", help="the longest sequence that fits, and its plan")
-    found.add_argument("--global-batch", default="1", metavar="N", help="sequences a step (1)")
-    found.add_argument("--top", default="10", metavar="N", help="plans to show (10), each the best of its grid")
-    found.add_argument("--json", metavar="FILE", help="write all ranked plans")
-    found.add_argument("--output", metavar="FILE.png", help="draw time and memory of all plans")
-    found.add_argument("--confirm", action="store_true", help="one simulated step of the winner, by the real program")
-    narrow = found.add_argument_group("narrow the search")
-    sizes = {"nargs": "+", "metavar": "N"}
-    narrow.add_argument("--tensor", **sizes, help="sizes of TP to try")
-    narrow.add_argument("--ulysses", **sizes, help="of Ulysses")
-    narrow.add_argument("--ring", **sizes, help="of Ring")
-    narrow.add_argument("--data", **sizes, help="of DP")
-    narrow.add_argument("--pipeline", **sizes, help="of PP")
-    narrow.add_argument("--virtual", **sizes, help="virtual pipeline stages a rank")
-    narrow.add_argument("--micro-batch", **sizes, help="sequences a forward pass (1, 2, 4, 8, 16)")
-    narrow.add_argument("--zero", nargs="+", type=int, choices=range(4), help="stages of ZeRO to try")
-    narrow.add_argument("--recompute", nargs="+", choices=("none", "selective", "full"), help="what to recompute")
-    narrow.add_argument("--fpdt-chunk", nargs="+", metavar="N", help="FPDT with one of these chunks, in tokens")
-    narrow.add_argument("--no-fpdt", action="store_true", help="no FPDT")
-    narrow.add_argument("--no-offload", action="store_true", help="nothing goes to host memory")
-    narrow.add_argument("--no-loss-chunks", action="store_true", help="the loss in one piece, but for FPDT")
-    narrow.add_argument("--no-overlap", action="store_true", help="gradients and weights do not travel beside compute")
-    return found
-
-
-def asked(args: argparse.Namespace, flags: list[str]) -> tuple[Request, Problem]:
-    """What is to be planned.
-
-    Raises:
-        Refusal: an option is wrong by itself or with others.
-    """
-    if args.model:
-        shape(args.model)  # refuses unknown ones by listing the known
-        flags = ["--model", args.model, *flags]
-    if args.longest == bool(args.seq_length):
-        raise Refusal("give either --seq-length N or --longest")
-    if args.no_fpdt and args.fpdt_chunk:
-        raise Refusal("--no-fpdt and --fpdt-chunk exclude each other: leave one out")
-    machine, gpus = load(args.gpu), tokens(args.gpus, "--gpus")
-    if gpus > machine.gpus and gpus % machine.gpus:
-        below = gpus // machine.gpus * machine.gpus
-        raise Refusal(
-            f"--gpus {gpus} is no whole number of nodes of {machine.gpus} {machine.name}: use {below} or "
-            f"{below + machine.gpus}, or give --gpu a file with another number of gpus (docs/hardware.md)"
-        )
-    request = Request(tuple(flags), tokens(args.global_batch, "--global-batch"))
-    length = tokens(args.seq_length, "--seq-length") if args.seq_length else 1024
-    return request, Problem(request.workload(length), gpus, machine, limits(args))
-
-
-def limits(args: argparse.Namespace) -> Limits:
-    chunks = (0,) if args.no_fpdt else whole(args.fpdt_chunk, "--fpdt-chunk")
-    return Limits(
-        **{name: whole(getattr(args, name), "--" + name.replace("_", "-")) for name in SIZES},
-        zero=tuple(args.zero) if args.zero else None,
-        recompute=tuple(args.recompute) if args.recompute else None,
-        fpdt_chunk=chunks,
-        offload=not args.no_offload,
-        loss_chunks=not args.no_loss_chunks,
-        overlap=not args.no_overlap,
-    )
-
-
-def whole(texts: list[str] | None, flag: str) -> tuple[int, ...] | None:
-    return None if texts is None else tuple(sorted({tokens(text, flag) for text in texts}))
 
 
 def longest(request: Request, problem: Problem, console: Console) -> Problem:
@@ -140,31 +68,62 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
     return replace(problem, workload=request.workload(length))
 
 
-def report(request: Request, problem: Problem, args: argparse.Namespace, console: Console) -> None:
-    top = tokens(args.top, "--top")
-    found = search(problem, top)
-    if not found.plans:
-        raise nothing_fits(problem)
-    told, winner = Report(request, problem, found.plans), found.plans[0]
+def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Namespace, console: Console) -> Offer:
+    """The kind and number of GPUs to take: what the whole run is best on, else the fastest step."""
+    drawn = bool(args.output or args.html)
+    found = offers(problems, tokens(args.top, "--top"), about, near=NEAR if drawn else 1.0)
+    if not found:
+        raise nothing_fits(problems[-1])
+    if about is None:
+        best = min(found, key=lambda offer: offer.plan.seconds)
+    else:
+        run = chosen([offer.run for offer in found], about)
+        best = next(offer for offer in found if offer.run is run)
+    if len(problems) > 1:
+        console.print(offers_table(found, best, about))
+        console.print()
+    return best
+
+
+def report(request: Request, offer: Offer, about: Terms | None, args: argparse.Namespace, console: Console) -> None:
+    top, problem, found = tokens(args.top, "--top"), offer.problem, offer.found
+    told, winner = Report(request, problem, offer.plans, offer.run), offer.plan
     console.print(told.table(top))
+    if not found.plans:
+        console.print(f"Nothing leaves the --margin of {gib(problem.spare)}: these plans fit with less.")
+    for plan in found.tight[:3] if found.plans else ():
+        console.print(
+            f"Nearer to the limit: {words(plan.strategy)}, {losing(plan, winner)}; {failing(plan, None, problem)}."
+        )
     console.print(f"\n[bold]Why the first.[/bold] {winning(winner, problem)}\n")
     others = alternatives(winner, problem, found.known)
     if others:
         console.print("[bold]Why no other.[/bold]")
     for line in others:
         console.print(f"- {line}")
+    if offer.run:
+        console.print("\n[bold]The whole run.[/bold] " + run_words(offer.run, about))
     console.print("\n[bold]Start it[/bold]" + (" on every node:" if problem.gpus > problem.gpus_per_node else ":"))
     console.print(told.command(winner.strategy), soft_wrap=True)
     if args.json:
-        write(args.json, json.dumps(told.rows(), indent=2) + "\n")
+        write(args.json, json.dumps(told.rows(), indent=2) + "\n", "--json")
     if args.output:
-        plan_picture.draw(found, problem, args.output, told.name())
+        from megatron.simulator.planner import picture  # matplotlib comes late
+
+        picture.draw(found, problem, args.output, told.name())
+    if args.html:
+        from megatron.simulator.planner.page import page
+
+        write(args.html, page(told, found, others), "--html")
     if args.confirm:
-        confirm(told, args.gpu, console)
+        gpu = next(name for name in args.gpu if load(name).name == problem.machine.name)
+        confirm(told, gpu, console)
 
 
 def confirm(told: Report, gpu: str, console: Console) -> None:
     """Dry runs of the winner and, where it does not fit after all, of plans that take less memory."""
+    from megatron.simulator.planner import confirm as plan_confirm
+
     problem, plan = told.problem, told.plans[0]
     for _ in range(TRIES):
         done = plan_confirm.confirm(told, plan, gpu)
@@ -187,12 +146,12 @@ def confirm(told: Report, gpu: str, console: Console) -> None:
     )
 
 
-def write(name: str, text: str) -> None:
+def write(name: str, text: str, flag: str) -> None:
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise Refusal(f"--json {name}: cannot be written: {error.strerror or error}") from None
+        raise Refusal(f"{flag} {name}: cannot be written: {error.strerror or error}") from None
 
 
 def nothing_fits(problem: Problem) -> Refusal:

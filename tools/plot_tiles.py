@@ -20,117 +20,20 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_plan
-from megatron.context_parallel.layout.grid import abstract_grid
-from megatron.context_parallel.layout.masks import Documents, Mask
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
-from megatron.context_parallel.layout.spans import count
+from megatron.decisions.lengths import length_unit
 from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.arguments.validate_attention import OWN_FLAGS, check_attention
-from megatron.training.model.attention_rule import attention_mask
-from tools.tile_drawing import (
-    GREY,
-    INK,
-    PALE,
-    colour,
-    document_ends,
-    draw_gallery,
-    draw_tiles,
-    frame,
-    polygon,
-    ticks,
-)
 
+if TYPE_CHECKING:  # where torch is needed, it comes late: --help answers at once
+    from megatron.context_parallel.layout.masks import Mask
+    from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+
+PICTURES = ("layout", "tiles", "ring")
 MASKS = ["causal", "full", "window", "document", "block-sparse", "function"]
 MASK_FLAGS = [name for names in OWN_FLAGS.values() for name in names if name != "mask_cpu_threshold"]
-
-
-def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
-    """The sequence above, and below it one line a rank: the positions it holds."""
-    for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
-        ulysses, ring = layout.grid.ulysses.size, layout.grid.ring.size
-        lines = ulysses * ring
-        for r in range(ring):
-            for u in range(ulysses):
-                line = 2.0 + r * (ulysses + 0.4) + u
-                axes.barh(line, layout.seq_length, color=PALE, height=0.8, left=0)
-                axes.text(-0.02 * layout.seq_length, line, f"R {r}   U {u}", ha="right", va="center", color=INK)
-                shade = colour(r, ring, 0.55 * u / max(ulysses - 1, 1))
-                held = layout.spans(ulysses=u, ring=r)
-                for start, stop in held:
-                    for y, height in ((0, 1.1), (line, 0.8)):
-                        axes.barh(
-                            y, stop - start, left=start, color=shade, height=height, edgecolor="white", linewidth=0.8
-                        )
-                    if lines <= 16 and len(held) == 1:
-                        beside = stop < 0.8 * layout.seq_length
-                        gap = 0.012 * layout.seq_length
-                        axes.text(
-                            stop + gap if beside else start - gap, line, f"{start} .. {stop - 1}",
-                            ha="left" if beside else "right", va="center", fontsize=8, color=GREY,
-                        )  # fmt: skip
-        axes.text(-0.02 * layout.seq_length, 0, "sequence", ha="right", va="center", color=INK)
-        axes.set_title(layout.balance, fontsize=13, color=INK, pad=10)
-        axes.set(ylim=(2.0 + ring * (ulysses + 0.4), -0.9), xlim=(0, layout.seq_length))
-        axes.set_xticks(*ticks(layout))
-        axes.set_xlabel("position in the sequence", color=INK)
-        axes.set_yticks([])
-        frame(axes)
-    u, r = layouts[0].grid.ulysses.size, layouts[0].grid.ring.size
-    figure.suptitle(f"Who holds which tokens: Ulysses {u} x Ring {r}", fontsize=15, color=INK)
-
-
-def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
-    """For every rank and hop, the key block at hand: filled what has arrived, pale what was never sent."""
-    for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
-        ring, block = layout.grid.ring.size, layout.seq_length // layout.grid.ring.size
-        plans = [ring_plan(layout, mask, rank) for rank in range(ring)]
-        for plan in plans:
-            for number, hop in enumerate(plan.hops):
-                _draw_hop(axes, plan, number, hop, ring, block)
-        sent = sum(count(hop.held) for plan in plans for hop in plan.hops[1:])
-        share = sent / (ring * (ring - 1) * block) if ring > 1 else 0.0
-        towards = "up" if plans[0].next == 1 % ring else "down"
-        axes.set_title(
-            f"{layout.balance}: blocks travel {towards} the ranks,\n{share:.0%} of what a full ring would send",
-            fontsize=12, color=INK, pad=10,
-        )  # fmt: skip
-        axes.set_xticks([hop + 0.44 for hop in range(ring)], ["own block", *(f"hop {hop}" for hop in range(1, ring))])
-        axes.set_yticks([rank + 0.25 for rank in range(ring)], [f"R {rank}" for rank in range(ring)])
-        axes.set(xlim=(-0.1, ring), ylim=(ring, -0.15))
-        axes.xaxis.tick_top()
-        frame(axes)
-        axes.tick_params(length=0)
-    figure.suptitle(f"What travels: keys and values on a ring of {layouts[0].grid.ring.size}", fontsize=14, color=INK)
-
-
-def _draw_hop(axes: Any, plan: RingPlan, number: int, hop: Hop, ring: int, block: int) -> None:
-    width, height = 0.88, 0.5
-    axes.add_patch(_box(number, plan.rank, width, height, facecolor=PALE))
-    for start, stop in hop.held:
-        axes.add_patch(
-            _box(
-                number + width * start / block, plan.rank, width * (stop - start) / block, height,
-                facecolor=colour(hop.source, ring), edgecolor="white", linewidth=0.8,
-            )
-        )  # fmt: skip
-    if hop.held:
-        text = f"block of R {hop.source}"
-        axes.text(
-            number, plan.rank + height + 0.06, text, fontsize=8, color=INK if hop.tiles else GREY, va="top", ha="left"
-        )
-    else:
-        axes.text(number + width / 2, plan.rank + height / 2, "idle", fontsize=8, color=GREY, va="center", ha="center")
-
-
-def _box(x: float, y: float, width: float, height: float, **style: Any) -> Any:
-    return polygon([(x, y), (x + width, y), (x + width, y + height), (x, y + height)], **style)
-
-
-PICTURES = {"layout": draw_layout, "tiles": draw_tiles, "ring": draw_ring}
 
 
 def figure_size(show: str, ulysses: int, ring: int, columns: int) -> tuple[float, float]:
@@ -156,13 +59,17 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--output {options.output} is a folder: name a file in it")
         _check_read(parser, options)
         length = options.seq_length or 16 * length_unit(options.ulysses, options.ring, "zigzag")
+        from tools import layout_drawing, tile_drawing
+
+        pictures = {"layout": layout_drawing.draw_layout, "tiles": tile_drawing.draw_tiles}
+        pictures["ring"] = layout_drawing.draw_ring
         if options.show == "gallery":
             length = options.seq_length or 64 * options.ring
-            _save(options, 1, lambda figure: draw_gallery(figure, options.ring, length))
+            _save(options, 1, lambda figure: tile_drawing.draw_gallery(figure, options.ring, length))
         else:
             mask, ends = mask_of(options, length)
             layouts = layouts_of(options, length, ends)
-            _save(options, len(layouts), lambda figure: PICTURES[options.show](figure, layouts, mask))
+            _save(options, len(layouts), lambda figure: pictures[options.show](figure, layouts, mask))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -176,6 +83,10 @@ def mask_of(options: argparse.Namespace, length: int) -> tuple[Mask, tuple[int, 
     Raises:
         Refusal: as a training run.
     """
+    from megatron.context_parallel.layout.masks import Documents
+    from megatron.training.model.attention_rule import attention_mask
+    from tools.tile_drawing import document_ends
+
     config = Config()
     config.data.seq_length, config.data.micro_batch_size = length, 1
     config.attention.attention_mask = options.mask
@@ -193,6 +104,9 @@ def mask_of(options: argparse.Namespace, length: int) -> tuple[Mask, tuple[int, 
 
 def layouts_of(options: argparse.Namespace, length: int, ends: tuple[int, ...]) -> list[SequenceLayout]:
     """One for each balance."""
+    from megatron.context_parallel.layout.grid import abstract_grid
+    from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+
     grid = abstract_grid(ulysses=options.ulysses, ring=options.ring)
     balances = options.balance or ["zigzag", "documents" if ends else "contiguous"]
     if "documents" in balances and not ends:

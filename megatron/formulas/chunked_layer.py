@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
-from megatron.context_parallel.fpdt.offload import IN_FLIGHT
+from megatron.decisions.chunks import IN_FLIGHT, goes_by_keys
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.layer import Layer, ffn_run, matrices, ring_blocks, sums_of_its_own
 from megatron.formulas.parameters import stage_parameters
@@ -49,7 +48,10 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
         weights = every if count > 1 else mlp
         ffn += leaving * wide * kv
         pair = load * coming * (2 * q + lse + (1 + wide) * kv) + q + hidden + wide * q + q + 2 * wide * kv
-    backward = 2 * sizes.hidden + max(ffn + 2 * hidden + run + weights, pair + every, numel * itemsize)
+    states = 2 * sizes.hidden  # the gradients of output and input; streamed, the chunks that come, and those that leave
+    if strategy.stream_hidden:
+        states = 2 * coming * hidden + leaving * hidden
+    backward = states + max(ffn + 2 * hidden + run + weights, pair + every, numel * itemsize)
     saved = 2 * sizes.local_q + sizes.local_kv + sizes.lse
     if not offload:
         waiting = wide * sizes.local_kv * (count - 1) // count
@@ -57,9 +59,10 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
             backward += saved + sizes.local_q * (1 + wide)
         else:
             backward += saved * max(count - 1, 1) // count + waiting
-    kept = sizes.hidden + (0 if recompute or offload else saved)
+    kept = (0 if strategy.stream_hidden else sizes.hidden) + (0 if recompute or offload else saved)
     # A forward pass that saves nothing has the keys and values of all chunks here.
-    keys = sizes.local_kv if recompute or not offload else coming * kv
+    keys = sizes.local_kv if (recompute or not offload) and not strategy.stream_hidden else coming * kv
     projected = int(part * (sizes.qkv + 3 * sizes.q + sizes.kv // 2)) + kv
-    forward = sizes.hidden + keys + 2 * hidden + max(run - first - second, projected, 4 * q * wide)
+    made = (coming + leaving) * hidden if strategy.stream_hidden else sizes.hidden
+    forward = made + keys + 2 * hidden + max(run - first - second, projected, 4 * q * wide)
     return Layer(kept, forward, backward)

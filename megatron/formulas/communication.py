@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.context_parallel.attention.ulysses import head_plan
+from megatron.decisions.heads import head_plan
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.flops import passes_of
 from megatron.formulas.parameters import StageParameters, model_states, numel, shard_numel, stage_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.decisions.chunks import goes_by_keys
 
 
 @dataclass(frozen=True)

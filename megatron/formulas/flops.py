@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megatron.formulas.chunks import chunks_of
@@ -75,6 +75,10 @@ class Passes:
 def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     """Recompute repeats forward passes: under FPDT backward computes projections and the FFN again piece by piece, and
     with full recompute attention as well; a unit of several layers runs again before that."""
+    if strategy.recompute == "full" and strategy.recompute_method == "block":
+        layers = workload.shape.layers // strategy.pipeline
+        kinds = [(passes_of(workload, how), count / layers) for how, count in strategy.layer_kinds(layers)]
+        return Passes(*(sum(share * getattr(one, f.name) for one, share in kinds) for f in fields(Passes)))
     full = strategy.recompute == "full"
     if strategy.fpdt_chunk:
         unit = full and strategy.recompute_layers > 1

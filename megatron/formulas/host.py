@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.sizes import WIDE, heads_of
 from megatron.formulas.strategy import Strategy, Workload

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.context_parallel.fpdt.chunked_loss import PARTS, pieces_together
+from megatron.decisions.chunks import PARTS, pieces_together
 from megatron.formulas.chunked_layer import chunked_layer
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.host import host_memory
@@ -63,9 +63,12 @@ def device_memory(
         itemsize,
         bucketed=strategy.overlap_grad_reduce,
     )
-    layer = (chunked_layer if strategy.fpdt_chunk else whole_layer)(workload, strategy, itemsize, fused)
+    kinds = strategy.layer_kinds(held.layers)
+    last_kind, plain = kinds[-1]  # which goes back first: under ``block``, one that keeps all it made
+    layer = (chunked_layer if strategy.fpdt_chunk else whole_layer)(workload, last_kind, itemsize, fused)
     last = stage == strategy.pipeline - 1
-    kept, again = _kept(workload, strategy, held.layers, layer.kept, sizes.hidden, stage)
+    state = 0 if strategy.stream_hidden else sizes.hidden
+    kept, again = _kept(workload, last_kind, plain, layer.kept, state, stage, recomputed=held.layers - plain)
     always = sizes.angles if not strategy.fpdt_chunk else 0
     if strategy.tensor > 1 and strategy.sequence_parallel:
         always += sizes.whole  # core's buffer for gathered inputs
@@ -81,13 +84,13 @@ def device_memory(
     busy = again + layer.backward + tied
     moments = [(kept, busy + weights.output_sent, weights.layers, early + weights.output_share)]
     if strategy.zero > 1 and held.layers > 1:  # ... or, while FSDP sums the gradients of another, the one before it ...
-        one = layer.kept if strategy.recompute != "full" else sizes.hidden
+        one = layer.kept if last_kind.recompute != "full" else state
         sent, share = busy + weights.layer_sent, weights.layer_share
         moments.append((kept - one, sent, weights.layers, early + weights.output_share + share))
         if early < gradients:  # ... or the first
             below = (held.layers - 1) * one if not strategy.offload_checkpoints else 0
             moments.append((kept - below, sent, weights.first, gradients - share))
-    if strategy.recompute == "full":
+    if last_kind.recompute == "full":
         moments.append((kept, layer.forward, weights.layers, early))
     if last:
         moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
@@ -100,14 +103,23 @@ def device_memory(
         optimizer=states.optimizer,
         activations=kept + always,
         temporary=temporary,
-        host=host_memory(workload, strategy, itemsize).total,
+        host=host_memory(
+            workload,
+            strategy,
+            itemsize,
+            streamed=strategy.stream_hidden,
+            block=strategy.recompute == "full" and strategy.recompute_method == "block",
+        ).total,
     )
 
 
-def _kept(workload: Workload, strategy: Strategy, layers: int, layer: int, hidden: int, stage: int) -> tuple[int, int]:
+def _kept(
+    workload: Workload, strategy: Strategy, layers: int, layer: int, hidden: int, stage: int, recomputed: int = 0
+) -> tuple[int, int]:
     """(kept by the micro-batches in flight before the last of them goes back, what recompute adds).
 
-    Without recompute the second is minus one layer: what goes back first is among what is kept.
+    Without recompute the second is minus one layer: what goes back first is among what is kept. ``recomputed`` layers
+    besides keep their inputs alone.
     """
     one, again = hidden + layers * layer, -layer
     if strategy.recompute == "full":
@@ -120,6 +132,7 @@ def _kept(workload: Workload, strategy: Strategy, layers: int, layer: int, hidde
         again = -hidden if strategy.fpdt_chunk and unit == 1 else (unit - 1) * layer
     elif strategy.offload_checkpoints:
         one -= max(layers - 2, 0) * hidden
+    one += recomputed * hidden
     stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)
     if strategy.virtual == 1:
         flying = float(min(stages - stage, micro_batches))
@@ -135,7 +148,8 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
     sizes, shape, chunks = sizes_of(workload, strategy, itemsize), workload.shape, chunks_of(workload, strategy)
     weight = sizes.logits // (sizes.whole // shape.hidden) * shape.hidden
     narrow = itemsize < WIDE
-    norm = sizes.hidden if strategy.fpdt_chunk else norm_kept(workload, strategy, itemsize, fused)
+    state = 0 if strategy.stream_hidden else sizes.hidden
+    norm = state if strategy.fpdt_chunk else norm_kept(workload, strategy, itemsize, fused)
     if not chunks.loss:  # core makes fp32 logits beside bf16 ones, and their gradients in their place
         logits = sizes.logits * (itemsize + WIDE) // itemsize if narrow else sizes.logits
         after = sizes.logits + sizes.whole + weight * itemsize
@@ -146,7 +160,7 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
     together = min(pieces_together(rows // shape.hidden // itemsize, shape.hidden, itemsize), chunks.loss)
     computing = piece * (3 if narrow else 1) + (piece * together if together > 1 else 0)
     adding = piece * together + (weight * itemsize // PARTS if narrow else 0)
-    return norm + sizes.hidden + weight * WIDE + max(computing, adding)
+    return norm + state + weight * WIDE + max(computing, adding)
 
 
 @dataclass(frozen=True)

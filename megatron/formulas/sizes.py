@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.context_parallel.attention.ulysses import head_plan
+from megatron.decisions.heads import head_plan
 from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Strategy, Workload
 

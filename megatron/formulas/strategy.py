@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, sqrt
+from statistics import NormalDist
 from typing import Literal
 
 Axis = Literal["tp", "ulysses", "ring", "dp", "pp"]
@@ -34,12 +35,26 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a model on sequences of ``seq_length`` tokens, ``global_batch`` of them a step."""
+    """What is trained: a model on sequences of ``seq_length`` tokens, ``global_batch`` of them a step.
+
+    Attributes:
+        keys: that a query sees on average, under a window or in packed documents; 0: as many as ``causal`` says.
+        spread: standard deviation over mean, among samples, of the pairs that attention computes.
+    """
 
     shape: Shape
     seq_length: int
     global_batch: int = 1
     causal: bool = True
+    keys: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def attended(self) -> float:
+        """Share of all pairs of tokens that the mask allows."""
+        if self.keys:
+            return self.keys / self.seq_length
+        return 0.5 if self.causal else 1.0
 
 
 @dataclass(frozen=True)
@@ -62,11 +77,13 @@ class Strategy:
     Attributes:
         micro_batch: sequences a forward pass.
         zero: stage of ZeRO, over DP x CP.
-        recompute: ``none``, ``selective`` (attention alone) or ``full`` (--recompute-method uniform).
-        recompute_layers: layers in a recomputed unit.
+        recompute: ``none``, ``selective`` (attention alone) or ``full``.
+        recompute_method: of full recompute: ``uniform``, or ``block``: the first layers of a stage alone.
+        recompute_layers: layers in a recomputed unit; of ``block``, of a stage that are recomputed, one by one.
         offload_checkpoints: layer inputs wait in host memory.
         fpdt_chunk: FPDT's chunk in global tokens; 0: no FPDT.
         fpdt_offload: its chunks wait in host memory.
+        stream_hidden: hidden states too, and pass through the device chunk by chunk.
         ffn_chunks, loss_chunks: pieces of FFN and loss; 0: as the program derives them with FPDT, else one.
         virtual: virtual pipeline stages a rank.
         sequence_parallel: activations are split over TP between the linear layers.
@@ -94,6 +111,8 @@ class Strategy:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     fused: bool = True
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    stream_hidden: bool = False
 
     @property
     def context(self) -> int:
@@ -105,14 +124,37 @@ class Strategy:
 
     def group(self, axis: Axis) -> Group:
         """Who takes part; ``dp`` is DP x CP, over which gradients are summed and ZeRO splits."""
-        strides = {
-            "tp": (self.tensor, 1),
-            "ulysses": (self.ulysses, self.tensor),
-            "ring": (self.ring, self.tensor * self.ulysses),
-            "dp": (self.context * self.data, self.tensor),
-            "pp": (self.pipeline, self.tensor * self.context * self.data),
-        }
-        return Group(*strides[axis])
+        tensor, ulysses = self.tensor, self.ulysses
+        if axis == "tp":
+            return Group(tensor, 1)
+        if axis == "ulysses":
+            return Group(ulysses, tensor)
+        if axis == "ring":
+            return Group(self.ring, tensor * ulysses)
+        if axis == "dp":
+            return Group(self.context * self.data, tensor)
+        return Group(self.pipeline, tensor * self.context * self.data)
+
+    def slowest(self, workload: Workload) -> float:
+        """Pairs of the busiest data-parallel rank over those of the mean: samples of packed documents are not alike.
+
+        Sums over micro-batches are close to normal; of the largest of ``data`` of them the mean is near Blom's quantile
+        (Statistical Estimates and Transformed Beta-Variables, 1958).
+        """
+        if not workload.spread or self.data == 1:
+            return 1.0
+        above = NormalDist().inv_cdf((self.data - 0.375) / (self.data + 0.25))
+        samples = max(workload.global_batch // self.data, 1)
+        return 1 + workload.spread * above / sqrt(samples)
+
+    def layer_kinds(self, layers: int) -> list[tuple[Strategy, int]]:
+        """(how, how many) of a stage's ``layers``: under ``block`` some are recomputed and the others are not."""
+        if self.recompute != "full" or self.recompute_method == "uniform":
+            return [(self, layers)]
+        again = min(self.recompute_layers, layers)
+        plain = replace(self, recompute_method="uniform", recompute_layers=1)
+        kinds = [(plain, again), (replace(plain, recompute="none"), layers - again)]
+        return [(how, count) for how, count in kinds if count]
 
     def micro_batches(self, workload: Workload) -> int:
         """Forward passes of a rank in a step."""

@@ -166,7 +166,8 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
     assert set(rank["communication_bytes"]) == {"tp", "ulysses", "ring", "dp", "pp", "other"}
     assert rank["device_peak_bytes"] == sum(rank["device_peak_by_kind"].values())
     assert found["fits"] is True and 0 < found["mfu"] < 1 and found["predicted_ms"] > 0
-    assert {"plan.json", "plan_memory.png", "plan_time_rank0.png"} == {file.name for file in path.parent.iterdir()}
+    made = {"plan.json", "plan_memory.png", "plan_time_rank0.png", "plan_trace.json.gz"}
+    assert made == {file.name for file in path.parent.iterdir()}
 
 
 def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.copies import copied_bytes
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import attended, to_heads, to_sequence

@@ -28,7 +28,7 @@ from megatron.context_parallel.attention.kernels import (
     select,
     triton_kernel,
 )
-from megatron.context_parallel.attention.kernels.preference import preferred
+from megatron.decisions.kernels import preferred
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]

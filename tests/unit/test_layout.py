@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.tiles import tiles
+from megatron.decisions.lengths import length_unit
 from tests.properties import examples
 
 grids = st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["zigzag", "contiguous"]), st.integers(1, 7))

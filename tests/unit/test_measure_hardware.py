@@ -18,7 +18,7 @@ from megatron.simulator.machines.machine_file import load
 from megatron.simulator.machines.measure import Effort
 from megatron.simulator.machines.measure_links import KINDS, Figures, figures, listen, measure_in_processes
 from megatron.training.refusal import Refusal
-from tools import measure_hardware
+from tools import hardware_figures, measure_hardware
 
 TINY = Effort(0.01, (16, 32), (16, 32), 2, 2**16, 2**16)
 FAST = ["--device", "cpu", "--quick", "--gemm-sizes", "16", "32", "--attention-lengths", "16", "32"]
@@ -57,7 +57,7 @@ def never(*_: object) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch, full):
-    monkeypatch.setattr(measure_hardware, "measured", never)
+    monkeypatch.setattr(hardware_figures, "measured", never)
     (tmp_path / "file").write_text("")
     path = tmp_path / ("here.json" if full else "file/here.json")
     if full:
@@ -109,7 +109,7 @@ def test_processes_measure_what_they_send_each_other(pool):
 
 def test_links_become_a_link_and_shares_of_it():
     node = {"all_gather": (9e-6, 8e9), "all_to_all": (9e-6, 5e9), "p2p": (5e-6, 10e9)}
-    link, shares, collective = measure_hardware.node_link(Figures(node, None, (1e9, 0.0), 4, 1), {})
+    link, shares, collective = hardware_figures.node_link(Figures(node, None, (1e9, 0.0), 4, 1), {})
     assert link == {"bandwidth": 10e9, "latency": pytest.approx(2e-6)}
     assert shares == {"link": 0.8, "all_to_all": 0.5, "p2p": 1.0}
     assert collective == pytest.approx(3e-6)

@@ -28,7 +28,8 @@ from megatron.training.refusal import Refusal
 K = 1024
 # Settings of the USP paper, section 5: ZeRO 1, nothing recomputed, offloaded or beside compute.
 USP = Limits(
-    zero=(1,), recompute=("none",), fpdt_chunk=(0,), offload=False, loss_chunks=False, pipeline=(1,), overlap=False
+    zero=(1,), recompute=("none",), fpdt_chunk=(0,), offload=False, loss_chunks=False, ffn_chunks=False, pipeline=(1,),
+    overlap=False,
 )
 SP = replace(USP, tensor=(1,), data=(1,))
 A800 = cluster("usp-a800")
@@ -111,11 +112,13 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
     for plan in (priced(asked, strategy) for strategy in everything(asked)):
         if plan.fits:
             best[plan.grid] = min(best[plan.grid], plan.seconds)
-    ranked = sorted(best.values())
     found = search(asked, top=3)
     assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
-    for plan, seconds in zip(found.plans[:3], ranked):
-        assert plan.seconds == pytest.approx(seconds, rel=2e-3)
+    assert found.plans[0].seconds <= 1.002 * min(best.values())
+    for plan in found.plans[:3]:
+        assert plan.seconds <= 1.002 * best[plan.grid]
+        if plan.strategy.recompute_method == "uniform":  # of some layers, fewer may do than the eighths that are tried
+            assert plan.seconds == pytest.approx(best[plan.grid], rel=2e-3)
         assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
 
 

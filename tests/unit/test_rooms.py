@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the ground up. A module belongs to the longest name that begins its own.
 FLOORS = [
+    "decisions",
     "platform",
     "context_parallel.layout",
     "context_parallel.positions",
@@ -45,7 +46,7 @@ FLOORS = [
     "simulator.planner",
     "simulator",
 ]
-WITHOUT_CORE = ("context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
+WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
                 "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal",
                 "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
 

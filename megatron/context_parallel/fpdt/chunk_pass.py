@@ -19,14 +19,6 @@ from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
 from megatron.context_parallel.fpdt.shelf import HiddenStates, Shelf
 
 
-def goes_by_keys(heads: int, kv_heads: int, itemsize: int) -> bool:
-    """Whether the backward loop by keys moves fewer bytes to and from the host than the one by queries.
-
-    A tile by queries moves k, v and their fp32 gradients, in and out; by keys it moves q, out, dout and dq.
-    """
-    return heads * (3 * itemsize + 8) < kv_heads * (2 * itemsize + 16)
-
-
 class ChunkPass:
     """One forward pass through the layer, and its backward pass. Chunks are numbered in ascending positions.
 

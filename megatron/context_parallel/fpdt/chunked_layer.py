@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.fpdt import by_keys, by_queries
-from megatron.context_parallel.fpdt.chunk_pass import ChunkPass, goes_by_keys
+from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
 from megatron.context_parallel.fpdt.chunk_work import LayerFunctions
 from megatron.context_parallel.fpdt.chunked_ffn import take_once
 from megatron.context_parallel.fpdt.shelf import HiddenStates
+from megatron.decisions.chunks import goes_by_keys
 
 
 @dataclass(frozen=True)

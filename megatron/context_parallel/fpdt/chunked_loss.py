@@ -26,8 +26,7 @@ from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
-
-PARTS = 4  # of a product that is added to a sum
+from megatron.decisions.chunks import PARTS, pieces_together
 
 
 def chunked_linear_cross_entropy(
@@ -130,12 +129,6 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_weight = None
                 weight_part = in_main_grad(ctx.weight, grad_weight)
         return hidden_part, weight_part, *[None] * 7
-
-
-def pieces_together(rows: int, hidden_size: int, itemsize: int) -> int:
-    """How many chunks, of so many rows of logits each, are put together: the gradients of their logits take at most a
-    quarter of the weight's fp32 sum (2,048 rows in bf16 at a hidden size of 4,096)."""
-    return max(1, hidden_size // itemsize // rows)
 
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:

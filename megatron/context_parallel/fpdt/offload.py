@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.fpdt.host_pool import HostPool
+from megatron.decisions.chunks import IN_FLIGHT
 from megatron.platform.streams import COMPUTE, LOADS, STORES, Event, Streams, streams_of
-
-IN_FLIGHT = 2  # device tensors on their way to the host that may wait for their copy: bounds the memory they hold
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
 from megatron.context_parallel.layout.to_device import to_device
+from megatron.decisions.lengths import NARROW
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,6 @@ class Full:
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         return torch.ones(torch.broadcast_shapes(q.shape, k.shape), dtype=torch.bool, device=q.device)
-
-
-NARROW = 32
-"""Bands of fewer keys than this are not worth the two triangles they would be cut in: such tiles get a mask."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
 from typing import Literal
 
 import torch
@@ -19,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of
+from megatron.decisions.lengths import length_unit
 
 Balance = Literal["zigzag", "contiguous", "documents"]
 
@@ -194,12 +194,6 @@ class SequenceLayout:
         if x.size(dim) != self.local_length:
             raise ValueError(f"dim {dim} has {x.size(dim)} tokens, a rank holds {self.local_length}")
         return _Gather.apply(x, dim, self)
-
-
-def length_unit(ulysses: int, ring: int, balance: str, tensor: int = 1) -> int:
-    """Sequence lengths must be multiples of this. ``tensor`` counts only under TP sequence parallelism."""
-    blocks = 2 * ring if balance == "zigzag" and ring > 1 else ring
-    return lcm(blocks, ulysses * ring * tensor)
 
 
 class _Gather(torch.autograd.Function):

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from megatron.context_parallel.layout.masks import NARROW, Band, Mask
+from megatron.context_parallel.layout.masks import Band, Mask
 from megatron.context_parallel.layout.spans import Span, Spans, joined, numbered, positions_of, split, union
+from megatron.decisions.lengths import NARROW
 
 Kind = Literal["full", "causal", "anticausal"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.context_parallel.attention.ulysses import head_plan
+from megatron.decisions.heads import head_plan
 from megatron.formulas.communication import RingBlocks, ring_blocks_sent
 from megatron.formulas.sizes import heads_of
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.cost.operations import BF16, FP32, memory, tile
+from megatron.simulator.cost.operations import BF16, FP32, MANY_TILES, memory, tile
 from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Kernel, Transfer
 
@@ -29,6 +29,7 @@ class Attended:
         heads, kv_heads: of this rank; sent_kv: key/value heads that it is sent, or was before replication.
         sent_kv_away: key/value heads that it sends to all other Ulysses ranks together.
         blocks: what passes by on the ring.
+        seen: keys that a query sees on average, where a window or documents leave fewer than ``causal``; else 0.
     """
 
     rows: int
@@ -43,6 +44,19 @@ class Attended:
     blocks: RingBlocks
     causal: bool
     balanced: bool
+    seen: float = 0.0
+
+    @property
+    def kernel(self) -> str:
+        """What runs the tiles."""
+        return MANY_TILES if self.seen else "attention"
+
+    @property
+    def travels(self) -> float:
+        """Share of a ring's blocks that somebody still needs: of each half of a zigzag rank the keys just before it."""
+        if not self.seen or self.ring == 1:
+            return 1.0
+        return min(1.0, 2 * self.seen / ((self.ring - 1) * self.queries))
 
 
 def attended(workload: Workload, strategy: Strategy) -> Attended:
@@ -63,6 +77,7 @@ def attended(workload: Workload, strategy: Strategy) -> Attended:
         blocks=ring_blocks_sent(strategy, causal),
         causal=causal,
         balanced=strategy.balance == "zigzag",
+        seen=workload.keys,
     )
 
 
@@ -130,7 +145,7 @@ def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
 
 
 def _hop(a: Attended, strategy: Strategy, itemsize: int, blocks: float = 1.0) -> Transfer:
-    sent = 2.0 * blocks * itemsize * a.queries * a.batch * a.kv_heads * a.head_dim
+    sent = 2.0 * blocks * a.travels * itemsize * a.queries * a.batch * a.kv_heads * a.head_dim
     return Transfer("p2p", "ring", strategy.group("ring"), sent)
 
 
@@ -142,4 +157,8 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
         pairs /= 2
     elif a.causal and a.balanced:
         pairs, keys = pairs / 2, n // 2
-    return tile(n, keys, a.heads * a.batch, a.head_dim, pairs, backward=backward)
+    if a.seen:  # those nearest a query are its own block's
+        every = n * a.seen
+        pairs = min(pairs, every) if first else max(every - n * n / 2, 0.0) / (a.ring - 1)
+        keys = min(float(keys), max(pairs / n, 1.0))
+    return tile(n, keys, a.heads * a.batch, a.head_dim, pairs, backward=backward, name=a.kernel)

@@ -10,8 +10,9 @@ nothing else is there to do; one chunk alone hides nothing.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
-from megatron.context_parallel.fpdt.chunk_pass import goes_by_keys
+from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.communication import ring_keys_by_queries
 from megatron.formulas.copies import forward_loads
 from megatron.formulas.strategy import Strategy
@@ -82,6 +83,8 @@ def _met(a: Attended, chunks: int) -> float:
     """Pairs of a query chunk and another key chunk, of any rank, that meet on the busiest rank: if causal, half of all;
     on a contiguous ring all of those with other ranks."""
     every, own = chunks * chunks * a.ring, chunks * chunks
+    if a.seen:  # a query chunk meets those within its reach
+        return min((every - chunks) / 2, chunks * ceil(a.seen / (a.queries / chunks)))
     if not a.causal:
         return every - chunks
     return (every - chunks) / 2 if a.balanced else every - own + (own - chunks) / 2
@@ -89,7 +92,11 @@ def _met(a: Attended, chunks: int) -> float:
 
 def _tile(a: Attended, size: float, *, own: bool = False, backward: bool = False) -> Kernel:
     pairs = float(size) * size / (2 if own and a.causal else 1)
-    return tile(size, size, a.heads * a.batch, a.head_dim, pairs, backward=backward)
+    if a.seen:
+        within = min(a.seen, size / 2)
+        chunks = round(a.queries / size)
+        pairs = size * within if own else a.queries * (a.seen - within) / max(_met(a, chunks), 1)
+    return tile(size, size, a.heads * a.batch, a.head_dim, pairs, backward=backward, name=a.kernel)
 
 
 def _hops(
@@ -98,7 +105,7 @@ def _hops(
     """A tile's share of what goes round: blocks of keys, and of their fp32 gradients."""
     if a.ring == 1:
         return ()
-    sent = (BF16 * keys + FP32 * grads) * 2.0 * size * chunks * a.batch * a.kv_heads * a.head_dim
+    sent = (BF16 * keys + FP32 * grads) * a.travels * 2.0 * size * chunks * a.batch * a.kv_heads * a.head_dim
     return (Transfer("p2p", "ring", strategy.group("ring"), sent / _met(a, chunks)),)
 
 

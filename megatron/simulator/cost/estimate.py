@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.formulas.flops import forward_flops
-from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.program import OURS, Program, as_run, computed_again, host_bound
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
 from megatron.simulator.cost.segment import Parts, add, price
@@ -24,7 +25,7 @@ from megatron.simulator.cost.state_operations import (
     states,
     sum_shared_gradients,
 )
-from megatron.simulator.cost.step_operations import busiest_stage, micro_batch, stage_transfer
+from megatron.simulator.cost.step_operations import busiest_stage, ends, stage_transfer
 from megatron.simulator.machines.machine import Machine
 
 
@@ -77,7 +78,7 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: 
 def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
     """FLOPs of a step: of what the mask allows; and full mask, ``recompute`` counted."""
     one, batch = forward_flops(workload.shape, workload.seq_length), workload.global_batch
-    allowed = 0.5 if workload.causal else 1.0
+    allowed = workload.attended
     return 3 * batch * (one.gemm + allowed * one.attention), (4 if recompute else 3) * batch * (
         one.gemm + one.attention
     )
@@ -92,13 +93,16 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
             f"global batch {workload.global_batch} is not a multiple of data {strategy.data} x micro-batch "
             f"{strategy.micro_batch}"
         )
-    forward, backward, first, last = _prices(
-        shape, workload.seq_length, workload.causal, _of_a_layer(strategy), machine, program
-    )
     held = states(shape, strategy, busiest_stage(strategy))
     parts: Parts = {}
-    add(parts, forward, held.layers)
-    add(parts, backward, held.layers)
+    forward, backward = {}, {}  # of a layer, or the mean of two kinds
+    sample = _sample(workload, strategy.slowest(workload))
+    for how, layers in strategy.layer_kinds(held.layers):
+        passes = _layer(sample, _of_a_layer(how), machine, program)
+        for mean, one in zip((forward, backward), passes):
+            add(parts, one, layers)
+            add(mean, one, layers / held.layers)
+    first, last = _ends(sample, _of_the_ends(strategy), machine, program)
     add(parts, last)
     if pipeline == 1:
         add(parts, first)
@@ -114,6 +118,15 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         total[transfer.axis] = total.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
     total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all), machine)
     return total
+
+
+def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> float:
+    """Of all layers and both ends in a micro-batch, on one pipeline stage: what ways to save memory differ by."""
+    sample = _sample(workload, strategy.slowest(workload))
+    took = sum(map(sum, (part.values() for part in _ends(sample, _of_the_ends(strategy), machine))))
+    for how, layers in strategy.layer_kinds(workload.shape.layers):
+        took += layers * sum(map(sum, (part.values() for part in _layer(sample, _of_a_layer(how), machine))))
+    return took
 
 
 def _sharded_layers(
@@ -165,22 +178,43 @@ def _pipeline(
     total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once
 
 
+# What neither feels: they share their price.
+_ANY = {"data": 1, "pipeline": 1, "zero": 1, "virtual": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
 def _of_a_layer(strategy: Strategy) -> Strategy:
     """The strategy without what a layer does not feel, so that more of them share a price."""
-    return replace(strategy, data=1, pipeline=1, zero=1, virtual=1, overlap_grad_reduce=True, overlap_param_gather=True)
+    return replace(strategy, loss_chunks=0, **_ANY)
+
+
+def _of_the_ends(strategy: Strategy) -> Strategy:
+    """The same of what the embedding and the loss do not feel. FPDT derives the chunks of the loss from its own."""
+    return replace(
+        strategy, recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
+        fpdt_offload=False, stream_hidden=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, **_ANY,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _sample(workload: Workload, slowest: float) -> Workload:
+    """A sample of the busiest data-parallel rank."""
+    keys = min(workload.keys * slowest, workload.seq_length / 2)
+    return replace(workload, global_batch=1, keys=keys, spread=0.0)
 
 
 @lru_cache(maxsize=65536)
-def _prices(
-    shape: Shape, seq_length: int, causal: bool, strategy: Strategy, machine: Machine, program: Program
-) -> tuple[Parts, Parts, Parts, Parts]:
-    """Of a micro-batch: a layer's forward and backward pass, the embedding's both, the loss' both."""
-    work = micro_batch(Workload(shape, seq_length, causal=causal), strategy)
-    forward, backward = (as_run(part, shape, program) for part in (work.forward, work.backward))
-    ends = (as_run(part, shape, program, linear=False) for part in (work.first, work.last))
+def _layer(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> tuple[Parts, Parts]:
+    """Of a micro-batch: a layer's forward and backward pass."""
+    forward, backward = (as_run(part, workload.shape, program) for part in layer(workload, strategy))
     backward = computed_again(forward, program) + backward
     return (
         host_bound(price(forward, machine), program.host),
         host_bound(price(backward, machine), 2 * program.host),
-        *(price(part, machine) for part in ends),
     )
+
+
+@lru_cache(maxsize=65536)
+def _ends(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> tuple[Parts, Parts]:
+    """Of a micro-batch: the embedding's both passes, the loss' both."""
+    first, last = (as_run(part, workload.shape, program, linear=False) for part in ends(workload, strategy))
+    return price(first, machine), price(last, machine)

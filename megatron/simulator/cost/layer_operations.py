@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import (
@@ -31,13 +32,15 @@ def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[S
     """
     a, chunks = attended(workload, strategy), chunks_of(workload, strategy)
     work = _Layer(workload.shape, strategy, a, chunks.attention, chunks.ffn)
-    forward = _forward(work, saving=strategy.recompute != "full")
+    forward = _forward(work, saving=strategy.recompute != "full" or strategy.stream_hidden)
     backward = _backward(work)
     if strategy.recompute == "full":
         backward = _again(work) + backward
     elif strategy.recompute == "selective":
         backward = _attention(work, saving=True) + backward
-    if strategy.offload_checkpoints:
+    if strategy.stream_hidden:
+        forward, backward = streamed(workload, strategy, a, forward, backward)
+    elif strategy.offload_checkpoints:
         inputs = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
         forward = beside(forward, HostCopy("to_host", inputs))
         backward = beside(backward, HostCopy("to_device", inputs))
@@ -71,6 +74,22 @@ class _Layer:
     def ffn(self, work: Callable[..., list[Segment]]) -> list[Segment]:
         runs = self.ffn_chunks or 1
         return work(self.shape, self.strategy, self.attended.rows / runs, runs)
+
+
+def streamed(
+    workload: Workload, strategy: Strategy, a: Attended, forward: list[Segment], backward: list[Segment]
+) -> tuple[list[Segment], list[Segment]]:
+    """With the hidden states that pass through the device chunk by chunk (docs/fpdt.md, "What is copied"): forward one
+    in and one out; backward input and gradient in and a gradient out, by keys also input and gradient once more;
+    recompute reads the input again."""
+    state = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
+    by_keys = a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
+    reads, writes = (4, 2) if by_keys else (2, 1)
+    reads += strategy.recompute == "full"
+    for direction, there, back in (("to_device", 1, reads), ("to_host", 1, writes)):
+        forward = beside(forward, HostCopy(direction, there * state))
+        backward = beside(backward, HostCopy(direction, back * state))
+    return forward, backward
 
 
 def beside(segments: list[Segment], copy: HostCopy) -> list[Segment]:

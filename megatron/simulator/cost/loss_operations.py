@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from megatron.context_parallel.fpdt.chunked_loss import pieces_together
+from megatron.decisions.chunks import pieces_together
 from megatron.formulas.communication import LOSS_SUMS
 from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Shape, Strategy

@@ -7,6 +7,7 @@ from megatron.formulas.strategy import Group
 from megatron.simulator.cost.trace import Collective, Kernel, Transfer
 
 BF16, FP32 = 2, 4  # bytes of an element
+MANY_TILES = "triton_attention"  # what runs where a mask makes many small tiles (docs/kernels.md)
 
 
 def gemm(name: str, m: float, n: float, k: float, *, backward: bool = False, count: int = 1) -> Kernel:
@@ -22,17 +23,26 @@ def memory(name: str, size: float, *, backward: bool = False, count: int = 1) ->
 
 
 def tile(
-    queries: float, keys: float, heads: int, head_dim: int, pairs: float, *, backward: bool = False, count: int = 1
+    queries: float,
+    keys: float,
+    heads: int,
+    head_dim: int,
+    pairs: float,
+    *,
+    backward: bool = False,
+    count: int = 1,
+    name: str = "attention",
 ) -> Kernel:
     """A flash attention kernel on ``pairs`` of ``queries`` x ``keys``; batch counts in ``heads``.
 
-    Two matrix products forward; five backward, the scores being computed again (FlashAttention-2 paper, section 3.1).
+    Two matrix products forward; five backward, the scores being computed again (FlashAttention-2 paper, section 3.1),
+    and by Triton's kernel for many tiles, which is launched twice, twice.
     """
-    flops = (10.0 if backward else 4.0) * pairs * heads * head_dim
+    many = name == MANY_TILES
+    flops = ((7.0 if many else 10.0) if backward else 4.0) * pairs * heads * head_dim
+    count *= 2 if backward and many else 1
     moved = BF16 * heads * head_dim * ((4 if backward else 2) * queries + (4 if backward else 2) * keys)
-    return Kernel(
-        "attention", "attention", flops, float(moved), (queries, keys, heads, head_dim), BF16, backward, count
-    )
+    return Kernel(name, "attention", flops, float(moved), (queries, keys, heads, head_dim), BF16, backward, count)
 
 
 def collective(kind: Collective, axis: str, group: Group, whole: float, *, count: int = 1) -> Transfer:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from math import log2
 
-from megatron.context_parallel.attention.kernels.preference import preferred
+from megatron.decisions.kernels import preferred
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Machine
 

@@ -34,12 +34,16 @@ class MicroBatch:
 
 def micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
     """Raises ValueError where Ulysses does not divide a TP rank's heads."""
+    return MicroBatch(*layer(workload, strategy), *ends(workload, strategy))
+
+
+def ends(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Segment]]:
+    """Both passes of the embedding, and of the loss."""
     shape, chunks = workload.shape, chunks_of(workload, strategy)
-    forward, backward = layer(workload, strategy)
     tokens = workload.seq_length * strategy.micro_batch // strategy.context
     first = embedding(shape, strategy, tokens) + embedding_grad(shape, strategy, tokens)
     last = loss(shape, strategy, tokens, chunks.loss) + loss_grad(shape, strategy, tokens, chunks.loss)
-    return MicroBatch(forward, backward, first, last)
+    return first, last
 
 
 def busiest_stage(strategy: Strategy) -> int:
@@ -68,8 +72,11 @@ def step_trace(workload: Workload, strategy: Strategy) -> Trace:
     """All kernels, transfers and copies that :func:`~megatron.simulator.cost.estimate.estimate` prices, but for the
     optimizer's, without saying what goes on beside what."""
     batches, held = strategy.micro_batches(workload), states(workload.shape, strategy, busiest_stage(strategy))
-    work = micro_batch(workload, strategy)
-    events = [*_events([*work.forward, *work.backward], batches * held.layers), *_events(work.last, batches)]
+    work, events = micro_batch(workload, strategy), []
+    for how, layers in strategy.layer_kinds(held.layers):
+        forward, backward = layer(workload, how)
+        events += _events([*forward, *backward], batches * layers)
+    events += _events(work.last, batches)
     if strategy.pipeline == 1:
         events += _events(work.first, batches)
     if strategy.zero >= 2:

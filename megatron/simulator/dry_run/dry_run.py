@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing import get_context
 from typing import Any
 
 from megatron.simulator.cost.trace import HostCopy, Trace
+from megatron.simulator.dry_run.allocator import reserved_by_setting
 from megatron.simulator.dry_run.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.one_rank import RankStep, micro_batches, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
@@ -41,6 +42,7 @@ class Figures:
         communication: bytes sent, by axis.
         copies: bytes between device and host, by direction.
         seconds, exposed, busy: of the replay on a machine; empty without one.
+        reserved: bytes that PyTorch's allocator takes from the driver, by its setting; empty without a GPU.
     """
 
     peaks: dict[str, dict[str, float]]
@@ -51,6 +53,7 @@ class Figures:
     seconds: dict[str, float]
     exposed: dict[str, float]
     busy: dict[str, float]
+    reserved: dict[str, float] = field(default_factory=dict)
 
     @property
     def device_peak_by_kind(self) -> dict[str, int]:
@@ -140,7 +143,7 @@ def dry_run(
         mine = done[index * len(counts) : (index + 1) * len(counts)]
         found, layers = mine[-1][0], depths[rank * len(depths) // world_size]
         if len(counts) > 1:
-            found = grown(mine[0][0], found, *counts, layers)
+            found = with_reserved(grown(mine[0][0], found, *counts, layers), found)
         ran = layers, counts[-1] or layers
         reports.append(RankReport(rank, stage, ran, mine[-1][1], found, *mine[-1][2:]))
     if machine is None:
@@ -195,7 +198,8 @@ def run_job(job: Job) -> Done:
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
     stretch = None if every_micro_batch else stretch_of(config, stage, batches)
-    how = {"machine": machine, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
+    simulated = machine if machine is not None and machine.is_gpu else None  # a CPU runs what this program runs there
+    how = {"machine": simulated, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
     try:
         done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, **how)
     except Unsteady:
@@ -227,7 +231,15 @@ def figures(done: RankStep, replayed: Replay | None) -> Figures:
         seconds,
         exposed,
         busy,
+        reserved_by_setting(done.allocations) if replayed else {},
     )
+
+
+def with_reserved(whole: Figures, some: Figures) -> Figures:
+    """All layers' figures, with as much reserved for each allocated byte as where ``some`` layers ran: waste is of the
+    segments that each of them cuts, and does not grow evenly enough to be continued from two numbers of layers."""
+    share = whole.device_peak / max(some.device_peak, 1)
+    return replace(whole, reserved={name: share * size for name, size in some.reserved.items()})
 
 
 def copied(trace: Trace) -> dict[str, float]:

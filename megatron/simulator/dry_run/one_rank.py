@@ -25,6 +25,7 @@ from megatron.simulator.dry_run.simulated_offload import simulated_offload
 from megatron.simulator.dry_run.steady import Repeat, Stretch, find_repeat, with_growth
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
+from megatron.training.report.memory import History
 from megatron.training.report.memory_picture import DEVICE_KINDS, Profile, series
 
 
@@ -37,6 +38,7 @@ class RankStep:
         host_peak: most bytes of host memory.
         profile: the step's memory over time, as --profile-memory records it.
         repeat: events of the trace that stand for more micro-batches; None where all of them ran.
+        allocations: (storage, change of its bytes) on the device, in their order; what was there before comes first.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class RankStep:
     trace: Trace
     profile: Profile = field(repr=False)
     repeat: Repeat | None = None
+    allocations: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
     @property
     def device_peak(self) -> int:
@@ -139,6 +142,7 @@ def run_rank(
                     run,
                     mark,
                 )
+                history = watch.history
                 timeline = profile.finish()
             host_peak = max(watch.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
             repeat = None
@@ -147,8 +151,15 @@ def run_rank(
                 marks = [events - profile.first_event for _, events, name in profile.phases if name == "forward"]
                 begin, end = marks[stretch.first], marks[stretch.first + stretch.passes]
                 timeline = with_growth(timeline, begin, end, stretch.times)
+            changes = allocations(history)
             dissolve(wrapped, optimizer)
-        return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat)
+        return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat, changes)
+
+
+def allocations(history: History) -> list[tuple[int, int]]:
+    """(storage, change of its bytes) of the device's."""
+    device = {block.number for block in history.blocks if block.place == "device"}
+    return [(number, change) for _, number, change in history.events if number in device and change]
 
 
 def of_all(mean_loss: Callable, run: int, all_batches: int) -> Callable:

@@ -15,6 +15,7 @@ from rich.table import Table
 from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.dry_run.runtime_memory import ASSUMED, runtime_memory
 from megatron.training.refusal import Refusal
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
 
@@ -31,6 +32,13 @@ def show(result: DryRun, console: Console) -> None:
         f" > a step takes {duration(result.predicted_seconds)} on {result.world_size} x {result.machine.name} "
         f"(simulated), MFU {100 * result.mfu:.1f} %{' of the bf16 peak' if result.config.model.fp8_format else ''}"
     )
+    if result.machine.is_gpu:
+        own = runtime_memory(result.config, result.world_size, result.machine)
+        console.print(
+            f" > beside PyTorch's: context {readable(own.context)}, cuBLAS {readable(own.cublas)}, NCCL "
+            f"{readable(own.nccl)} for {own.communicators} groups ({ASSUMED}); the machine's file sets "
+            f"{readable(result.machine.reserved)} aside"
+        )
     for reason in result.reasons:
         console.print(f" > does not fit: {reason}")
     if result.fits:
@@ -48,6 +56,10 @@ def _memory(result: DryRun) -> Table:
     for kind in DEVICE_KINDS:
         table.add_row(kind, *(readable(found.get(kind, 0)) for found in kinds))
     table.add_row("device, in all", *(readable(report.figures.device_peak) for report in result.ranks), style="bold")
+    names = {"default": "reserved by PyTorch", "expandable_segments": "reserved, expandable segments"}
+    for setting, label in names.items():
+        if all(report.figures.reserved for report in result.ranks):
+            table.add_row(label, *(readable(report.figures.reserved[setting]) for report in result.ranks))
     table.add_row("host", *(readable(report.figures.host_peak) for report in result.ranks))
     return table
 
@@ -95,6 +107,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
                 "device_peak_bytes": report.figures.device_peak,
                 "device_peak_by_kind": report.figures.device_peak_by_kind,
                 "host_peak_bytes": round(report.figures.host_peak),
+                "reserved_bytes": {name: round(size) for name, size in report.figures.reserved.items()},
                 "flops": report.figures.flops,
                 "communication_bytes": {axis: round(size) for axis, size in report.figures.communication.items()},
                 "host_copy_bytes": {to: round(size) for to, size in report.figures.copies.items()},
@@ -133,7 +146,7 @@ def check_output(path: str | None) -> None:
 
 
 def write(result: DryRun, path: str) -> list[str]:
-    """The JSON file, and beside it a picture of memory, and one of time for each rank; returns what was written."""
+    """The JSON file, beside it a picture of memory, one of time for each rank, a trace of all; returns the names."""
     Path(path).write_text(json.dumps(as_json(result), indent=1) + "\n")
     written = [path]
     stem = str(Path(path).with_suffix(""))
@@ -148,6 +161,11 @@ def write(result: DryRun, path: str) -> list[str]:
             output = f"{stem}_time_rank{report.rank}.png"
             timeline.draw(report.replayed, output, f"{name(report)} on {result.machine.name}{_ran(report)}")
             written.append(output)
+    if result.machine is not None:
+        from megatron.simulator.dry_run.chrome_trace import write_trace
+
+        written.append(f"{stem}_trace.json.gz")
+        write_trace(result, written[-1])
     return written
 
 

@@ -7,10 +7,12 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log
+from typing import TYPE_CHECKING
 
-import torch
+from megatron.decisions.kernels import plain_kernel
 
-from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,11 @@ class Machine:
         return _choose(self.capability, self.attention_kernel, name, dtype, head_dim, many_tiles=many_tiles, **needs)
 
     @property
+    def is_gpu(self) -> bool:
+        """False for a file that was measured on a CPU."""
+        return self.attention_kernel != "cpu"
+
+    @property
     def usable_memory(self) -> float:
         """Bytes that a training program can fill."""
         return self.memory - self.reserved
@@ -168,6 +175,8 @@ def _choose(
     many_tiles: bool = False,
     **needs: bool,
 ) -> str:
+    from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
+
     how = {"many_tiles": many_tiles, **needs}
     if attention_kernel == "flash_attn":
         how["flash_attn"] = 3 if capability == (9, 0) else 2
@@ -183,4 +192,7 @@ def _choose(
 def _for_plain_tiles(capability: tuple[int, int], attention_kernel: str, head_size: int) -> str:
     if attention_kernel == "cpu":  # a file that was measured without a GPU
         return "cpu"
-    return _choose(capability, attention_kernel, "auto", torch.bfloat16, head_size)
+    kernel = plain_kernel(capability, attention_kernel, head_size)
+    if kernel is None:
+        raise ValueError(f"no attention kernel takes heads of {head_size} on capability {capability}")
+    return kernel

@@ -30,11 +30,11 @@ def _saving_flags(s: Strategy) -> list[str]:
     if s.recompute != "none":
         flags += ["--recompute-granularity", s.recompute]
     if s.recompute == "full":
-        flags += ["--recompute-method", "uniform", "--recompute-num-layers", str(s.recompute_layers)]
+        flags += ["--recompute-method", s.recompute_method, "--recompute-num-layers", str(s.recompute_layers)]
     if s.fpdt_chunk:
         flags += ["--fpdt", "--fpdt-chunk-size", str(s.fpdt_chunk), *([] if s.fpdt_offload else ["--no-fpdt-offload"])]
-    if s.offload_checkpoints:
-        flags.append("--offload-checkpoints")
+    flags += ["--fpdt-stream-hidden"] * s.stream_hidden
+    flags += ["--offload-checkpoints"] * s.offload_checkpoints
     for flag, pieces in (("--ffn-chunks", s.ffn_chunks), ("--loss-chunks", s.loss_chunks)):
         flags += [flag, str(pieces)] if pieces else []
     return flags

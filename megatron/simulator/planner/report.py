@@ -13,23 +13,33 @@ from megatron.formulas.strategy import Strategy
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.planner.command import environment, launcher, training_flags
 from megatron.simulator.planner.request import JOB, Request
+from megatron.simulator.planner.run import Run
 from megatron.simulator.planner.search import Plan, Problem
 from megatron.simulator.planner.words import GIB, count, grid_words, losing, saving_words, winning
 
 
 @dataclass(frozen=True)
 class Report:
-    """Ranked plans of a request."""
+    """Ranked plans of a request; ``run``: what is known of the whole run of the first."""
 
     request: Request
     problem: Problem
     plans: list[Plan]
+    run: Run | None = None
 
     def program(self, strategy: Strategy) -> list[str]:
         """Program and flags, without the launcher."""
         length = self.problem.workload.seq_length
         flags = training_flags(self.problem.workload, strategy)
-        return [self.request.entry, *self.request.program_flags(length), *flags, *JOB[2:]]
+        return [self.request.entry, *self.request.program_flags(length), *flags, *self._job()]
+
+    def _job(self) -> list[str]:
+        job = JOB[2:]
+        if self.run:
+            job[job.index("--train-iters") + 1] = str(self.run.steps)
+            if self.run.save_interval:
+                job += ["--save", "checkpoints", "--save-interval", str(self.run.save_interval)]
+        return job
 
     def command(self, strategy: Strategy) -> str:
         """A line for a shell; variables in it are the shell's."""
@@ -53,6 +63,8 @@ class Report:
             "recompute": s.recompute,
             "fpdt_chunk": s.fpdt_chunk,
             "offload": s.offload_checkpoints or bool(s.fpdt_chunk and s.fpdt_offload),
+            "recompute_method": s.recompute_method if s.recompute == "full" else None,
+            "recompute_layers": s.recompute_layers if s.recompute == "full" else 0,
             "predicted_ms": 1e3 * plan.seconds,
             "mfu": plan.estimate.mfu,
             "device_peak_bytes": plan.memory.total,
@@ -65,6 +77,9 @@ class Report:
             "fpdt_offload": bool(s.fpdt_chunk and s.fpdt_offload),
             "offload_checkpoints": s.offload_checkpoints,
             "loss_chunks": s.loss_chunks,
+            "ffn_chunks": s.ffn_chunks,
+            "stream_hidden": s.stream_hidden,
+            "tight": plan.tight,
             "tokens_per_second": plan.estimate.tokens_per_second,
             "seconds_by_part": plan.estimate.parts,
         }

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from megatron.formulas.strategy import Workload
+from megatron.simulator.planner.documents import packed
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import LLAMA, model_shape
 from megatron.training.arguments.parser import parse
@@ -22,10 +22,14 @@ class Request:
 
     Attributes:
         flags: ``--model NAME``, or sizes; those that are not given are a Llama's.
+        documents: how long packed documents are (documents.py); empty: a sample is one.
+        window: tokens that a query sees, itself among them; 0: all before it.
     """
 
     flags: tuple[str, ...]
     global_batch: int = 1
+    documents: str = ""
+    window: int = 0
 
     @property
     def entry(self) -> str:
@@ -40,13 +44,19 @@ class Request:
         """
         config = _config(self.flags, seq_length)
         # One more than --vocab-size: a run without a tokenizer of its own counts the end of a document.
-        return Workload(model_shape(config.model, config.model.vocab_size + 1), seq_length, self.global_batch)
+        shape = model_shape(config.model, config.model.vocab_size + 1)
+        if not self.documents and not 0 < self.window < seq_length:
+            return Workload(shape, seq_length, self.global_batch)
+        found = packed(self.documents, seq_length, self.window)
+        return Workload(shape, seq_length, self.global_batch, keys=found.keys, spread=found.spread)
 
     def program_flags(self, seq_length: int) -> list[str]:
         """The model's flags, as they go into a command."""
         named = _config(self.flags, seq_length).model.model
         given = any(flag.partition("=")[0] == "--max-position-embeddings" for flag in self.flags)
-        return [*self.flags, *([] if named or given else ["--max-position-embeddings", str(seq_length)])]
+        flags = [*self.flags, *([] if named or given else ["--max-position-embeddings", str(seq_length)])]
+        flags += ["--window-size", f"{self.window - 1},0"] if self.window else []
+        return flags + (["--reset-position-ids", "--reset-attention-mask"] if self.documents else [])
 
 
 @lru_cache(maxsize=256)
@@ -85,16 +95,3 @@ def _known(config: Config) -> None:
     }
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")
-
-
-def tokens(text: str, flag: str) -> int:
-    """A count, such as ``120K`` (K = 1024, M = 1024 K).
-
-    Raises:
-        Refusal: it is none, or not above 0.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip().replace(",", ""))
-    size = float(found[1]) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()] if found else 0.0
-    if size < 1 or size % 1 or size > 2**40:
-        raise Refusal(f"{flag} {text}: give a whole number above 0, such as 122880 or 120K")
-    return int(size)

@@ -8,18 +8,32 @@ next grid cannot be faster than what has been found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from heapq import merge
 
 from megatron.formulas.memory import Memory, device_memory
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.cost.estimate import Estimate, estimate
+from megatron.simulator.cost.estimate import Estimate, estimate, pass_seconds
 from megatron.simulator.machines.machine import Machine
-from megatron.simulator.planner.search_space import Limits, grids, savings, within, zero_stages
+from megatron.simulator.planner.search_space import (
+    Limits,
+    chunked_savings,
+    grids,
+    moved,
+    plain_savings,
+    savings,
+    whole_savings,
+    within,
+    zero_stages,
+)
 
 HOST_SHARE = 0.9  # of a node's memory that offloading may fill; the rest is for the processes themselves
 NEAR = 1.25  # plans up to so many times the winner's time are looked at, for the picture ...
+NEVER_FASTER = 0.99  # of a step whose FFN runs again on its way back: FPDT, whose chunked loss may win a little
 MANY = 1500  # ... unless it has so many already
+
+GROUPS = (plain_savings, whole_savings, chunked_savings)
 
 Grid = tuple[int, int, int, int, int]
 """TP, Ulysses, Ring, DP, PP."""
@@ -27,12 +41,17 @@ Grid = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned: a workload on ``gpus`` of a machine's GPUs, within what the user has settled."""
+    """What is planned: a workload on ``gpus`` of a machine's GPUs, within what the user has settled.
+
+    Attributes:
+        spare: bytes of a device that a plan must leave.
+    """
 
     workload: Workload
     gpus: int
     machine: Machine
     limits: Limits = Limits()
+    spare: float = 0.0
 
     @property
     def gpus_per_node(self) -> int:
@@ -50,13 +69,14 @@ class Fit:
 
     Attributes:
         memory: of the fullest pipeline stage.
-        room: bytes that a device has for it; host_room: that its host has, a GPU.
+        room: bytes that a device has for it; host_room: that its host has, a GPU; spare: of the device's, to be left.
     """
 
     strategy: Strategy
     memory: Memory
     room: float
     host_room: float
+    spare: float = field(default=0.0, kw_only=True)
 
     @property
     def margin(self) -> float:
@@ -70,7 +90,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        return self.margin >= 0 and self.host_margin >= 0
+        return self.margin >= self.spare and self.host_margin >= 0
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, but for what should be left."""
+        return 0 <= self.margin < self.spare and self.host_margin >= 0
 
     @property
     def grid(self) -> Grid:
@@ -99,7 +124,7 @@ class Known:
     """
 
     bases: list[tuple[float, int, Strategy]]
-    orders: dict[tuple, list[Strategy]] = field(default_factory=dict)
+    orders: dict[tuple, list[tuple[float, int, Strategy]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -116,11 +141,22 @@ class Found:
     fitting: list[Plan] = field(default_factory=list)
     failing: list[Plan] = field(default_factory=list)
 
+    @property
+    def tight(self) -> list[Plan]:
+        """Of each grid the fastest that fits but leaves too little, where that is faster than its plan."""
+        best: dict[Grid, Plan] = {}
+        slower = {plan.grid: plan.seconds for plan in self.plans}
+        for plan in self.failing:
+            if plan.tight and plan.seconds < min(slower.get(plan.grid, float("inf")), _seconds(best.get(plan.grid))):
+                best[plan.grid] = plan
+        return sorted(best.values(), key=lambda plan: plan.seconds)
 
-def search(problem: Problem, top: int = 10, known: Known | None = None) -> Found:
+
+def search(problem: Problem, top: int = 10, known: Known | None = None, near: float = NEAR) -> Found:
     """The fastest plans: at least ``top`` grids, if so many fit, and all that come near the winner.
 
     Args:
+        near: plans up to so many times the winner's time are looked at as well.
         known: of a search for the same within wider limits.
     """
     if known is None:
@@ -143,7 +179,7 @@ def search(problem: Problem, top: int = 10, known: Known | None = None) -> Found
             times = sorted(plan.seconds for plan in best.values())
             needed = times[top - 1] if len(times) >= top else float("inf")
             seen = len(found.fitting) + len(found.failing)
-            cut = max(NEAR * times[0], needed) if seen < MANY else needed
+            cut = max(near * times[0], needed) if seen < MANY else needed
     found.plans = sorted(best.values(), key=lambda plan: plan.seconds)
     return found
 
@@ -157,13 +193,14 @@ def everything(problem: Problem) -> Iterator[Strategy]:
 
 def weighed(problem: Problem, strategy: Strategy) -> Fit:
     """Memory of one strategy."""
-    return Fit(strategy, fullest(problem.workload, strategy), problem.machine.usable_memory, problem.host_room)
+    room = problem.machine.usable_memory
+    return Fit(strategy, fullest(problem.workload, strategy), room, problem.host_room, spare=problem.spare)
 
 
 def priced(problem: Problem, strategy: Strategy) -> Plan:
     """Memory and time of one strategy."""
     fit, time = weighed(problem, strategy), estimate(problem.workload, strategy, problem.machine)
-    return Plan(strategy, fit.memory, fit.room, fit.host_room, time)
+    return Plan(strategy, fit.memory, fit.room, fit.host_room, time, spare=fit.spare)
 
 
 def fullest(workload: Workload, strategy: Strategy) -> Memory:
@@ -211,24 +248,72 @@ def _first_that_fits(problem: Problem, base: Strategy, cut: float, found: Found)
         if time.seconds > cut:
             return None
         fit = weighed(problem, strategy)
-        plan = Plan(strategy, fit.memory, fit.room, fit.host_room, time)
+        plan = Plan(strategy, fit.memory, fit.room, fit.host_room, time, spare=fit.spare)
         if plan.fits:
-            return plan
+            return fewest_recomputed(problem, plan)
         found.failing.append(plan)
         if too_much_model(plan):
             return None
     return None
 
 
-def _from_the_fastest(problem: Problem, base: Strategy, orders: dict[tuple, list[Strategy]]) -> Iterable[Strategy]:
-    """All savings on a grid. Their order does not hang on ZeRO, DP, PP: it is found once for many grids."""
-    limits, alike = problem.limits, replace(base, data=1, pipeline=1, virtual=1, zero=1)
-    key = (alike, limits.recompute, limits.fpdt_chunk, limits.offload, limits.loss_chunks)
+def _from_the_fastest(
+    problem: Problem, base: Strategy, orders: dict[tuple, list[tuple[float, int, Strategy]]]
+) -> Iterator[Strategy]:
+    """All savings on a grid. Their order does not hang on ZeRO, DP, PP: it is found once for many grids.
+
+    They are priced as late as can be: nothing is faster than a step in which nothing is computed twice, and FPDT, which
+    computes projections and FFN again on their way back, not than one whose FFN is.
+    """
+    alike = replace(base, data=1, pipeline=1, virtual=1, zero=1)
+    waiting = _ordered(problem, alike, plain_savings, orders)
+    later = [(waiting[0][0] if waiting else 0.0, whole_savings)]
+    if problem.limits.fpdt_chunk != (0,):
+        later.append((waiting[0][0] if waiting else 0.0, chunked_savings))
+    while waiting or later:
+        if later and (not waiting or waiting[0][0] > later[0][0]):
+            _, ways = later.pop(0)
+            waiting = list(merge(waiting, _ordered(problem, alike, ways, orders)))
+            if later:  # now that the FFN in runs is priced
+                least = pass_seconds(problem.workload, replace(alike, ffn_chunks=1), problem.machine)
+                later = [(NEVER_FASTER * least, chunked_savings)]
+            continue
+        suited = moved(waiting[0][2], base, problem.workload)
+        waiting = waiting[1:]
+        if suited is not None:
+            yield suited
+
+
+def _ordered(
+    problem: Problem, alike: Strategy, ways: Callable, orders: dict[tuple, list[tuple[float, int, Strategy]]]
+) -> list[tuple[float, int, Strategy]]:
+    """(seconds of a micro-batch, number, way), fastest first."""
+    limits = problem.limits
+    settled = limits.recompute, limits.fpdt_chunk, limits.offload, limits.loss_chunks, limits.ffn_chunks
+    key = alike, ways.__name__, *settled
     if key not in orders:
-        ways = savings(alike, problem.workload, limits)
-        orders[key] = sorted(ways, key=lambda way: least_seconds(problem, way))
-    for way in orders[key]:
-        yield replace(way, data=base.data, pipeline=base.pipeline, virtual=base.virtual, zero=base.zero)
+        found = enumerate(ways(alike, problem.workload, limits), 1000 * GROUPS.index(ways))
+        orders[key] = sorted(
+            (pass_seconds(problem.workload, way, problem.machine), number, way) for number, way in found
+        )
+    return orders[key]
+
+
+def fewest_recomputed(problem: Problem, plan: Plan) -> Plan:
+    """A plan that recomputes some layers of a stage, with as few of them as fit."""
+    s = plan.strategy
+    if s.recompute != "full" or s.recompute_method != "block":
+        return plan
+    low, high = 0, s.recompute_layers  # fits with ``high``, as far as is known not with ``low``
+    while high - low > 1:
+        middle = (low + high) // 2
+        fewer = weighed(problem, replace(s, recompute_layers=middle))
+        low, high = (low, middle) if fewer.fits else (middle, high)
+    return plan if high == s.recompute_layers else priced(problem, replace(s, recompute_layers=high))
+
+
+def _seconds(plan: Plan | None) -> float:
+    return plan.seconds if plan else float("inf")
 
 
 def better(plan: Plan, other: Plan) -> bool:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil, lcm
+from itertools import product
+from math import ceil
 
+from megatron.decisions.lengths import length_unit
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 FPDT_CHUNKS = tuple(2**power for power in range(14, 20))  # 16K to 512K tokens
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 LOSS_CHUNK_TOKENS = 1024  # of a rank, in a chunk of the loss that the planner proposes without FPDT
+FFN_CHUNK_TOKENS = 4096  # of a rank, in a run of the FFN that the planner proposes without FPDT
+UNITS = (2, 4, 8)  # layers in a recomputed unit, beside one
+EIGHTHS = range(1, 8)  # of a stage's layers, that are recomputed one by one (--recompute-method block)
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,9 @@ class Limits:
 
     Attributes:
         tensor, ulysses, ring, data, pipeline, virtual, micro_batch, zero, recompute, fpdt_chunk: the values allowed;
-            of ``fpdt_chunk``, 0 is no FPDT.
+            of ``fpdt_chunk``, 0 is no FPDT; of ``recompute``, ``full`` is in units, ``block`` of some layers.
         offload: whether host memory may be used.
-        loss_chunks: whether the loss may be computed in chunks without FPDT.
+        loss_chunks, ffn_chunks: whether the loss, and the FFN, may be computed in chunks without FPDT.
         overlap: whether gradients and weights travel beside compute.
     """
 
@@ -42,6 +47,7 @@ class Limits:
     fpdt_chunk: tuple[int, ...] | None = None
     offload: bool = True
     loss_chunks: bool = True
+    ffn_chunks: bool = True
     overlap: bool = True
 
 
@@ -62,7 +68,7 @@ def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[
                     ring = gpus // tensor // ulysses // pipeline // data
                     if batch % data or not allowed(ring, limits.ring):
                         continue
-                    if workload.seq_length % length_unit(tensor, ulysses, ring):
+                    if workload.seq_length % length_unit(ulysses, ring, "zigzag", tensor):
                         continue
                     sizes = (tensor, ulysses, ring, data, pipeline)
                     overlap = {name: limits.overlap for name in ("overlap_grad_reduce", "overlap_param_gather")}
@@ -88,11 +94,6 @@ def tensor_divides(shape: Shape, tensor: int) -> bool:
     return shape.heads % tensor == 0 and shape.ffn % tensor == 0 and (groups % tensor == 0 or tensor % groups == 0)
 
 
-def length_unit(tensor: int, ulysses: int, ring: int) -> int:
-    """Sequence lengths are a multiple of this: of a zigzag layout, with sequence parallelism."""
-    return lcm(2 * ring if ring > 1 else 1, ulysses * ring * tensor)
-
-
 def zero_stages(grid: Strategy, limits: Limits = Limits()) -> list[int]:
     """Stages of ZeRO: they need something to split over; 2 and 3 do not go with pipeline stages."""
     stages = [0] if grid.group("dp").size == 1 else [0, 1] if grid.pipeline > 1 else [0, 1, 2, 3]
@@ -104,26 +105,91 @@ def zero_stages(grid: Strategy, limits: Limits = Limits()) -> list[int]:
 
 def savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """``grid`` with every combination of recompute, offloading and chunks; nothing saved comes first."""
-    pieces = ceil(chunks_of(workload, grid).all_rows / LOSS_CHUNK_TOKENS)
+    yield from plain_savings(grid, workload, limits)
+    yield from whole_savings(grid, workload, limits)
+    yield from chunked_savings(grid, workload, limits)
+
+
+def chunked_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """Those with FPDT."""
+    for recompute in chosen(("none", "full"), limits.recompute):
+        yield from _chunked(replace(grid, recompute=recompute), workload, limits)
+
+
+def plain_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """Those that compute nothing twice."""
+    losses, _ = _pieces(grid, workload, limits)
+    if allowed("none", limits.recompute) and allowed(0, limits.fpdt_chunk):
+        yield from (replace(grid, loss_chunks=pieces) for pieces in losses)
+
+
+def _pieces(grid: Strategy, workload: Workload, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Chunks of the loss, and runs of the FFN, to choose from."""
+    rows = chunks_of(workload, grid).all_rows
+    losses, runs = ceil(rows / LOSS_CHUNK_TOKENS), ceil(rows / FFN_CHUNK_TOKENS)
+    return (
+        (0, losses) if limits.loss_chunks and losses > 1 else (0,),
+        (0, runs) if limits.ffn_chunks and runs > 1 else (0,),
+    )
+
+
+def whole_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """The others without FPDT. Where most is saved anyway the loss comes in chunks, which costs next to nothing."""
+    if not allowed(0, limits.fpdt_chunk):
+        return
+    losses, runs = _pieces(grid, workload, limits)
     for recompute in chosen(("none", "selective", "full"), limits.recompute):
-        for loss_chunks in (0, pieces) if limits.loss_chunks and pieces > 1 else (0,):
-            if allowed(0, limits.fpdt_chunk):
-                plain = replace(grid, recompute=recompute, loss_chunks=loss_chunks)
-                yield plain
-                if recompute == "full" and limits.offload:
-                    yield replace(plain, offload_checkpoints=True)
-        if recompute != "selective":
-            yield from _chunked(replace(grid, recompute=recompute), workload, limits)
+        for loss_chunks, ffn_chunks in product(losses, runs):
+            way = replace(grid, recompute=recompute, loss_chunks=loss_chunks, ffn_chunks=ffn_chunks)
+            if recompute != "none" or ffn_chunks:
+                yield way
+            if recompute == "full" and limits.offload:
+                yield replace(way, offload_checkpoints=True)
+    yield from _in_units(replace(grid, recompute="full", loss_chunks=losses[-1]), workload, limits)
+
+
+def _in_units(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
+    """Full recompute of several layers together, and of some layers alone."""
+    layers = workload.shape.layers // grid.pipeline
+    if allowed("full", limits.recompute):
+        for unit in UNITS:
+            if unit < layers and layers // grid.virtual % unit == 0:
+                yield replace(grid, recompute_layers=unit)
+    if allowed("block", limits.recompute) and grid.virtual == 1:
+        for again in sorted({ceil(layers * eighths / 8) for eighths in EIGHTHS}):
+            if again < layers:
+                yield replace(grid, recompute_method="block", recompute_layers=again)
 
 
 def _chunked(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
     least = grid.ring * grid.ulysses * grid.tensor
+    streams = grid.pipeline == 1 and not (workload.keys and grid.micro_batch > 1)
     for chunk in FPDT_CHUNKS if limits.fpdt_chunk is None else limits.fpdt_chunk:
         if not least <= chunk <= workload.seq_length:
             continue
         for offload in (False, True) if limits.offload else (False,):
             for checkpoints in (False, True) if limits.offload else (False,):
                 yield replace(grid, fpdt_chunk=chunk, fpdt_offload=offload, offload_checkpoints=checkpoints)
+        if limits.offload and streams:
+            yield replace(grid, fpdt_chunk=chunk, stream_hidden=True)
+
+
+def moved(way: Strategy, base: Strategy, workload: Workload) -> Strategy | None:
+    """A way to save memory, found with one pipeline stage, on the stages of ``base``; None where it does not suit."""
+    if base.pipeline * base.virtual > 1:
+        if way.stream_hidden:
+            return None
+        layers = workload.shape.layers // base.pipeline
+        if way.recompute == "full" and way.recompute_method == "block":
+            again = ceil(way.recompute_layers / base.pipeline)
+            if base.virtual > 1 or again >= layers:
+                return None
+            way = replace(way, recompute_layers=again)
+        elif way.recompute_layers > 1 and (
+            way.recompute_layers >= layers or layers // base.virtual % way.recompute_layers
+        ):
+            return None
+    return replace(way, data=base.data, pipeline=base.pipeline, virtual=base.virtual, zero=base.zero)
 
 
 def within(grid: Strategy, limits: Limits) -> bool:

@@ -46,10 +46,18 @@ def grid_words(s: Strategy) -> str:
 def saving_words(s: Strategy) -> str:
     """Recompute, chunks and what goes to the host; empty: none of these."""
     words = [f"{s.recompute} recompute"] if s.recompute != "none" else []
+    if s.recompute == "full" and s.recompute_method == "block":
+        words = [f"recompute of {s.recompute_layers} layer{'s' * (s.recompute_layers > 1)} a stage"]
+    elif s.recompute == "full" and s.recompute_layers > 1:
+        words = [f"full recompute in units of {s.recompute_layers} layers"]
     if s.fpdt_chunk:
         words.append(f"FPDT {count(s.fpdt_chunk)}" + ("" if s.fpdt_offload else " on the device"))
     if s.offload_checkpoints:
         words.append("layer inputs on the host")
+    if s.stream_hidden:
+        words.append("hidden states streamed")
+    if s.ffn_chunks and not s.fpdt_chunk:
+        words.append(f"FFN in {s.ffn_chunks} runs")
     if s.loss_chunks:
         words.append(f"loss in {s.loss_chunks} chunks")
     return ", ".join(words)
@@ -127,9 +135,12 @@ def losing(plan: Plan, winner: Plan) -> str:
 def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
     """Which memory is short, and what takes more of it than with the winner."""
     machine = problem.machine
-    if plan.margin >= 0:
+    if plan.margin >= plan.spare:
         node, lack = problem.gpus_per_node, -plan.host_margin
         return f"needs {gib(node * plan.memory.host)} of host memory a node, {gib(node * lack)} more than there is"
+    if plan.tight:
+        left = f"leaves {gib(plan.margin)} of what {a(machine.name)} has for it"
+        return f"{left}, less than the --margin of {gib(plan.spare)}"
     text = f"needs {gib(plan.memory.total)}, {gib(-plan.margin)} more than {a(machine.name)} has for it"
     extra = {kind: getattr(plan.memory, kind) - (getattr(winner.memory, kind) if winner else 0) for kind in KINDS}
     kinds = [kind for kind in sorted(extra, key=lambda kind: -extra[kind]) if extra[kind] > 0.1 * -plan.margin][:3]
@@ -159,7 +170,7 @@ def alternatives(winner: Plan, problem: Problem, known: Known | None = None) -> 
     told: dict[Strategy, tuple[float, str]] = {}
     for label, limits in _changes(winner.strategy, problem):
         changed = replace(problem, limits=limits)
-        found = search(changed, 1, known)
+        found = search(changed, 1, known, near=1.0)
         near = [plan for plan in found.failing if plan.seconds < winner.seconds]
         if near:
             plan = max(near, key=lambda plan: min(plan.margin, plan.host_margin))

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import fields
 from math import gcd
 
+from megatron.decisions.lengths import length_unit
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.dry_run import priced, processes
 from megatron.training.arguments.idle import note_idle
@@ -298,10 +299,6 @@ def _heads(config: Config) -> None:
 
 
 def _sequence(config: Config) -> None:
-    from megatron.context_parallel.layout.sequence_layout import (
-        length_unit,  # imports torch, which reading flags does not need
-    )
-
     model, parallel, length = config.model, config.parallel, config.data.seq_length
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         parallel.sequence_parallel = False

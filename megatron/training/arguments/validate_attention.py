@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megatron.decisions.lengths import NARROW
 from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.refusal import Refusal
 
@@ -63,8 +64,6 @@ def check_attention(config: Config) -> None:
 
 
 def _masks_pairs(attention: AttentionConfig) -> bool:
-    from megatron.context_parallel.layout.masks import NARROW  # imports torch, which reading flags does not need
-
     narrow = attention.window_size is not None and sum(attention.window_size) < NARROW
     return attention.attention_mask == "function" or narrow
 

@@ -13,8 +13,8 @@ from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.attention.kernels.flash import FlashKernel
 from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel, installed_version
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
-from megatron.context_parallel.attention.kernels.preference import preferred
 from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
+from megatron.decisions.kernels import preferred
 
 __all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "choose_on", "select"]
 
@@ -40,7 +40,7 @@ def available(
     many_tiles: bool = False,
     **needs: bool,
 ) -> list[str]:
-    """Names of the kernels that can run such tensors, best first (preference.py); ``needs``: some of :data:`NEEDS`."""
+    """Names of the kernels that can run such tensors, best first; ``needs``: some of :data:`NEEDS`."""
     device = torch.device(device)
     order = _order(device, many_tiles)
     return [name for name in order if _why_not(name, device, dtype, head_dim, needs) is None]
@@ -58,7 +58,7 @@ def select(
     """The kernel named ``name``; ``auto`` takes the first of `available`. ``needs`` are some of :data:`NEEDS`.
 
     Args:
-        many_tiles: see `preference.preferred`.
+        many_tiles: see `decisions.kernels.preferred`.
 
     Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
     """

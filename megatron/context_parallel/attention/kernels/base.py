@@ -281,18 +281,9 @@ def gpu_reason(device: torch.device) -> str | None:
     return "needs a GPU" if device.type != "cuda" or not torch.cuda.is_available() else None
 
 
-def fused_reason(capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why no fused GPU kernel can run such tensors on a GPU of this capability, or None."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "needs bf16 or fp16"
-    if head_dim % 8 != 0 or head_dim > 256:
-        return "needs a head dimension that is a multiple of 8 and at most 256"
-    return age_reason(capability)
-
-
-def age_reason(capability: Capability) -> str | None:
-    """Why a GPU of this capability is too old, or None."""
-    return "needs a GPU of compute capability 8.0 or newer" if capability < (8, 0) else None
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether fused kernels take such tensors."""
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def pieces(q: Tensor, k: Tensor, limit: int = INT32_ELEMENTS) -> list[tuple[slice, slice, slice]]:

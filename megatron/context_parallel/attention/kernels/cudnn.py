@@ -19,12 +19,11 @@ from megatron.context_parallel.attention.kernels.base import (
     backward_in_pieces,
     check_tile,
     forward_in_pieces,
-    fused_reason,
     gpu_reason,
+    is_half,
 )
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
-
-SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
+from megatron.decisions.kernels import SHORTER_HEADS, lacks
 
 
 class CudnnKernel:
@@ -50,9 +49,7 @@ class CudnnKernel:
         return None
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = fused_reason(capability, dtype, head_dim)
-        if reason is None and head_dim > 128 and capability != (9, 0):
-            return SHORTER_HEADS
+        reason = lacks(self.name, capability, head_dim, half=is_half(dtype))
         if reason is None and torch.are_deterministic_algorithms_enabled():
             return "is not deterministic"
         return reason

@@ -12,9 +12,10 @@ from megatron.context_parallel.attention.kernels.base import (
     backward_in_pieces,
     check_tile,
     forward_in_pieces,
-    fused_reason,
     gpu_reason,
+    is_half,
 )
+from megatron.decisions.kernels import lacks
 
 
 class FlashKernel:
@@ -33,11 +34,7 @@ class FlashKernel:
         return reason
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        major, minor = capability
-        reason = fused_reason(capability, dtype, head_dim)
-        if reason is None and head_dim > 192 and ((major == 8 and minor > 0) or major == 12):
-            return "needs a data-centre GPU for the backward of head dimensions above 192"
-        return reason
+        return lacks(self.name, capability, head_dim, half=is_half(dtype))
 
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float

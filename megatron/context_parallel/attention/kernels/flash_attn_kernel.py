@@ -23,9 +23,10 @@ from megatron.context_parallel.attention.kernels.base import (
     backward_in_pieces,
     check_tile,
     forward_in_pieces,
-    fused_reason,
     gpu_reason,
+    is_half,
 )
+from megatron.decisions.kernels import lacks
 
 
 class FlashAttnKernel:
@@ -45,7 +46,7 @@ class FlashAttnKernel:
         return found if isinstance(found, str) else None
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        return fused_reason(capability, dtype, head_dim)
+        return lacks(self.name, capability, head_dim, half=is_half(dtype))
 
     def forward(
         self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float

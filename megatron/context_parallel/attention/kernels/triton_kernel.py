@@ -14,12 +14,12 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import AnyMask, Capability, age_reason, check_tile, gpu_reason
+from megatron.context_parallel.attention.kernels.base import AnyMask, Capability, check_tile, gpu_reason
 from megatron.context_parallel.attention.kernels.triton_call import attend_tiles, attend_tiles_grad, delta, interpreted
 from megatron.context_parallel.layout.tiles import Tile
+from megatron.decisions.kernels import LARGEST_HEAD, too_old
 
 OLDEST = (3, 4)
-LARGEST_HEAD = 256
 
 
 class TritonKernel:
@@ -43,10 +43,10 @@ class TritonKernel:
             return "needs a GPU"  # said without the second that importing Triton takes
         if interpreted():
             return None if device.type == "cpu" else "is interpreted (TRITON_INTERPRET), which needs tensors on the CPU"
-        return gpu_reason(device) or age_reason(torch.cuda.get_device_capability(device))
+        return gpu_reason(device) or too_old(torch.cuda.get_device_capability(device))
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        return _tensor_reason(dtype, head_dim) or age_reason(capability)
+        return _tensor_reason(dtype, head_dim) or too_old(capability)
 
     attend = staticmethod(attend_tiles)
     attend_grad = staticmethod(attend_tiles_grad)

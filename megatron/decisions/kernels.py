@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention kernel is the fastest on which GPU, the order in which ``auto`` tries them, and where it can run.
+
+What decides, until a table of our own measurements does:
+
+- Hopper: flash-attn 3 and cuDNN are written for it and run 1.6 to 1.75 times as fast as FlashAttention-2, which knows
+  none of its instructions (FlashAttention-3 paper, figure 5).
+- Blackwell's data-centre GPUs: cuDNN is as fast as FlashAttention-4 (flash-attention pull request 2605); what the
+  package calls version 2 has nothing of theirs.
+- Ampere, Ada and Blackwell's other GPUs: FlashAttention-2; cuDNN gets 0.82 to 1.0 of it (Hugging Face's transformers,
+  pull request 48163: A100, A10G, L40S, RTX PRO 6000).
+- Many tiles, of many shapes: Triton's kernel does them in one launch. cuDNN plans on the host for each new shape.
+"""
+
+from __future__ import annotations
+
+HOPPER, BLACKWELL = (9,), (10, 11)  # major versions; 12 has the instructions of 8 for this
+LARGEST_HEAD = 256  # of Triton's kernel
+SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
+
+
+def preferred(
+    capability: tuple[int, int] | None, *, flash_attn: int | None = None, many_tiles: bool = False
+) -> tuple[str, ...]:
+    """Names of kernels, best first, whether or not they can run; the slow ones that can everything come last.
+
+    Args:
+        capability: of the GPU; None: a CPU.
+        flash_attn: version of the package that would run on it; None: not installed.
+        many_tiles: the mask makes many small tiles, or tiles of many shapes: windows, documents, block-sparse.
+    """
+    if capability is None:
+        return ("cpu", "triton", "math", "flash_attn", "cudnn", "flash")
+    major = capability[0]
+    if major in HOPPER:
+        fused = ["flash_attn", "cudnn", "flash"] if flash_attn == 3 else ["cudnn", "flash_attn", "flash"]
+    elif major in BLACKWELL:
+        fused = ["cudnn", "flash_attn", "flash"]
+    else:
+        fused = ["flash_attn", "flash", "cudnn"]
+    if many_tiles:
+        fused.remove("cudnn")
+        return ("triton", *fused, "cudnn", "cpu", "math")
+    return (*fused, "triton", "cpu", "math")
+
+
+def lacks(kernel: str, capability: tuple[int, int], head_dim: int, *, half: bool = True) -> str | None:
+    """Why a kernel cannot run plain tiles on a GPU of this capability, or None.
+
+    Args:
+        half: the tensors are bf16 or fp16.
+    """
+    if kernel == "cpu":
+        return "needs tensors on the CPU"
+    if kernel == "math":
+        return None
+    if kernel == "triton":
+        return f"needs a head dimension of at most {LARGEST_HEAD}" if head_dim > LARGEST_HEAD else too_old(capability)
+    if not half:
+        return "needs bf16 or fp16"
+    if head_dim % 8 or head_dim > 256:
+        return "needs a head dimension that is a multiple of 8 and at most 256"
+    major, minor = capability
+    reason = too_old(capability)
+    if kernel == "cudnn" and reason is None and head_dim > 128 and capability != (9, 0):
+        return SHORTER_HEADS
+    if kernel == "flash" and reason is None and head_dim > 192 and ((major == 8 and minor > 0) or major == 12):
+        return "needs a data-centre GPU for the backward of head dimensions above 192"
+    return reason
+
+
+def too_old(capability: tuple[int, int]) -> str | None:
+    """Why a GPU of this capability is too old, or None."""
+    return "needs a GPU of compute capability 8.0 or newer" if capability < (8, 0) else None
+
+
+def plain_kernel(capability: tuple[int, int], attention_kernel: str, head_dim: int) -> str | None:
+    """The kernel that runs plain tiles of bf16: ``attention_kernel`` where it can, else what ``auto`` takes.
+
+    ``flash_attn`` says that the package is installed, of the version that suits the GPU. None: no kernel can.
+    """
+    version = {"flash_attn": 3 if capability == (9, 0) else 2}.get(attention_kernel)
+    usable = [kernel for kernel in preferred(capability, flash_attn=version) if not lacks(kernel, capability, head_dim)]
+    if attention_kernel != "flash_attn" and attention_kernel in usable:
+        return attention_kernel
+    return next((kernel for kernel in usable if kernel != "flash_attn" or version), None)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All plans as one page for a browser: a table to sort and filter, time against memory, the step's timeline.
+
+The page (page.html) needs nothing else, no network either; its data stand in it as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.formulas.strategy import Strategy
+from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
+from megatron.simulator.cost.segment import Segment, price
+from megatron.simulator.cost.step_operations import busiest_stage, ends, layer
+from megatron.simulator.machines.machine import Machine
+from megatron.simulator.planner.report import Report
+from megatron.simulator.planner.search import Found, Plan, Problem
+from megatron.simulator.planner.words import GIB, KINDS, PARTS, count, failing, grid_words, saving_words, winning, words
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+MOST = 2000  # plans on a page
+TIMELINES = 25  # of these the layer is drawn
+DIGITS = 5
+Json = dict[str, Any]
+
+
+def page(told: Report, found: Found, others: list[str]) -> str:
+    """
+    Args:
+        told: the ranked plans.
+        found: everything that was priced.
+        others: why no other, sentence by sentence.
+    """
+    problem, winner = told.problem, told.plans[0]
+    known: dict[Strategy, Plan] = {}
+    for plan in (*told.plans, *sorted((*found.fitting, *found.failing), key=lambda plan: plan.seconds)):
+        known.setdefault(plan.strategy, plan)
+    plans = list(known.values())[:MOST]
+    length, batch = problem.workload.seq_length, problem.workload.global_batch
+    where = f"on {problem.gpus} x {problem.machine.name}"
+    data = {
+        "title": f"{told.name()}, {count(length)} tokens, global batch {batch}, {where}",
+        "room": problem.machine.usable_memory / GIB,
+        "spare": problem.spare / GIB,
+        "why": winning(winner, problem),
+        "others": others,
+        "parts": PARTS,
+        "kinds": KINDS,
+        "plans": [row(plan, problem) for plan in plans],
+        "commands": {at: told.command(plan.strategy) for at, plan in enumerate(plans) if at < TIMELINES or plan.fits},
+        "layers": {at: layers(plan, problem) for at, plan in enumerate(plans[:TIMELINES])},
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    return TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", text)
+
+
+def row(plan: Plan, problem: Problem) -> Json:
+    s, memory = plan.strategy, plan.memory
+    fits = "yes" if plan.fits else "near" if plan.tight else "no"
+    return {
+        "name": words(s),
+        "grid": grid_words(s),
+        "saves": saving_words(s),
+        "tensor": s.tensor, "ulysses": s.ulysses, "ring": s.ring, "data": s.data, "pipeline": s.pipeline,
+        "virtual": s.virtual, "micro_batch": s.micro_batch, "zero": s.zero,
+        "seconds": digits(plan.seconds),
+        "mfu": digits(100 * plan.estimate.mfu),
+        "memory": digits(memory.total / GIB),
+        "margin": digits(plan.margin / GIB),
+        "host": digits(memory.host / GIB),
+        "fits": fits,
+        "why": "" if fits == "yes" else failing(plan, None, problem),
+        "parts": {name: digits(seconds) for name, seconds in plan.estimate.parts.items() if seconds > 0},
+        "kinds": {name: digits(getattr(memory, name) / GIB) for name in KINDS},
+    }  # fmt: skip
+
+
+def layers(plan: Plan, problem: Problem) -> list[Json]:
+    """A layer's passes, and those of the model's ends: what each stream does, and when, in seconds."""
+    s, workload = plan.strategy, problem.workload
+    stage_layers = workload.shape.layers // s.pipeline
+    drawn = []
+    for how, number in s.layer_kinds(stage_layers):
+        again = " recomputed" if how.recompute == "full" and s.recompute_method == "block" else ""
+        for name, segments in zip(("forward", "backward"), layer(workload, how)):
+            drawn.append(
+                {"name": f"{name} pass of a{again} layer", "times": number, **lanes(segments, problem.machine)}
+            )
+    last = s.pipeline - 1 == busiest_stage(s)
+    for name, segments in zip(("embedding, both passes", "loss, both passes"), ends(workload, s)):
+        if last or name.startswith("embedding"):
+            drawn.append({"name": name, "times": 1, **lanes(segments, problem.machine)})
+    return drawn
+
+
+def lanes(segments: list[Segment], machine: Machine) -> Json:
+    """Blocks (lane, kind, begin, end, words) of segments one after the other; a lane's block is as long as it works."""
+    blocks, now = [], 0.0
+    for segment in segments:
+        took = sum(price([Segment(segment.kernels, segment.transfers, segment.copies)], machine).values())
+        times = f" x {segment.count:,.4g}" if segment.count != 1 else ""
+        begin = now
+        for kernel in segment.kernels:
+            end = begin + kernel_seconds(kernel, machine) * segment.count
+            blocks.append(["compute", kernel.kind, digits(begin), digits(end), kernel.name + times])
+            begin = end
+        moved: dict[str, float] = {}
+        for axis, seconds, what in (
+            *((x.axis, transfer_seconds(x, machine), x.kind) for x in segment.transfers),
+            *(("host", copy_seconds(x, machine), x.direction.replace("_", " ")) for x in segment.copies),
+        ):
+            start = moved.get(axis, now)
+            moved[axis] = start + seconds * segment.count
+            if seconds:
+                blocks.append([axis, axis, digits(start), digits(moved[axis]), what.replace("_", "-") + times])
+        now += took * segment.count
+    return {"seconds": digits(now), "blocks": blocks}
+
+
+def digits(number: float) -> float:
+    return float(f"{number:.{DIGITS}g}")

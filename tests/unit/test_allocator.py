@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of PyTorch's caching allocator, rule by rule, on sequences written by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron.simulator.dry_run.allocator import (
+    MIB,
+    CachingAllocator,
+    OutOfMemory,
+    Settings,
+    replayed,
+    rounded,
+    segment_size,
+)
+
+EXPANDABLE = Settings(expandable_segments=True)
+
+
+def test_sizes_are_rounded_to_512_bytes() -> None:
+    assert [rounded(size) for size in (1, 512, 513, 1000, MIB)] == [512, 512, 1024, 1024, MIB]
+
+
+@pytest.mark.parametrize(
+    "request_size, segment",
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 512, 12 * MIB),
+        (100 * MIB, 100 * MIB),
+    ],
+)
+def test_what_a_request_takes_from_the_driver(request_size: int, segment: int) -> None:
+    allocator = CachingAllocator()
+    allocator.malloc(request_size)
+    assert segment_size(rounded(request_size)) == allocator.reserved == segment
+    assert allocator.allocated == (
+        rounded(request_size) if segment - request_size > MIB or segment == 2 * MIB else segment
+    )
+
+
+def test_small_requests_share_a_segment_of_2_mib() -> None:
+    allocator = CachingAllocator()
+    for _ in range(4):
+        allocator.malloc(MIB // 2)
+    assert (allocator.allocated, allocator.reserved) == (2 * MIB, 2 * MIB)
+    allocator.malloc(1)
+    assert allocator.reserved == 4 * MIB
+
+
+def test_large_requests_are_not_cut_from_small_segments_nor_small_from_large() -> None:
+    allocator = CachingAllocator()
+    allocator.malloc(2 * MIB)  # 18 MiB of its 20 are free
+    allocator.malloc(1000)
+    assert allocator.reserved == 22 * MIB
+
+
+def test_a_rest_of_a_mebibyte_is_not_cut_off_a_large_block() -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(19 * MIB)  # of a segment of its own: 20 MiB
+    assert (block.size, allocator.reserved) == (20 * MIB, 20 * MIB)
+    assert allocator.malloc(9 * MIB).size == 9 * MIB and allocator.reserved == 40 * MIB
+
+
+def test_the_smallest_block_that_is_enough_is_taken() -> None:
+    allocator = CachingAllocator()
+    wide, narrow = allocator.malloc(64 * MIB), allocator.malloc(32 * MIB)
+    allocator.free(wide)
+    allocator.free(narrow)
+    assert allocator.malloc(30 * MIB).segment == narrow.segment
+    assert allocator.reserved == 96 * MIB
+
+
+def test_freed_neighbours_become_one_block() -> None:
+    allocator = CachingAllocator()
+    one, two, three = (allocator.malloc(6 * MIB) for _ in range(3))
+    assert allocator.reserved == 20 * MIB  # 2 are left
+    allocator.free(one)
+    allocator.free(three)
+    assert allocator.malloc(9 * MIB).segment != one.segment  # 6 here, 8 there, with one in use between
+    allocator.free(two)
+    assert allocator.snapshot()[0]["free"] == [(0, 20 * MIB)]
+    assert allocator.malloc(16 * MIB).segment == one.segment
+
+
+def test_a_hole_is_reserved_and_not_allocated() -> None:
+    """Blocks of growing sizes never fit the holes before them: what fragmentation is."""
+    allocator, smooth = CachingAllocator(), CachingAllocator(EXPANDABLE)
+    for one in (allocator, smooth):
+        before = None
+        for size in range(20, 101, 10):
+            block = one.malloc(size * MIB)
+            if before is not None:
+                one.free(before)
+            before = block
+    assert allocator.peak_allocated == smooth.peak_allocated == 190 * MIB
+    assert allocator.reserved == sum(range(20, 101, 10)) * MIB
+    assert smooth.reserved < 0.6 * allocator.reserved
+
+
+def test_a_full_device_gets_back_what_is_cached_before_it_refuses() -> None:
+    allocator = CachingAllocator(capacity=100 * MIB)
+    for size in (20, 30, 40):
+        allocator.free(allocator.malloc(size * MIB))
+    assert allocator.reserved == 90 * MIB
+    allocator.malloc(60 * MIB)
+    assert (allocator.reserved, allocator.retries) == (60 * MIB, 1)
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(60 * MIB)
+
+
+def test_segments_in_part_in_use_stay() -> None:
+    allocator = CachingAllocator()
+    kept, gone = allocator.malloc(4 * MIB), allocator.malloc(4 * MIB)
+    allocator.free(gone)
+    allocator.empty_cache()
+    assert allocator.reserved == 20 * MIB
+    allocator.free(kept)
+    allocator.empty_cache()
+    assert allocator.reserved == allocator.allocated == 0
+
+
+def test_blocks_above_max_split_size_are_kept_whole() -> None:
+    allocator = CachingAllocator(Settings(max_split_size=32 * MIB))
+    allocator.free(allocator.malloc(64 * MIB))
+    allocator.malloc(8 * MIB)  # not from the large one
+    assert allocator.reserved == 84 * MIB
+    assert allocator.malloc(50 * MIB).size == 64 * MIB  # nearly all of it, uncut
+    allocator = CachingAllocator(Settings(max_split_size=32 * MIB))
+    allocator.free(allocator.malloc(64 * MIB))
+    allocator.malloc(40 * MIB)  # 24 MiB would be lost
+    assert allocator.reserved == 104 * MIB
+
+
+def test_an_expandable_segment_grows_by_pages_and_joins_what_is_free_at_its_end() -> None:
+    allocator = CachingAllocator(EXPANDABLE)
+    first = allocator.malloc(30 * MIB)
+    assert allocator.reserved == 40 * MIB
+    second = allocator.malloc(9 * MIB)
+    assert (second.begin, allocator.reserved) == (30 * MIB, 40 * MIB)
+    allocator.free(second)
+    third = allocator.malloc(25 * MIB)  # the 10 that are free, and one page more
+    assert (third.begin, allocator.reserved) == (30 * MIB, 60 * MIB)
+    allocator.free(first)
+    allocator.empty_cache()  # the first page is free, the second one not quite
+    assert allocator.reserved == 40 * MIB
+    assert allocator.malloc(20 * MIB).begin == 0 and allocator.reserved == 60 * MIB
+
+
+def test_a_small_expandable_segment_has_pages_of_2_mib() -> None:
+    allocator = CachingAllocator(EXPANDABLE)
+    allocator.malloc(1000)
+    allocator.malloc(MIB)
+    assert allocator.reserved == 2 * MIB
+    allocator.malloc(MIB)
+    assert allocator.reserved == 4 * MIB
+
+
+@pytest.mark.parametrize("settings", [Settings(), EXPANDABLE, Settings(max_split_size=64 * MIB)])
+def test_any_sequence_leaves_blocks_that_do_not_overlap(settings: Settings) -> None:
+    draw, allocator, live = random.Random(3), CachingAllocator(settings), []
+    for _ in range(3000):
+        if live and draw.random() < 0.5:
+            allocator.free(live.pop(draw.randrange(len(live))))
+        else:
+            live.append(allocator.malloc(round(2 ** draw.uniform(1, 28))))
+        if draw.random() < 0.01:
+            allocator.empty_cache()
+        assert allocator.allocated == sum(block.size for block in live) <= allocator.reserved
+    spans = sorted((block.segment, block.begin, block.begin + block.size) for block in live)
+    assert all(one[0] != two[0] or one[2] <= two[1] for one, two in zip(spans, spans[1:]))
+    for block in live:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.allocated == allocator.reserved == 0
+    with pytest.raises(ValueError, match="free already"):
+        allocator.free(block)
+
+
+def test_a_recorded_sequence_is_replayed() -> None:
+    changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 is resized
+    found = replayed(changes, Settings())
+    assert found.allocated == 12 * MIB and found.peak_allocated == 35 * MIB and found.peak_reserved == 50 * MIB

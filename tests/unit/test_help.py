@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--help answers at once: no tool imports torch for it, nor does a planner that plans."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import patience
+
+ROOT = Path(__file__).parents[2]
+FOLDER = sorted(path for path in (ROOT / "tools").glob("*.py") if path.name != "launch_redirect.py")  # has no --help
+TOOLS = [path for path in FOLDER if re.search(r"^def main\(.*__main__", path.read_text(), re.M | re.S)]
+ENTRIES = [ROOT / "pretrain_gpt.py", ROOT / "pretrain_llama.py"]
+WITHOUT_TORCH = """
+import resource, runpy, sys
+sys.modules["torch"] = None  # importing it now fails
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(f"ended {end.code or 0} after {used.ru_utime + used.ru_stime:.2f} s", file=sys.stderr)
+"""
+
+
+def run(*words: str) -> tuple[int, float]:
+    """The exit code of a program that cannot import torch, and its seconds of CPU."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience(60))
+    found = re.search(r"ended (\d+) after ([\d.]+) s", done.stderr)
+    assert found, done.stderr
+    return int(found[1]), float(found[2])
+
+
+def test_all_tools_are_met() -> None:
+    assert {path.name for path in TOOLS} > {"plan.py", "memory.py", "plot_tiles.py", "measure_hardware.py"}
+
+
+@pytest.mark.parametrize("path", [*TOOLS, *ENTRIES], ids=lambda path: path.stem)
+def test_help_is_told_without_torch_and_soon(path: Path) -> None:
+    code, seconds = run(str(path), "--help")
+    assert code == 0 and seconds < patience(0.7)
+
+
+@pytest.mark.parametrize(
+    "words", ["plan.py --model llama3-8b --gpus 4 --seq-length 32K", "memory.py --model llama3-8b --gpus 4"]
+)
+def test_a_plan_needs_no_torch(words: str) -> None:
+    tool, *flags = words.split()
+    assert run(f"tools/{tool}", *flags, "--gpu", "A100-80G")[0] == 0

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs, prices, failures, margins, packed documents: what a plan costs, and which one suits a limit."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.formulas.memory import device_memory
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner.documents import packed
+from megatron.simulator.planner.failures import Rates, best_interval, checkpoint_bytes, interrupted
+from megatron.simulator.planner.request import Request
+from megatron.simulator.planner.run import Prices, Terms, chosen, run_of
+from megatron.simulator.planner.search import Problem, priced, search
+from megatron.simulator.planner.search_space import Limits
+from megatron.training.refusal import Refusal
+from tools import plan
+
+K, GIB = 1024, 2**30
+A100 = load("A100-80G")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def eight() -> Problem:
+    return Problem(Request(("--model", "llama3-8b"), 8).workload(64 * K), 8, A100, Limits(pipeline=(1,), tensor=(1,)))
+
+
+# --- memory that plans leave, and ways to save it ---
+
+
+def test_what_leaves_too_little_ranks_behind(eight: Problem) -> None:
+    winner = search(eight).plans[0]
+    asked = replace(eight, spare=winner.margin + GIB)
+    found = search(asked)
+    assert all(plan.margin >= asked.spare for plan in found.plans)
+    assert found.tight and all(0 <= plan.margin < asked.spare for plan in found.tight)
+    assert found.tight[0].seconds <= found.plans[0].seconds
+
+
+def test_ffn_in_runs_fits_where_nothing_did() -> None:
+    """Without recompute, offload and FPDT."""
+    plain = Limits(recompute=("none",), offload=False, fpdt_chunk=(0,), micro_batch=(1,), ffn_chunks=False)
+    asked = Problem(Request(("--model", "llama3-8b"), 1).workload(128 * K), 8, A100, plain)
+    assert not search(asked, near=1.0).plans
+    found = search(replace(asked, limits=replace(plain, ffn_chunks=True)), near=1.0)
+    assert found.plans and found.plans[0].strategy.ffn_chunks and found.plans[0].memory.total < 60 * GIB
+
+
+def test_as_few_layers_are_recomputed_as_fit() -> None:
+    limits = Limits(tensor=(1,), ulysses=(8,), data=(1,), zero=(3,), fpdt_chunk=(0,), recompute=("block",))
+    asked = Problem(Request(("--model", "llama3-8b"), 1).workload(160 * K), 8, A100, limits)
+    best = search(asked, near=1.0).plans[0]
+    s = best.strategy
+    assert (s.recompute_method, best.fits) == ("block", True) and 0 < s.recompute_layers < 32
+    assert not priced(asked, replace(s, recompute_layers=s.recompute_layers - 1)).fits
+
+
+def test_some_layers_recomputed_lie_between_none_and_all() -> None:
+    workload = Workload(Request(("--model", "llama3-8b")).workload(64 * K).shape, 64 * K)
+    block = Strategy(ulysses=8, recompute="full", recompute_method="block", recompute_layers=12)
+    none, full = replace(block, recompute="none"), replace(block, recompute_method="uniform", recompute_layers=1)
+    times = [estimate(workload, way, A100).seconds for way in (none, block, full)]
+    assert times[1] == pytest.approx(times[0] + 12 / 32 * (times[2] - times[0]))
+    sizes = [device_memory(workload, way).total for way in (full, block, none)]
+    assert sizes == sorted(sizes)
+
+
+def test_streamed_hidden_states_take_less_of_the_device_and_more_of_the_host() -> None:
+    workload = Workload(Request(("--model", "llama3-8b")).workload(64 * K).shape, 1024 * K)
+    kept = Strategy(ulysses=8, zero=3, fpdt_chunk=64 * K, recompute="full", offload_checkpoints=True)
+    streamed = replace(kept, offload_checkpoints=False, stream_hidden=True)
+    ours, theirs = device_memory(workload, streamed), device_memory(workload, kept)
+    assert ours.total < theirs.total and ours.host > theirs.host
+    assert estimate(workload, streamed, A100).seconds >= estimate(workload, kept, A100).seconds
+
+
+# --- documents and windows ---
+
+
+def test_keys_of_packed_documents_are_counted() -> None:
+    """Against a sample packed token by token, documents of two lengths."""
+    assert packed("", 1000).keys == 500.5 and packed("", 1000).spread == 0
+    assert packed("", 1000, 10).keys == (55 + 990 * 10) / 1000
+    one = packed("mean:1K", 1 << 20)
+    # Of exponential lengths the mean square is twice the squared mean: a token has the mean length before it.
+    assert one.keys == pytest.approx(1024, rel=0.1) and one.spread < 0.2
+    assert packed("mean:256K", 1 << 20).spread > one.spread
+    assert (
+        packed("mean:8K,sigma:1.5", 1 << 17).keys
+        > packed("mean:8K", 1 << 17).keys
+        > packed("mean:8K", 1 << 17, 999).keys
+    )
+
+
+def test_lengths_are_read_from_a_file_and_from_the_index_of_a_dataset(tmp_path: Path) -> None:
+    text, index, lengths = tmp_path / "lengths.txt", tmp_path / "data.idx", [100, 100, 100]
+    text.write_text("100\n" * 3)
+    index.write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ3i", 1, 4, 3, 4, *lengths))
+    assert packed(str(text), 1000).keys == packed(str(index), 1000).keys == 50.5
+    for wrong in ("mean:0", "mean:8K,sigma:9", "mean:8K,tail:1", str(tmp_path / "no"), __file__):
+        with pytest.raises(Refusal, match="--documents"):
+            packed(wrong, 4096)
+
+
+def test_the_index_is_what_our_own_preprocessing_writes(tmp_path: Path) -> None:
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "d.bin"), dtype=np.int32)
+    for length in (7, 30):
+        builder.add_document(np.zeros(length, np.int32), [length])
+    builder.finalize(str(tmp_path / "d.idx"))
+    from megatron.simulator.planner.documents import read_lengths
+
+    assert read_lengths(tmp_path / "d.idx") == [7, 30]
+
+
+def test_short_documents_take_less_time_and_uneven_ones_more(eight: Problem) -> None:
+    strategy, whole = Strategy(ulysses=2, data=4, zero=3, recompute="full"), eight.workload
+    even = replace(whole, keys=4096.0)
+    uneven = replace(even, spread=0.5)
+    times = [estimate(workload, strategy, A100) for workload in (even, uneven, whole)]
+    assert times[0].seconds < times[1].seconds < times[2].seconds
+    assert times[0].flops == times[1].flops < times[2].flops
+    chance = random.Random(1)
+    most = sum(max(chance.gauss(1, 0.5 / math.sqrt(2)) for _ in range(4)) for _ in range(4000)) / 4000
+    assert strategy.slowest(uneven) == pytest.approx(most, rel=0.02)
+
+
+# --- a run, what it costs, what fails ---
+
+
+def test_the_best_interval_between_saves_is_the_best() -> None:
+    """Daly's estimate against the time of the whole run, tried out."""
+    shape, rates = Request(("--model", "llama3-70b")).workload(8 * K).shape, Rates(50_700, 10, 1.0)
+    found = interrupted(30 * 86400, 4096, 512, shape, rates)
+    assert found.save == pytest.approx(checkpoint_bytes(shape) / 512e9)
+
+    def whole(interval: float) -> float:
+        between = found.between
+        return between * math.exp(600 / between) * math.expm1((interval + found.save) / between) * 30 * 86400 / interval
+
+    assert found.seconds == pytest.approx(whole(found.interval))
+    assert all(whole(found.interval) <= whole(found.interval * share) for share in (0.5, 0.8, 1.25, 2))
+    assert best_interval(1, 1e6) == pytest.approx(math.sqrt(2e6), rel=0.01)  # Young's
+    assert found.seconds == pytest.approx(30 * 86400 + found.saving + found.lost)
+    with pytest.raises(Refusal, match="gets nowhere"):
+        interrupted(86400, 16384, 2048, shape, Rates(1.0))
+
+
+def test_the_cheapest_before_a_deadline_and_the_fastest_within_a_budget(eight: Problem) -> None:
+    problems = [replace(eight, gpus=gpus) for gpus in (8, 16, 32)]
+    terms = Terms(1e9, Prices({"A100-80G": 2.0}, "USD"))
+    runs = [run_of(search(problem, near=1.0).plans[0], problem, terms) for problem in problems]
+    assert all(run.cost == pytest.approx(2 * run.gpu_hours) for run in runs)
+    assert chosen(runs, terms) is min(runs, key=lambda run: run.seconds)
+    late = replace(terms, deadline=1.01 * runs[1].seconds)
+    in_time = [run for run in runs if run.seconds <= late.deadline]
+    assert chosen(runs, late) is min(in_time, key=lambda run: run.cost)
+    poor = replace(terms, budget=1.001 * min(run.cost for run in runs))
+    assert chosen(runs, poor).cost <= poor.budget
+    for wrong, match in ((replace(terms, deadline=1.0), "--deadline"), (replace(terms, budget=1.0), "--budget")):
+        with pytest.raises(Refusal, match=match):
+            chosen(runs, wrong)
+
+
+def test_a_run_is_told_with_its_cost_and_its_command_saves(capsys: pytest.CaptureFixture) -> None:
+    words = "--model llama3-8b --gpus 8 16 --gpu A100-80G --seq-length 64K --global-batch 16 --tensor 1 --pipeline 1"
+    words += f" --micro-batch 1 --train-tokens 10B --prices {ROOT}/examples/planner/prices.json --top 2"
+    assert plan.main([*words.split(), "--failures", str(ROOT / "examples" / "planner" / "failures.json")]) == 0
+    text = capsys.readouterr().out
+    steps = math.ceil(10e9 / (16 * 64 * K))
+    assert f"{steps:,} steps" in text and "USD" in text and "GPUs to choose from" in text
+    assert f"--train-iters {steps} " in text and "--save-interval" in text.split("Start it")[1]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--prices nowhere.json", "--prices is about a whole run: add --train-tokens"),
+        ("--train-tokens 1e30", "--train-tokens 1e30"),
+        ("--train-tokens 1B --prices nowhere.json", "nowhere.json: cannot be read"),
+        ("--train-tokens 1B --deadline 3", "--deadline 3: give a time"),
+        ("--train-tokens 1B --failures {wrong}", "gpu_hours_per_failure"),
+        ("--margin 200%", "--margin 200%"),
+        ("--documents nowhere", "--documents nowhere"),
+        ("--window x", "--window x"),
+    ],
+)
+def test_refusals(options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "wrong.json").write_text(json.dumps({"restart_minutes": 3}))
+    words = "--model llama3-8b --gpus 8 --gpu A100-80G --seq-length 8K " + options.format(wrong=tmp_path / "wrong.json")
+    assert plan.main(words.split()) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Lay a predicted step beside a measured one: a dry run's trace, and torch.profiler's of a real run of the same flags.
+
+    python tools/compare_trace.py out/dry_run_trace.json.gz out/rank-0.json.gz
+
+Operations are matched by name and order, phase by phase; the tables say how often each kind was called and how long it
+took, predicted and measured. Both files open in https://ui.perfetto.dev; --merged writes one with both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rich.console import Console
+from rich.table import Table
+
+from tools import trace_alignment as traces
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("predicted", type=Path, help="trace of a dry run (beside its --dry-run-json)")
+    parser.add_argument("measured", type=Path, nargs="+", help="torch.profiler's traces, of one rank each")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="whose they are (0, 1, ...)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison")
+    parser.add_argument("--merged", type=Path, metavar="FILE", help="write one trace with both, to look at")
+    options = parser.parse_args(argv)
+    ranks = options.ranks or list(range(len(options.measured)))
+    if len(ranks) != len(options.measured):
+        parser.error(f"--ranks names {len(ranks)} ranks of {len(options.measured)} files")
+    try:
+        return _run(options, ranks)
+    except traces.NoTrace as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    return 2
+
+
+def _run(options: argparse.Namespace, ranks: list[int]) -> int:
+    dry = traces.read(options.predicted)
+    if not traces.is_predicted(dry):
+        raise traces.NoTrace(f"{options.predicted}: is no dry run's: name that one first")
+    real = [(rank, traces.read(path)) for rank, path in zip(ranks, options.measured)]
+    console, rows = Console(width=None if sys.stdout.isatty() else 120, highlight=False), []
+    for rank, trace in real:
+        ours = traces.predicted(dry, rank)
+        found = traces.compare(
+            ours, traces.measured(trace, {x.name: x.kind for x in ours if x.kind not in traces.KINDS})
+        )
+        console.print(_table(found, rank))
+        if found.pairs is None:
+            console.print(f"The two differ in more than {traces.MOST_EDITS} operations: no order in common is sought.")
+        else:
+            both = f"{len(found.pairs)} of {len(found.ours)} predicted and {len(found.theirs)} measured operations"
+            console.print(f"Rank {rank}: {both} are in both, in the same order: {found.share:.1%} of the predicted.")
+        for name, more in found.alone()[:8]:
+            console.print(f"- {name}: {abs(more)} more {'predicted' if more > 0 else 'measured'}")
+        rows.append({"rank": rank, "share": found.share, "rows": found.rows(), "alone": dict(found.alone())})
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.merged:
+        options.merged.write_text(json.dumps(traces.merged(dry, real)) + "\n")
+        console.print(f"both: {options.merged}")
+    return 0
+
+
+def _table(found: traces.Comparison, rank: int) -> Table:
+    table = Table("phase", "kind", title=f"rank {rank}: predicted and measured", title_justify="left")
+    for name in ("calls", "measured", "ms", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    for row in found.rows():
+        ours, theirs = row["ms_predicted"], row["ms_measured"]
+        calls = str(row["calls_predicted"]), str(row["calls_measured"])
+        ratio = f"{ours / theirs:.2f}" if theirs else "-"
+        table.add_row(row["phase"], row["kind"], *calls, f"{ours:,.3f}", f"{theirs:,.3f}", ratio)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

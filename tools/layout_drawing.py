@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of who holds which tokens, and of what travels on a ring, for tools/plot_tiles.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_plan
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import count
+from tools.tile_drawing import GREY, INK, PALE, colour, frame, polygon, ticks
+
+
+def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
+    """The sequence above, and below it one line a rank: the positions it holds."""
+    for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
+        ulysses, ring = layout.grid.ulysses.size, layout.grid.ring.size
+        lines = ulysses * ring
+        for r in range(ring):
+            for u in range(ulysses):
+                line = 2.0 + r * (ulysses + 0.4) + u
+                axes.barh(line, layout.seq_length, color=PALE, height=0.8, left=0)
+                axes.text(-0.02 * layout.seq_length, line, f"R {r}   U {u}", ha="right", va="center", color=INK)
+                shade = colour(r, ring, 0.55 * u / max(ulysses - 1, 1))
+                held = layout.spans(ulysses=u, ring=r)
+                for start, stop in held:
+                    for y, height in ((0, 1.1), (line, 0.8)):
+                        axes.barh(
+                            y, stop - start, left=start, color=shade, height=height, edgecolor="white", linewidth=0.8
+                        )
+                    if lines <= 16 and len(held) == 1:
+                        beside = stop < 0.8 * layout.seq_length
+                        gap = 0.012 * layout.seq_length
+                        axes.text(
+                            stop + gap if beside else start - gap, line, f"{start} .. {stop - 1}",
+                            ha="left" if beside else "right", va="center", fontsize=8, color=GREY,
+                        )  # fmt: skip
+        axes.text(-0.02 * layout.seq_length, 0, "sequence", ha="right", va="center", color=INK)
+        axes.set_title(layout.balance, fontsize=13, color=INK, pad=10)
+        axes.set(ylim=(2.0 + ring * (ulysses + 0.4), -0.9), xlim=(0, layout.seq_length))
+        axes.set_xticks(*ticks(layout))
+        axes.set_xlabel("position in the sequence", color=INK)
+        axes.set_yticks([])
+        frame(axes)
+    u, r = layouts[0].grid.ulysses.size, layouts[0].grid.ring.size
+    figure.suptitle(f"Who holds which tokens: Ulysses {u} x Ring {r}", fontsize=15, color=INK)
+
+
+def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
+    """For every rank and hop, the key block at hand: filled what has arrived, pale what was never sent."""
+    for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
+        ring, block = layout.grid.ring.size, layout.seq_length // layout.grid.ring.size
+        plans = [ring_plan(layout, mask, rank) for rank in range(ring)]
+        for plan in plans:
+            for number, hop in enumerate(plan.hops):
+                _draw_hop(axes, plan, number, hop, ring, block)
+        sent = sum(count(hop.held) for plan in plans for hop in plan.hops[1:])
+        share = sent / (ring * (ring - 1) * block) if ring > 1 else 0.0
+        towards = "up" if plans[0].next == 1 % ring else "down"
+        axes.set_title(
+            f"{layout.balance}: blocks travel {towards} the ranks,\n{share:.0%} of what a full ring would send",
+            fontsize=12, color=INK, pad=10,
+        )  # fmt: skip
+        axes.set_xticks([hop + 0.44 for hop in range(ring)], ["own block", *(f"hop {hop}" for hop in range(1, ring))])
+        axes.set_yticks([rank + 0.25 for rank in range(ring)], [f"R {rank}" for rank in range(ring)])
+        axes.set(xlim=(-0.1, ring), ylim=(ring, -0.15))
+        axes.xaxis.tick_top()
+        frame(axes)
+        axes.tick_params(length=0)
+    figure.suptitle(f"What travels: keys and values on a ring of {layouts[0].grid.ring.size}", fontsize=14, color=INK)
+
+
+def _draw_hop(axes: Any, plan: RingPlan, number: int, hop: Hop, ring: int, block: int) -> None:
+    width, height = 0.88, 0.5
+    axes.add_patch(_box(number, plan.rank, width, height, facecolor=PALE))
+    for start, stop in hop.held:
+        axes.add_patch(
+            _box(
+                number + width * start / block, plan.rank, width * (stop - start) / block, height,
+                facecolor=colour(hop.source, ring), edgecolor="white", linewidth=0.8,
+            )
+        )  # fmt: skip
+    if hop.held:
+        text = f"block of R {hop.source}"
+        axes.text(
+            number, plan.rank + height + 0.06, text, fontsize=8, color=INK if hop.tiles else GREY, va="top", ha="left"
+        )
+    else:
+        axes.text(number + width / 2, plan.rank + height / 2, "idle", fontsize=8, color=GREY, va="center", ha="center")
+
+
+def _box(x: float, y: float, width: float, height: float, **style: Any) -> Any:
+    return polygon([(x, y), (x + width, y), (x + width, y + height), (x, y + height)], **style)
