@@ -84,15 +84,17 @@ def test_memory_is_what_transformer_engine_holds(recipe, gpu, weights, saved):
     assert found["activations"] - plain["activations"] == LAYERS * (saved * inputs - 2 * (inputs - kept))
 
 
-def test_products_run_at_the_fp8_peak():
+def test_products_run_at_the_rate_of_fp8():
     machine = load("H100-80G")
     wide, flops = (1, 8192, 8192, 8192), 2.0 * 8192**3
     seconds = [kernel_seconds(Kernel("mm", "gemm", flops, 1, wide, size), machine) for size in (1, 2)]
-    assert seconds[1] / seconds[0] == pytest.approx(machine.peak["fp8"] / machine.peak["bf16"])
+    faster = machine.peak["fp8"] / machine.peak["bf16"] * machine.calibration.fp8
+    assert seconds[1] / seconds[0] == pytest.approx(faster)
     flags = "--hidden-size 2048 --ffn-hidden-size 8192 --seq-length 4096 --max-position-embeddings 4096"
     plain, found = fp8_run(flags), fp8_run(f"{flags} --fp8-format e4m3")
     assert found.flops == plain.flops
-    assert 0.5 < found.exposed["gemm"] / plain.exposed["gemm"] < 0.6  # but for the output layer
+    share = found.exposed["gemm"] / plain.exposed["gemm"]
+    assert 1 / faster < share < 1 / faster + 0.1  # but for the output layer
     assert found.exposed["memory"] > plain.exposed["memory"]  # casts
 
 
