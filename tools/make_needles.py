@@ -7,7 +7,8 @@ other names and in other haystacks than it ever has.
         --tokenizer-type NullTokenizer --vocab-size 255
 
 A document has exactly --length tokens, its end of document included, so that with --seq-length of the same length a
-sample is a document. It hides one to --needles needles at random depths and asks for each of them once, at its end.
+sample is a document. It hides one to --needles needles at random depths and asks for each of them at its end, once, or
+as many times as fit --questions. The more answers a document has, the sooner a model learns to look for them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def make(argv: list[str] | None) -> list[str]:
     for name in ("length", "documents", "needles"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise Refusal(f"--{name} {value} must be at least 1")
+    if not 0 <= args.questions < 1:
+        raise Refusal(f"--questions {args.questions} is a share of a document: use 0 or more, and less than 1")
     if args.seed < 0:
         raise Refusal(f"--seed {args.seed} must not be negative")
     settings = DataConfig(**{name: getattr(args, name) for name in tokenizer_flags()})
@@ -70,16 +73,18 @@ def make(argv: list[str] | None) -> list[str]:
 
 def documents(words: object, args: argparse.Namespace, needles: int) -> Iterator[np.ndarray]:
     """Documents without their end, int64 [length - 1]: a function of the seed, the length and their number."""
-    from megatron.training.evaluation.samples import compose, many_needles
+    from megatron.training.evaluation.samples import asked_again, compose, many_needles
 
     for number in range(args.documents):
         random = np.random.default_rng([args.seed, args.length, number, 1])
         count = int(random.integers(1, needles + 1))
         pieces = many_needles(words, random, count, count, False)
+        once = sum(ids.size for ids, _ in pieces.tail)
+        pieces = asked_again(pieces, random, max(1, int(args.questions * args.length) // once))
         if pieces.size > args.length - 1:
             raise Refusal(
                 f"--length {args.length} does not hold {count} needles with their questions, {pieces.size} tokens and "
-                "the end: use a longer one, or fewer --needles"
+                "the end: use a longer one, fewer --needles or less --questions"
             )
         yield compose(pieces, words, random, args.length - 1).ids
 
@@ -95,6 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, required=True, metavar="N", help="tokens of a document")
     parser.add_argument("--documents", type=int, required=True, metavar="N", help="how many")
     parser.add_argument("--needles", type=int, metavar="N", help="most in a document (default: length / 64, up to 64)")
+    parser.add_argument(
+        "--questions", type=float, default=0.0, metavar="SHARE", help="of a document, at most (default: each once)"
+    )
     parser.add_argument("--haystack", metavar="FILE", help="text file to hide in (default: plain sentences)")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="for NullTokenizer, or to cut a TikTokenizer")

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 OUT=${1:-out/needle}
 LONG=${LONG:-16384}
-SHORT_ITERATIONS=${SHORT_ITERATIONS:-1500}
+SHORT_ITERATIONS=${SHORT_ITERATIONS:-250}
 LONG_ITERATIONS=${LONG_ITERATIONS:-40}
 PYTHON=$(bash scripts/setup.sh)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -29,7 +29,7 @@ launch() { # PROCESSES PROGRAM ...
 }
 train() { # NAME PROCESSES LENGTH BATCH ITERATIONS DOCUMENTS NEEDLES LEARNING_RATE [flags]
     "$PYTHON" tools/make_needles.py --output-prefix "$OUT/$1" --length "$3" --documents "$6" --needles "$7" \
-        --tokenizer-type NullTokenizer --vocab-size 255
+        --questions 0.6 --tokenizer-type NullTokenizer --vocab-size 255
     launch "$2" pretrain_llama.py "${MODEL[@]}" "${WORDS[@]}" --seq-length "$3" --global-batch-size "$4" \
         --train-data-path "$OUT/$1_text_document" --eval-iters 0 --num-workers 0 \
         --train-iters "$5" --lr "$8" --lr-decay-style cosine --lr-warmup-iters 20 --adam-beta2 0.98 \
@@ -43,6 +43,6 @@ evaluate() { # NAME
 
 train short 2 256 32 "$SHORT_ITERATIONS" 8000 6 4e-3 --micro-batch-size 16
 evaluate short
-train long 4 "$LONG" 2 "$LONG_ITERATIONS" $((2 * LONG_ITERATIONS + 1)) 48 1e-3 --micro-batch-size 1 \
+train long 4 "$LONG" 2 "$LONG_ITERATIONS" $((2 * LONG_ITERATIONS + 1)) 6 1e-3 --micro-batch-size 1 \
     --ulysses-parallel-size 2 --ring-parallel-size 2 --load "$OUT/short" --finetune
 evaluate long

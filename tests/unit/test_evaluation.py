@@ -200,9 +200,24 @@ def test_training_needles_are_others_than_those_of_evaluations(tmp_path, capsys)
     assert "give --overwrite" in capsys.readouterr().err
 
 
+def test_questions_are_asked_as_often_as_fits(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    flags = "--length 512 --documents 10 --needles 7 --questions 0.6 --tokenizer-type NullTokenizer --vocab-size 255"
+    assert make_needles.main(["--output-prefix", str(tmp_path / "train"), *flags.split()]) == 0
+    for ids in IndexedDataset(f"{tmp_path}/train_text_document"):
+        needles, asked = ids[np.flatnonzero(ids == 0)[:, None] + np.arange(1, 5)], np.flatnonzero(ids == 1)
+        answers = ids[asked[:, None] + np.arange(1, 5)].tolist()
+        rounds, rest = divmod(len(asked), len(needles))
+        assert rest == 0 and rounds == int(0.6 * 512) // (5 * len(needles))
+        assert sorted(answers) == sorted(needles.tolist() * rounds) and asked[-1] == 512 - 1 - 5
+
+
 @pytest.mark.parametrize(
     "flags, told",
     [
+        ("--length 99 --documents 9 --needles 9 --questions 0.9", "or less --questions"),
+        ("--length 99 --documents 9 --questions 1", "--questions 1.0 is a share"),
         ("--length 50 --documents 9 --needles 9", "--length 50 does not hold"),
         ("--length 5000 --documents 1 --needles 9999", "--needles 9999: there are"),
         ("--length 0 --documents 1", "--length 0 must be at least 1"),

@@ -87,3 +87,10 @@ def many_needles(words: Words, random: np.random.Generator, count: int, ask: int
     depths = np.sort(random.random(count))
     tail = [part for index in random.permutation(count)[:ask] for part in asked(words, *codes[index])]
     return Pieces([(float(depth), said(words, *code)) for depth, code in zip(depths, codes)], tail)
+
+
+def asked_again(pieces: Pieces, random: np.random.Generator, rounds: int) -> Pieces:
+    """The same with every question of its tail asked so many times, in another order each time."""
+    pairs = list(zip(pieces.tail[::2], pieces.tail[1::2]))
+    more = [part for _ in range(rounds - 1) for index in random.permutation(len(pairs)) for part in pairs[index]]
+    return Pieces(pieces.hidden, pieces.tail + more)
