@@ -430,6 +430,8 @@ REFUSALS = [
     ("--async-save", 1, "--async-save --save"),
     ("--keep-last-checkpoints 2", 1, "--keep-last-checkpoints --save"),
     ("--keep-last-checkpoints 0 --save a", 1, "--keep-last-checkpoints"),
+    ("--save-interval 2 --save-retain-interval 4", 1, "--save-retain-interval --save"),
+    ("--save-interval 2 --keep-best-checkpoints 1", 1, "--keep-best-checkpoints --save"),
     ("--save a --keep-best-checkpoints 1", 1, "--keep-best-checkpoints --save-interval"),
     (f"{BEST} --eval-iters 2", 1, "--keep-best-checkpoints --eval-interval"),
     (f"{BEST} --eval-iters 2 --eval-interval 4", 1, "--save-interval 6 multiple --eval-interval 4"),

@@ -413,8 +413,10 @@ def check_checkpoint(config: Config) -> None:
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
     needs = (
+        ("--save-retain-interval", checkpoint.save_retain_interval, save, "--save"),
         ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints, save, "--save"),
+        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, save, "--save"),
         ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, checkpoint.save_interval, "--save-interval"),
         ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, config.run.eval_interval, "--eval-interval"),
         ("--async-save", checkpoint.async_save, save, "--save"),

@@ -42,7 +42,8 @@ from megatron.training.refusal import Refusal, together
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
-KEYS = ("tokens", "labels", "loss_mask", "groups")  # the last in evaluations alone
+KEYS = ("tokens", "labels", "loss_mask")
+BY_TOKEN = (*KEYS, "groups")  # the last in evaluations alone
 Batch = dict[str, torch.Tensor]
 
 
@@ -310,7 +311,8 @@ class _Samples(Dataset):
 
 
 def _stack(samples: list[Batch]) -> Batch:
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in (*KEYS, "numbers") if key in samples[0]}
+    keys = [key for key in (*BY_TOKEN, "numbers") if key in samples[0]]
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
     if "document_ends" in samples[0]:  # rows of one length, filled up with the length of the sequence
         ends = [sample["document_ends"] for sample in samples]
         batch["document_ends"] = batch["tokens"].new_full((len(ends), max(map(len, ends))), batch["tokens"].size(1))
@@ -381,7 +383,7 @@ def shard_batch(
     if documents:
         layout = layout.of_documents(documents[0])
     positions = layout.positions
-    local = {key: batch[key].index_select(1, positions) for key in KEYS if key in batch}
+    local = {key: batch[key].index_select(1, positions) for key in BY_TOKEN if key in batch}
     local["position_ids"] = positions[None]
     if reset_positions:
         local["position_ids"] = torch.stack([restart(positions, row) for row in documents])
