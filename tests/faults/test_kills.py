@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from tests.distributed.test_program import FLAGS, PROGRAM
@@ -48,12 +48,20 @@ def text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float) -> tuple[str, str]:
-    """What was killed, or "over", and the errors that the ranks printed."""
+def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float) -> tuple[str, str, float]:
+    """What was killed, or "over", the errors that the ranks printed, and seconds until then.
+
+    Args:
+        seconds: that this start would take; the kill comes before.
+    """
     with meeting(ENVIRONMENT, RANKS) as environments:
         said = flags(folder, draw.choice(("", "--async-save --keep-last-checkpoints 1")))
         ranks = [start_forked(PROGRAM, said, one, logs / str(rank)) for rank, one in enumerate(environments)]
-        time.sleep(draw.uniform(0.05, seconds))
+        begin = time.monotonic()
+        moment = begin + draw.uniform(0.05, seconds)
+        while time.monotonic() < moment and any(rank.is_alive() for rank in ranks):
+            time.sleep(0.01)
+        taken = time.monotonic() - begin
         victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
         over = not any(rank.is_alive() for rank in ranks)
         met = "ready after" in text(logs / "0" / "out")  # until then nobody but their launcher would notice
@@ -68,7 +76,7 @@ def start_and_kill(folder: Path, logs: Path, draw: random.Random, seconds: float
             rank.join()
     errors = "".join(text(logs / str(rank) / "err") for rank in range(RANKS))
     assert not (late and met), f"ranks {late} outlived the others by {patience(20):.0f} s\n{errors}"
-    return "over" if over else "job" if len(victims) > 1 else "rank", errors
+    return "over" if over else "job" if len(victims) > 1 else "rank", errors, taken
 
 
 def test_kills_at_random_moments(tmp_path):
@@ -77,15 +85,17 @@ def test_kills_at_random_moments(tmp_path):
     whole = tmp_path / "whole"
     done = run_ranks(PROGRAM, flags(whole), ENVIRONMENT, RANKS)
     assert [one.returncode for one in done] == [0] * RANKS, done[0].stderr
-    seconds, reference = time.monotonic() - begin, losses(whole)
+    seconds, reference = defaultdict(lambda whole=time.monotonic() - begin: whole), losses(whole)
     assert list(reference) == list(range(1, ITERATIONS + 1))
 
     folder, attempt = tmp_path / "killed", 0
     while counts["job"] + counts["rank"] < KILLS:
         attempt += 1
         before = saved(folder)
-        what, errors = start_and_kill(folder, tmp_path / f"logs{attempt}", draw, seconds)
+        what, errors, taken = start_and_kill(folder, tmp_path / f"logs{attempt}", draw, seconds[before])
         counts[what] += 1
+        if what == "over":  # machines are busy and idle by turns
+            seconds[before] = taken
         found = losses(folder)
         assert found == {iteration: reference[iteration] for iteration in found}, f"after {what} was killed\n{errors}"
         assert saved(folder) >= before and "Traceback" not in errors, errors
