@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_program import FLAGS, PROGRAM
-from tests.faults.test_kills import ENVIRONMENT, losses
+from tests.faults.test_kills import ENVIRONMENT, losses, text
 from tests.patience import patience
 from tests.program import meeting, start_forked
 
@@ -42,7 +42,7 @@ def start(folder: Path, logs: Path, draw: random.Random | None, seconds: float) 
             time.sleep(draw.uniform(0.2 * seconds, seconds))
             for victim in ranks if draw.random() < 0.5 else [draw.choice(ranks)]:
                 victim.kill()
-            met = "ready after" in (logs / "0" / "out").read_text()  # until then nobody but their launcher would notice
+            met = "ready after" in text(logs / "0" / "out")  # until then nobody but their launcher would notice
             end = time.monotonic() + (patience(20) if met else 1.0)
         for rank in ranks:
             rank.join(max(0.0, end - time.monotonic()))
@@ -50,10 +50,10 @@ def start(folder: Path, logs: Path, draw: random.Random | None, seconds: float) 
         for rank in ranks:
             rank.kill()
             rank.join()
-    errors = "".join((logs / str(node) / "err").read_text() for node in range(NODES))
+    errors = "".join(text(logs / str(node) / "err") for node in range(NODES))
     assert not (late and (draw is None or met)), f"ranks {late} are still there\n{errors}"
     assert "Traceback" not in errors, errors
-    return (logs / "0" / "out").read_text(), [rank.exitcode for rank in ranks]
+    return text(logs / "0" / "out"), [rank.exitcode for rank in ranks]
 
 
 @pytest.mark.skipif(not LOST_NODES, reason="LOST_NODES=20 runs it, as tests/faults/run.sh does")
