@@ -99,6 +99,7 @@ def test_kills_at_random_moments(tmp_path):
         found = losses(folder)
         assert found == {iteration: reference[iteration] for iteration in found}, f"after {what} was killed\n{errors}"
         assert saved(folder) >= before and "Traceback" not in errors, errors
+        assert "common state dict differs" not in errors, errors  # core, of what every rank should save alike
         repeated = max(repeated, max(found, default=0) - saved(folder))
         if saved(folder) >= ITERATIONS - INTERVAL:
             shutil.rmtree(folder)
@@ -106,5 +107,6 @@ def test_kills_at_random_moments(tmp_path):
     done = run_ranks(PROGRAM, flags(folder), ENVIRONMENT, RANKS)
     assert [one.returncode for one in done] == [0] * RANKS, done[0].stderr
     assert losses(folder) == reference
-    assert repeated <= INTERVAL  # the last step may be logged while its save is cut off
+    # The last step may be logged while its save is cut off, or, beside training, while the save before is written.
+    assert repeated <= 2 * INTERVAL
     print(f"\n{dict(counts)} in {attempt} starts; at most {repeated} steps repeated; every loss and norm the same")

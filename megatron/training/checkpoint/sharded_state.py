@@ -224,14 +224,19 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
     state = {
         "optimizer": {"param_groups": groups},
         "param_state_sharding_type": METADATA["distrib_optim_sharding_type"],
-        "param_state": {
-            f"{number}": {
-                name: {f"{index}": piece.of(tensor, f"optimizer.state.{name}.") for index, piece in enumerate(pieces)}
-                for name, tensor in _tensors(optimizer, parameter).items()
-            }
-            for number, (parameter, pieces) in enumerate(_parameters(places))
-        },
     }
+    here = {
+        f"{number}": {
+            name: {f"{index}": piece.of(tensor, f"optimizer.state.{name}.") for index, piece in enumerate(pieces)}
+            for name, tensor in _tensors(optimizer, parameter).items()
+        }
+        for number, (parameter, pieces) in enumerate(_parameters(places))
+        if pieces
+    }
+    # What is empty here alone would count as something that ranks disagree on.
+    here = {number: tensors for number, tensors in here.items() if tensors}
+    if here:
+        state["param_state"] = here
     if getattr(part, "grad_scaler", None):
         state["grad_scaler"] = part.grad_scaler.state_dict()
     return state
