@@ -95,7 +95,10 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import DeviceMesh
 
-    answers = Collectives()
+    from megatron.platform.remembered import Remembered
+
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    answers = Collectives(Remembered(fakes))
 
     def wait(work: Any, timeout: Any = None) -> bool:
         number, whole = answers.started.pop(id(work), (None, 0))[:2]
@@ -117,7 +120,7 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
         stack.enter_context(patch.object(FakeWork, "wait", wait))
         stack.callback(setattr, local_multi_tensor_l2_norm, "__code__", local_multi_tensor_l2_norm.__code__)
         local_multi_tensor_l2_norm.__code__ = _l2_norm.__code__  # its callers have imported it by name
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(fakes)
         stack.enter_context(answers)
         yield
 
@@ -133,10 +136,15 @@ def outside_fakes(function: Callable) -> Callable:
 
 
 class Collectives(TorchDispatchMode):
-    """Answers what fake tensors cannot: collectives, and numbers read from tensors (1, or 0 of fp16's overflow)."""
+    """Answers what fake tensors cannot: collectives, and numbers read from tensors (1, or 0 of fp16's overflow).
 
-    def __init__(self) -> None:
+    Args:
+        rest: answers all else, given the operation and its arguments.
+    """
+
+    def __init__(self, rest: Callable[[Any, tuple, dict], Any]) -> None:
         super().__init__()
+        self.rest = rest
         # By address of the work, which stays until it is waited for: number, bytes of a reduce-scatter, the work.
         self.started: dict[int, tuple[int, int, Any]] = {}
         self.count = 0
@@ -155,7 +163,7 @@ class Collectives(TorchDispatchMode):
             return self._number(args[0])
         if "non_finite_check" in func._schema.name:
             self._overflow.add(args[1].untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
+        return self.rest(func, args, kwargs or {})
 
     def _collective(self, func: Any, args: tuple) -> Any:
         from torch._C._distributed_c10d import FakeWork
