@@ -10,11 +10,14 @@ for tensors without memory. What is neither, or does more than return tensors, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from megatron.platform.simulation import UNKNOWN
 
 aten = torch.ops.aten
 
@@ -42,52 +45,49 @@ class Unknown(Exception):
 
 
 class Remembered:
-    """Callable as an operation is: ``remembered(func, args, kwargs)``.
-
+    """
     Args:
         mode: whose tensors are answered for, and who is asked about what is new.
-
-    Attributes:
-        asked, known: operations that went to ``mode``, and those that did not.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.asked = self.known = 0
-        self._returns_new: dict[Any, bool] = {}
         self._recipes: dict[tuple, Callable | None] = {}
 
-    def __call__(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What the operation returns, or ``UNKNOWN``."""
         if func in VIEWS:
             x = args[0]
-            if type(x) is FakeTensor and x.constant is None and x.fake_mode is self.mode:
-                self.known += 1
-                with in_kernel_invocation_manager(self.mode):
-                    out = func(*args, **kwargs)
-                return FakeTensor(self.mode, out, x.fake_device)
-            return self._ask(func, args, kwargs)
-        returns_new = self._returns_new.get(func)
-        if returns_new is None:
-            returns_new = self._returns_new[func] = makes_tensors(func)
-        if not returns_new:
-            return self._ask(func, args, kwargs)
+            if type(x) is not FakeTensor or x.constant is not None or x.fake_mode is not self.mode:
+                return UNKNOWN
+            with in_kernel_invocation_manager(self.mode):
+                out = func(*args, **kwargs)
+            return FakeTensor(self.mode, out, x.fake_device)
+        if not makes_tensors(func):
+            return UNKNOWN
         try:
-            key = func, torch.get_default_dtype(), self._described(args), *self._described_by_name(kwargs)
+            recipe = self._recipes.get(self._key(func, args, kwargs))
         except Unknown:
-            return self._ask(func, args, kwargs)
-        recipe = self._recipes.get(key, self)
-        if recipe is self:
-            out = self._ask(func, args, kwargs)
-            self._recipes[key] = self._recipe(out, (*args, *kwargs.values()))
-            return out
-        if recipe is None:
-            return self._ask(func, args, kwargs)
-        self.known += 1
-        return recipe((*args, *kwargs.values()))
+            return UNKNOWN
+        return UNKNOWN if recipe is None else recipe((*args, *kwargs.values()))
 
-    def _ask(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        self.asked += 1
-        return func(*args, **kwargs)
+    def keep(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """Remember that the operation has returned ``out``."""
+        if func in VIEWS or not makes_tensors(func):
+            return
+        try:
+            key = self._key(func, args, kwargs)
+        except Unknown:
+            return
+        if key not in self._recipes:
+            self._recipes[key] = self._recipe(out, (*args, *kwargs.values()))
+
+    def _key(self, func: Any, args: tuple, kwargs: dict) -> tuple:
+        """
+        Raises:
+            Unknown: among what is given is something that cannot be compared.
+        """
+        return func, torch.get_default_dtype(), self._described(args), *self._described_by_name(kwargs)
 
     def _described_by_name(self, kwargs: dict) -> tuple:
         return (tuple(kwargs), self._described(kwargs.values())) if kwargs else ()
@@ -152,10 +152,14 @@ class Remembered:
         return make if same else None
 
 
+@cache
 def makes_tensors(func: Any) -> bool:
     """Whether an operation returns new tensors, or some that it is given, and does nothing beside."""
-    if func in VIEWS or func.namespace != "aten" or any(x.alias_info is not None and not x.alias_info.is_write for x in
-                                                        func._schema.returns):
+    if (
+        func in VIEWS
+        or func.namespace != "aten"
+        or any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+    ):
         return False
     name = func._schema.name.removeprefix("aten::")
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
