@@ -3,8 +3,8 @@
 
 A long sequence in chunks calls the same few operations on the same few shapes a million times, and PyTorch's fake
 tensors take a tenth of a millisecond for each, also where they remember it. What an operation returns depends on the
-shapes, strides, dtypes and numbers that it is given, so it is worked out once. Views are made by PyTorch's own kernels
-for tensors without memory. What is neither, or does more than return tensors, is asked each time.
+shapes, strides, dtypes and numbers that it is given, so it is worked out once. What does more than return tensors is
+asked each time.
 """
 
 from __future__ import annotations
@@ -15,29 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron.platform.simulation import UNKNOWN
 
-aten = torch.ops.aten
-
-# Whose kernels without memory are in C++, and which fake tensors run as they are.
-VIEWS = frozenset(
-    (
-        aten._unsafe_view.default,
-        aten.as_strided.default,
-        aten.expand.default,
-        aten.permute.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.t.default,
-        aten.transpose.int,
-        aten.unsqueeze.default,
-        aten.view.default,
-    )
-)
 CHANGES_TENSORS = ("resize_", "set_", "lift", "_resize")  # beginnings of names: shapes and storages of what is given
 NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+Recipe = Callable[[Sequence[Any]], Any]
+"""What an operation returns, given all of its arguments in their order."""
 
 
 class Unknown(Exception):
@@ -52,28 +38,21 @@ class Remembered:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self._recipes: dict[tuple, Callable | None] = {}
+        self._recipes: dict[tuple, Recipe | None] = {}
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What the operation returns, or ``UNKNOWN``."""
-        if func in VIEWS:
-            x = args[0]
-            if type(x) is not FakeTensor or x.constant is not None or x.fake_mode is not self.mode:
-                return UNKNOWN
-            with in_kernel_invocation_manager(self.mode):
-                out = func(*args, **kwargs)
-            return FakeTensor(self.mode, out, x.fake_device)
-        if not makes_tensors(func):
+        if not only_returns(func):
             return UNKNOWN
         try:
             recipe = self._recipes.get(self._key(func, args, kwargs))
         except Unknown:
             return UNKNOWN
-        return UNKNOWN if recipe is None else recipe((*args, *kwargs.values()))
+        return UNKNOWN if recipe is None else recipe((*args, *kwargs.values()) if kwargs else args)
 
     def keep(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Remember that the operation has returned ``out``."""
-        if func in VIEWS or not makes_tensors(func):
+        if not only_returns(func):
             return
         try:
             key = self._key(func, args, kwargs)
@@ -113,53 +92,77 @@ class Remembered:
                 raise Unknown
         return tuple(found)
 
-    def _recipe(self, out: Any, given: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:
-        """How to make ``out`` again; None where that cannot be told from the tensors that were ``given``."""
+    def _recipe(self, out: Any, given: Sequence[Any]) -> Recipe | None:
+        """How to make ``out`` again; None where that cannot be told from what was ``given``."""
         if isinstance(out, Tensor):
             return self._tensor_recipe(out, given)
         if type(out) not in (tuple, list) or not all(isinstance(x, Tensor | int | None) for x in out):
             return None
-        storages = [x.untyped_storage()._cdata for x in out if isinstance(x, Tensor)]
-        recipes = [self._tensor_recipe(x, given) if isinstance(x, Tensor) else x for x in out]
-        if len(storages) != len(set(storages)) or any(x is None for x, y in zip(recipes, out) if y is not None):
+        parts = [self._tensor_recipe(x, given) if isinstance(x, Tensor) else (lambda _, x=x: x) for x in out]
+        news = [x.untyped_storage()._cdata for x, part in zip(out, parts) if isinstance(part, New) and part.of is None]
+        if None in parts or len(news) != len(set(news)):
             return None
         kind = type(out)
-        return lambda given: kind(recipe(given) if callable(recipe) else recipe for recipe in recipes)
+        return lambda given: kind([part(given) for part in parts])
 
-    def _tensor_recipe(self, out: Tensor, given: Sequence[Any]) -> Callable[[Sequence[Any]], Tensor] | None:
+    def _tensor_recipe(self, out: Tensor, given: Sequence[Any]) -> Recipe | None:
         for place, x in enumerate(given):
             if x is out:
                 return lambda given: given[place]
-        flat = [x for y in given for x in (y if isinstance(y, list | tuple) else (y,)) if isinstance(x, Tensor)]
         if type(out) is not FakeTensor or out.constant is not None or out.layout is not torch.strided:
             return None
-        storage = out.untyped_storage()
-        if any(x.untyped_storage()._cdata == storage._cdata for x in flat) or out.requires_grad or out.is_complex():
+        if out.requires_grad or out.is_complex() or out.fake_mode is not self.mode:
             return None
-        mode, shape, stride, dtype, device = self.mode, out.shape, out.stride(), out.dtype, out.fake_device
-
-        def make(_: Sequence[Any] = ()) -> Tensor:
-            with in_kernel_invocation_manager(mode):
-                empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            return FakeTensor(mode, empty, device)
-
-        again = make()
+        storage, of = out.untyped_storage(), None
+        for place, x in enumerate(given):
+            for part in x if isinstance(x, list | tuple) else (x,):
+                if isinstance(part, Tensor) and part.untyped_storage()._cdata == storage._cdata:
+                    if part is not x:
+                        return None
+                    of = place
+        recipe = New(self.mode, out, of)
+        again = recipe(given)
         same = (
             again.untyped_storage().nbytes() == storage.nbytes()
-            and out.storage_offset() == 0
+            and (again.shape, again.stride(), again.storage_offset()) == (out.shape, out.stride(), out.storage_offset())
             and torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(out)
+            and vars(again) == vars(out)
         )
-        return make if same else None
+        return recipe if same else None
+
+
+class New:
+    """Makes fake tensors like ``like``.
+
+    Args:
+        of: the place, among what the operation is given, of the tensor that the new one is a view of; None: it has
+            memory of its own.
+    """
+
+    def __init__(self, mode: FakeTensorMode, like: FakeTensor, of: int | None) -> None:
+        self.of, self.dtype, self.device = of, like.dtype, like.fake_device
+        self.size, self.offset = (like.shape, like.stride()), like.storage_offset()
+        with torch._C._DisableTorchDispatch():
+            self.attributes = dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), self.device)))
+
+    def __call__(self, given: Sequence[Any]) -> Tensor:
+        with torch._C._DisableTorchDispatch():  # nobody counts what stands behind a fake tensor
+            behind = torch.empty_strided(*self.size, dtype=self.dtype, device="meta")
+            if self.of is not None:
+                behind.set_(given[self.of].untyped_storage(), self.offset, *self.size)
+            # As FakeTensor's constructor does, which takes four times as long.
+            new = Tensor._make_subclass(
+                FakeTensor, behind, False, dispatch_device=True, device_for_backend_keys=self.device
+            )
+            torch._C._set_throw_on_mutable_data_ptr(new)
+        vars(new).update(self.attributes)
+        return new
 
 
 @cache
-def makes_tensors(func: Any) -> bool:
-    """Whether an operation returns new tensors, or some that it is given, and does nothing beside."""
-    if (
-        func in VIEWS
-        or func.namespace != "aten"
-        or any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
-    ):
+def only_returns(func: Any) -> bool:
+    """Whether an operation returns new tensors, views or some that it is given, and does nothing beside."""
+    if func.namespace != "aten":
         return False
     name = func._schema.name.removeprefix("aten::")
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
