@@ -59,19 +59,18 @@ class Remembered:
         except Unknown:
             return
         if key not in self._recipes:
-            self._recipes[key] = self._recipe(out, (*args, *kwargs.values()))
+            self._recipes[key] = self._recipe(out, (*args, *kwargs.values()), may_view(func))
 
     def _key(self, func: Any, args: tuple, kwargs: dict) -> tuple:
         """
         Raises:
             Unknown: among what is given is something that cannot be compared.
         """
-        return func, torch.get_default_dtype(), self._described(args), *self._described_by_name(kwargs)
+        begins = may_view(func)  # where tensors begin in their memory then matters, too
+        key = func, torch.get_default_dtype(), self._described(args, begins)
+        return (*key, tuple(kwargs), self._described(kwargs.values(), begins)) if kwargs else key
 
-    def _described_by_name(self, kwargs: dict) -> tuple:
-        return (tuple(kwargs), self._described(kwargs.values())) if kwargs else ()
-
-    def _described(self, things: Any) -> tuple:
+    def _described(self, things: Any, begins: bool) -> tuple:
         """All that an answer can depend on, of what an operation is given; 1, 1.0 and True differ.
 
         Raises:
@@ -83,29 +82,33 @@ class Remembered:
             if kind is FakeTensor:
                 if x.constant is not None or x.fake_mode is not self.mode or x.layout is not torch.strided:
                     raise Unknown
-                found += (x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device)
+                found += (x.shape, x.stride(), x.storage_offset() if begins else 0, x.dtype, x.fake_device)
             elif kind in NUMBERS:
                 found += (kind, x)
             elif kind is list or kind is tuple:
-                found += (kind, self._described(x))
+                found += (kind, self._described(x, begins))
             else:
                 raise Unknown
         return tuple(found)
 
-    def _recipe(self, out: Any, given: Sequence[Any]) -> Recipe | None:
+    def _recipe(self, out: Any, given: Sequence[Any], views: bool) -> Recipe | None:
         """How to make ``out`` again; None where that cannot be told from what was ``given``."""
         if isinstance(out, Tensor):
-            return self._tensor_recipe(out, given)
+            return self._tensor_recipe(out, given, views)
         if type(out) not in (tuple, list) or not all(isinstance(x, Tensor | int | None) for x in out):
             return None
-        parts = [self._tensor_recipe(x, given) if isinstance(x, Tensor) else (lambda _, x=x: x) for x in out]
+        parts = [self._tensor_recipe(x, given, views) if isinstance(x, Tensor) else (lambda _, x=x: x) for x in out]
         news = [x.untyped_storage()._cdata for x, part in zip(out, parts) if isinstance(part, New) and part.of is None]
         if None in parts or len(news) != len(set(news)):
             return None
         kind = type(out)
         return lambda given: kind([part(given) for part in parts])
 
-    def _tensor_recipe(self, out: Tensor, given: Sequence[Any]) -> Recipe | None:
+    def _tensor_recipe(self, out: Tensor, given: Sequence[Any], views: bool) -> Recipe | None:
+        """
+        Args:
+            views: what is returned may be a view of something ``given``.
+        """
         for place, x in enumerate(given):
             if x is out:
                 return lambda given: given[place]
@@ -117,7 +120,7 @@ class Remembered:
         for place, x in enumerate(given):
             for part in x if isinstance(x, list | tuple) else (x,):
                 if isinstance(part, Tensor) and part.untyped_storage()._cdata == storage._cdata:
-                    if part is not x:
+                    if part is not x or not views:
                         return None
                     of = place
         recipe = New(self.mode, out, of)
@@ -167,3 +170,10 @@ def only_returns(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
     return not name.startswith(CHANGES_TENSORS) and not any(tag in func.tags for tag in tags)
+
+
+@cache
+def may_view(func: Any) -> bool:
+    """Whether an operation may return a view of what it is given."""
+    name = func._schema.name.removeprefix("aten::")
+    return name in ("_unsafe_view", "_reshape_alias") or any(x.alias_info is not None for x in func._schema.returns)

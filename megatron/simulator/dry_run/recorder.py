@@ -81,6 +81,11 @@ class Recorder(TensorMeter):
                     event.name = self.attention
                 self.trace.events.append(event)
 
+    def written(self, to: Tensor) -> None:
+        """An operation would write into ``to``, and is somebody else's to record: it need not be called."""
+        self._settle()
+        self.see(to)
+
     def price(self, kernel: Kernel) -> None:
         """Write down a kernel that does not run."""
         if not self.quiet:
