@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.platform.simulation import UNKNOWN
+UNKNOWN = object()
+"""In place of what an operation returns: it has to be called."""
 
 CHANGES_TENSORS = ("resize_", "set_", "lift", "_resize")  # beginnings of names: shapes and storages of what is given
 NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

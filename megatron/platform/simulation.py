@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,13 +21,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    from megatron.platform.remembered import Remembered
+from megatron.platform.remembered import UNKNOWN, Remembered
 
 Answer = Callable[[Any, tuple, dict], Any]
 """What an operation returns, given its arguments; :data:`UNKNOWN` where it has to be called."""
 
-UNKNOWN = object()
 CPU = torch.device("cpu")
 IN_PLACE = frozenset(
     getattr(packet, kind)
@@ -105,8 +103,6 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     from torch._C._distributed_c10d import FakeWork
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import DeviceMesh
-
-    from megatron.platform.remembered import Remembered
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     answers = Collectives(Remembered(fakes))

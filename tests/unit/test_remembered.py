@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron.platform.remembered import Remembered
-from megatron.platform.simulation import UNKNOWN, Collectives, fake_tensors
+from megatron.platform.remembered import UNKNOWN, Remembered
+from megatron.platform.simulation import Collectives, fake_tensors
 
 aten = torch.ops.aten
 
@@ -15,6 +15,7 @@ OPERATIONS = {
     "other dtype": lambda x: x.to(torch.float32),
     "view of rows": lambda x: x[2:5],
     "view of a view": lambda x: x[1:].permute(1, 0, 2)[:, 3:],
+    "views of views that begin elsewhere": lambda x: (x[1][2:], x[3][2:]),
     "several views": lambda x: x.unbind(0),
     "several tensors": lambda x: aten._scaled_dot_product_flash_attention(*[x[None].permute(0, 2, 1, 3)] * 3)[:2],
     "numbers": lambda x: torch.full((3, x.size(1)), 1.0),

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.context_parallel.layout.grid import Grid
 from megatron.formulas.strategy import Group
-from megatron.platform.simulation import UNKNOWN, Answer
+from megatron.platform.remembered import UNKNOWN
+from megatron.platform.simulation import Answer
 from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.training.report.memory import TensorMeter
 
