@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from megatron.platform.remembered import UNKNOWN, Remembered
+
+Answer = Callable[[Any, tuple, dict], Any]
+"""What an operation returns, given its arguments; :data:`UNKNOWN` where it has to be called."""
 
 CPU = torch.device("cpu")
 IN_PLACE = frozenset(
@@ -83,8 +89,11 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = False) -> Iterator[None]:
+def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = False) -> Iterator[Answer]:
     """Within, every tensor that is made has a shape and no memory; programs run, numbers read from tensors are made up.
+
+    Yields what answers operations, for a dispatch mode on top of this that would ask at once: :data:`UNKNOWN` is to be
+    called as it is.
 
     Args:
         waited: called with the number of a collective (1, 2, ... in the order of their starts) when it is waited for.
@@ -95,7 +104,8 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed import DeviceMesh
 
-    answers = Collectives()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    answers = Collectives(Remembered(fakes))
 
     def wait(work: Any, timeout: Any = None) -> bool:
         number, whole = answers.started.pop(id(work), (None, 0))[:2]
@@ -117,9 +127,9 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
         stack.enter_context(patch.object(FakeWork, "wait", wait))
         stack.callback(setattr, local_multi_tensor_l2_norm, "__code__", local_multi_tensor_l2_norm.__code__)
         local_multi_tensor_l2_norm.__code__ = _l2_norm.__code__  # its callers have imported it by name
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(fakes)
         stack.enter_context(answers)
-        yield
+        yield answers.answer
 
 
 def outside_fakes(function: Callable) -> Callable:
@@ -133,29 +143,44 @@ def outside_fakes(function: Callable) -> Callable:
 
 
 class Collectives(TorchDispatchMode):
-    """Answers what fake tensors cannot: collectives, and numbers read from tensors (1, or 0 of fp16's overflow)."""
+    """Answers what fake tensors cannot: collectives, and numbers read from tensors (1, or 0 of fp16's overflow).
 
-    def __init__(self) -> None:
+    Args:
+        remembered: answers all else, as far as it can.
+    """
+
+    def __init__(self, remembered: Remembered) -> None:
         super().__init__()
+        self.remembered = remembered
         # By address of the work, which stays until it is waited for: number, bytes of a reduce-scatter, the work.
         self.started: dict[int, tuple[int, int, Any]] = {}
         self.count = 0
         self._overflow: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.prim.device.default:
+        kwargs = kwargs or {}
+        out = self.answer(func, args, kwargs)
+        if out is UNKNOWN:
+            out = func(*args, **kwargs)
+            self.remembered.keep(func, args, kwargs, out)
+        return out
+
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What an operation returns; ``UNKNOWN``: fake tensors know, or a subclass of tensors among the arguments."""
+        kind = _kind(func)
+        if kind == "device":
             return CPU  # all of them
-        if func is torch.ops.aten.detach.default and type(args[0]) is Tensor:  # not a fake: recompute keeps it so
-            return outside_fakes(func)(*args)
-        if func in IN_PLACE:
+        if kind == "in place":
             return args[0]  # nothing changes, and fake tensors would take their time to find out
-        if func.namespace == "c10d":
+        if kind == "collective":
             return self._collective(func, args)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if kind == "number":
             return self._number(args[0])
-        if "non_finite_check" in func._schema.name:
+        if kind == "detach" and type(args[0]) is Tensor:  # not a fake: recompute keeps it so
+            return outside_fakes(func)(*args)
+        if kind == "overflow":
             self._overflow.add(args[1].untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
+        return self.remembered.answer(func, args, kwargs)
 
     def _collective(self, func: Any, args: tuple) -> Any:
         from torch._C._distributed_c10d import FakeWork
@@ -174,6 +199,22 @@ class Collectives(TorchDispatchMode):
         if not x.dtype.is_floating_point:
             return 1
         return 0.0 if x.untyped_storage()._cdata in self._overflow else 1.0
+
+
+@cache
+def _kind(func: Any) -> str:
+    """What :class:`Collectives` does about an operation."""
+    if func is torch.ops.prim.device.default:
+        return "device"
+    if func is torch.ops.aten.detach.default:
+        return "detach"
+    if func in IN_PLACE:
+        return "in place"
+    if func.namespace == "c10d":
+        return "collective"
+    if func is torch.ops.aten._local_scalar_dense.default:
+        return "number"
+    return "overflow" if "non_finite_check" in func._schema.name else "other"
 
 
 def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):  # noqa: ANN001, ANN202

@@ -107,7 +107,7 @@ def run_rank(
         real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.drops else {}
         if runtime.by_documents:  # each sample is one, which takes the most work and memory
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
-        with fake_tensors(watch.waited, gloo=not on_gpu):
+        with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer:
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
             )

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.context_parallel.layout.grid import Grid
 from megatron.formulas.strategy import Group
+from megatron.platform.remembered import UNKNOWN
+from megatron.platform.simulation import Answer
 from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.training.report.memory import TensorMeter
 
@@ -51,19 +53,27 @@ class Recorder(TensorMeter):
         self._collectives = 0
         self._deferred: list[int] | None = None
         self.attention = ""  # what attention kernels are called, in place of the operation that stands for them
+        self.answer: Answer | None = None  # asked before an operation is called
         self.quiet = 0  # depth of regions whose operations are recorded as one, or by somebody else
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         if func is WHERE:  # half of all that fake tensors ask
-            return func(*args)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+            return self._call(func, args, kwargs)
+        self._settle()
+        out = self._call(func, args, kwargs)
+        self.see_all(out)
         if not self.quiet:
-            self.note(func, args, kwargs or {}, out)
+            self.note(func, args, kwargs, out)
         return out
+
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        out = UNKNOWN if self.answer is None else self.answer(func, args, kwargs)
+        return func(*args, **kwargs) if out is UNKNOWN else out
 
     def note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Write down one operation."""
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if communicates(func):
             self._note_transfer(func, args, out)
         elif not moves_nothing(func):
             event = host_copy(func, args, out) or kernel(func, args, kwargs, out)
@@ -71,6 +81,11 @@ class Recorder(TensorMeter):
                 if self.attention and getattr(event, "kind", "") == "attention":
                     event.name = self.attention
                 self.trace.events.append(event)
+
+    def written(self, to: Tensor) -> None:
+        """An operation would write into ``to``, and is somebody else's to record: it need not be called."""
+        self._settle()
+        self.see(to)
 
     def price(self, kernel: Kernel) -> None:
         """Write down a kernel that does not run."""
@@ -226,7 +241,22 @@ def _group(args: tuple) -> ProcessGroup:
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tree_leaves(tensors) if isinstance(x, Tensor))
+    return sum(x.numel() * x.element_size() for x in tensors_in(tensors))
+
+
+def tensors_in(things: Any) -> list[Tensor]:
+    """All tensors in what an operation is given or returns."""
+    if isinstance(things, Tensor):
+        return [things]
+    if isinstance(things, tuple | list):
+        return [x for thing in things for x in ((thing,) if isinstance(thing, Tensor) else tensors_in(thing))]
+    return [x for x in tree_leaves(things) if isinstance(x, Tensor)] if isinstance(things, dict) else []
+
+
+@cache
+def called(func: Any) -> str:
+    """An operation's name in the trace."""
+    return func._schema.name.removeprefix("aten::")
 
 
 def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
@@ -260,6 +290,11 @@ MOVES_NOTHING = (
     aten._reshape_alias.default,
     aten.lift_fresh.default,
 )
+
+
+@cache
+def communicates(func: Any) -> bool:
+    return func.namespace in ("c10d", "_c10d_functional")
 
 
 @cache
@@ -305,9 +340,9 @@ ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
 
 def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
     """Work of the compute stream."""
-    name = func._schema.name.removeprefix("aten::")
-    given = {name: value for name, value in kwargs.items() if name != "out"}  # which is what is returned
-    tensors = [getattr(x, "_local_tensor", x) for x in tree_leaves((args, given, out)) if isinstance(x, Tensor)]
+    name = called(func)
+    given = [value for name, value in kwargs.items() if name != "out"]  # which is what is returned
+    tensors = [getattr(x, "_local_tensor", x) for x in tensors_in((args, given, out))]
     size = sum(x.numel() * x.element_size() for x in tensors)
     if not size:
         return None

@@ -49,8 +49,11 @@ class SimulatedStreams(Streams):
         self._last: dict[str, int] = {}
 
     def copy(self, stream: str, to: Tensor, source: Tensor) -> None:
-        with self.recorder.hushed():
-            to.copy_(source)
+        if source.requires_grad and torch.is_grad_enabled():
+            with self.recorder.hushed():
+                to.copy_(source)
+        else:
+            self.recorder.written(to)
         direction = "to_host" if stream == STORES else "to_device"
         self._last[stream] = self.recorder.copy(direction, to.numel() * to.element_size())
 

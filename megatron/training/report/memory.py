@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -138,10 +139,14 @@ class TensorMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._settle()
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        self.see_all(out)
+        return out
+
+    def see_all(self, out: Any) -> None:
+        """Count the tensors that an operation has returned."""
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
-        return out
 
     def see(self, tensor: torch.Tensor) -> Block | None:
         """Count a tensor's storage, once; returns its block, or None for a tensor without memory here."""
@@ -154,11 +159,10 @@ class TensorMeter(TorchDispatchMode):
         block = self.live.get(key)
         if block is None:
             place: Place = "device" if kind == self.device else "elsewhere"
-            block = self.live[key] = Block(self._count, 0, place, weakref.ref(storage))
+            block = self.live[key] = Block(self._count, 0, place, weakref.ref(storage, partial(self._gone, key)))
             self._count += 1
             if self.history is not None:
                 self.history.blocks.append(block)
-            weakref.finalize(storage, self._gone, key).atexit = False
         if block.size != size:
             self._resize(block, size)
             self._new.append((block, self._levels["host"].now + size))
@@ -198,7 +202,7 @@ class TensorMeter(TorchDispatchMode):
         self._settle()
         return self._levels[place]
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: weakref.ref) -> None:
         block = self.live.pop(key, None)
         if block is not None:
             for other, high in self._new:
