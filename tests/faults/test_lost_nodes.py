@@ -56,7 +56,7 @@ def start(folder: Path, logs: Path, draw: random.Random | None, seconds: float) 
             rank.join()
     errors = "".join(text(logs / str(node) / "err") for node in range(NODES))
     assert not (late and (draw is None or met)), f"ranks {late} are still there\n{errors}"
-    assert "Traceback" not in errors and "common state dict differs" not in errors, errors
+    assert "Traceback" not in errors, errors
     return text(logs / "0" / "out"), [rank.exitcode for rank in ranks], taken
 
 
