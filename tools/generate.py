@@ -68,9 +68,9 @@ def order_of(args: argparse.Namespace) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    from megatron.training.pretrain import EXIT_FAILED, EXIT_REFUSED, _quiet, _tell, out_of_memory
+    from megatron.training.pretrain import EXIT_FAILED, EXIT_REFUSED, out_of_memory, quiet, tell
 
-    _quiet()
+    quiet()
     try:
         args, words = build_parser().parse_known_args(argv)
         order = order_of(args)
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
         run(order, words)
     except Refusal as refusal:
-        _tell(refusal)
+        tell(refusal)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return 130

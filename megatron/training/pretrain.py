@@ -49,14 +49,14 @@ def main(
         if leaves(given, os.environ):
             return 0
         config = parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest)
-        _quiet()
+        quiet()
         if not config.simulation.dry_run:
             return run(config, work)
         if simulate is None:
             raise Refusal("--dry-run: this entry point only trains; use pretrain_gpt.py or pretrain_llama.py")
         return simulate(config)
     except Refusal as refusal:
-        _tell(refusal)
+        tell(refusal)
         return EXIT_REFUSED
 
 
@@ -166,14 +166,14 @@ def _shape_of(folder: str, step: int | None) -> dict[str, Any] | None:
     return shape_of(folder, step)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Keep libraries from warning of what does not concern a run."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
 
 
-def _tell(refusal: Refusal) -> None:
+def tell(refusal: Refusal) -> None:
     """Print a refusal once. A rank that is alone with it speaks for itself, after the others had time to speak."""
     rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     if refusal.everywhere and rank != 0:

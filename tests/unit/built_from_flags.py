@@ -128,7 +128,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
 def _data_parallel(config: Config) -> dict[str, Any]:
     chunk = SimpleNamespace(config=None)
     with (
-        mock.patch.object(optimizer, "_in_compute_dtype", lambda chunk, _: chunk),
+        mock.patch.object(optimizer, "in_compute_dtype", lambda chunk, _: chunk),
         mock.patch.object(optimizer, "DistributedDataParallel", lambda _, settings, *args, **kwargs: settings),
         mock.patch.object(optimizer, "FullySharded", lambda chunk, config: SimpleNamespace(fsdp=True)),
     ):

@@ -94,7 +94,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels, token_weights = (x.reshape(ranks, rows, -1) for x in (labels, token_weights))
         total = torch.zeros((), dtype=wide, device=weight.device)
         for (start, stop), part in zip(spans, hidden_states.walk(spans)):
-            tokens = _gather(part, tensor) if gathered else part
+            tokens = gather(part, tensor) if gathered else part
             tokens = tokens.reshape(-1, hidden.size(-1))
             targets = labels[:, start:stop].reshape(-1)
             scale = token_weights[:, start:stop].reshape(-1).to(wide)
@@ -169,7 +169,7 @@ def _loss(
     total, grads = scale.new_zeros(()), None
     for start, stop in spans:
         logits = (tokens[start:stop] @ weight.t()).to(scale.dtype)
-        losses, grad = _cross_entropy(logits, targets[start:stop], vocab_size, tensor, needs_grad)
+        losses, grad = cross_entropy(logits, targets[start:stop], vocab_size, tensor, needs_grad)
         total += (losses * scale[start:stop]).sum()
         if needs_grad:
             grad.mul_(scale[start:stop].unsqueeze(1))
@@ -181,7 +181,7 @@ def _loss(
     return total, grads
 
 
-def _cross_entropy(
+def cross_entropy(
     logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis, needs_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Losses [tokens] and their gradients [tokens, vocab / TP] of logits split over TP; destroys the logits."""
@@ -191,7 +191,7 @@ def _cross_entropy(
     if real < width:
         logits_TV[:, real:] = -torch.inf
     largest = logits_TV.amax(1)
-    _all_reduce(largest, tensor, dist.ReduceOp.MAX)
+    all_reduce(largest, tensor, dist.ReduceOp.MAX)
     logits_TV -= largest.unsqueeze(1)
     mine = (targets >= first) & (targets < first + width)
     column = torch.where(mine, targets - first, 0).unsqueeze(1)
@@ -199,7 +199,7 @@ def _cross_entropy(
     exponentials = logits_TV.exp_()
     total = exponentials.sum(1)
     sums = torch.stack((target_logit, total))
-    _all_reduce(sums, tensor, dist.ReduceOp.SUM)
+    all_reduce(sums, tensor, dist.ReduceOp.SUM)
     target_logit, total = sums
     losses = total.log() - target_logit
     if not needs_grad:
@@ -209,12 +209,12 @@ def _cross_entropy(
     return losses, grad
 
 
-def _all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
+def all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
     if tensor.size > 1:
         dist.all_reduce(x, op=op, group=tensor.group)
 
 
-def _gather(part: Tensor, tensor: Axis) -> Tensor:
+def gather(part: Tensor, tensor: Axis) -> Tensor:
     """[n, b, h] of every TP rank, one after another."""
     whole = part.new_empty((tensor.size * part.size(0), *part.shape[1:]))
     dist.all_gather_into_tensor(whole, part.contiguous(), group=tensor.group)

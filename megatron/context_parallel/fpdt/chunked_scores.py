@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans
-from megatron.context_parallel.fpdt.chunked_loss import _all_reduce, _cross_entropy, _gather
+from megatron.context_parallel.fpdt.chunked_loss import all_reduce, cross_entropy, gather
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.grid import Axis
@@ -57,7 +57,7 @@ def chunked_token_scores(
     ]  # alike on all TP ranks: they hold the same labels
     scores = torch.zeros((2, ranks, rows, batch), dtype=wide, device=weight_VH.device)
     for (start, stop), part in zip(spans, HiddenStates(hidden_SBH, offload).walk(spans)):
-        tokens = (_gather(part, tensor) if gathered else part).reshape(-1, hidden_SBH.size(-1))
+        tokens = (gather(part, tensor) if gathered else part).reshape(-1, hidden_SBH.size(-1))
         logits = (tokens @ weight_VH.t()).to(wide)
         found = _scores(logits, labels[:, start:stop].reshape(-1), vocab_size, tensor)
         scores[:, :, start:stop] = found.view(2, ranks, stop - start, batch)
@@ -72,12 +72,12 @@ def _scores(logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis) -
     mine = (targets >= first) & (targets < first + width)
     column = torch.where(mine, targets - first, 0).unsqueeze(1)
     target = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)  # 0 on all TP ranks but one: the sum is it
-    _all_reduce(target, tensor, dist.ReduceOp.SUM)
+    all_reduce(target, tensor, dist.ReduceOp.SUM)
     target = target.unsqueeze(1)
     ahead = (logits_TV > target).sum(1)  # counted, not compared by index, so that one sum over TP settles it
     ids = torch.arange(first, first + width, device=targets.device)
     ahead += ((logits_TV == target) & (ids < targets.unsqueeze(1))).sum(1)
-    _all_reduce(ahead, tensor, dist.ReduceOp.SUM)
-    losses, _ = _cross_entropy(logits_TV, targets, vocab_size, tensor, False)
+    all_reduce(ahead, tensor, dist.ReduceOp.SUM)
+    losses, _ = cross_entropy(logits_TV, targets, vocab_size, tensor, False)
     hits = (ahead == 0) & losses.isfinite()  # of NaN nothing is larger
     return torch.stack((losses, hits.to(losses.dtype)))

@@ -18,16 +18,9 @@ from megatron.training.evaluation.plan import Plan, check_held_out, make_plan
 from megatron.training.host_memory import check_host_memory
 from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
-from megatron.training.model.optimizer import _in_compute_dtype
+from megatron.training.model.optimizer import in_compute_dtype
 from megatron.training.refusal import Refusal, together
 from megatron.training.setup import Runtime
-
-
-class NoOptimizer:
-    """What a checkpoint's loader tells an optimizer of new weights."""
-
-    def reload_model_params(self) -> None:
-        """Nothing is kept of them."""
 
 
 def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.Module], Dataset | None]:
@@ -69,8 +62,8 @@ def load_model(config: Config, runtime: Runtime, vocab_size: int, found: Any) ->
     if config.parallel.zero_stage >= 2:
         chunks = [FullySharded(chunk, config) for chunk in chunks]
     else:
-        chunks = [_in_compute_dtype(chunk, config) for chunk in chunks]
+        chunks = [in_compute_dtype(chunk, config) for chunk in chunks]
     config.checkpoint.finetune = True
-    checkpoint.load(found, chunks, NoOptimizer(), None, config)
+    checkpoint.load(found, chunks, None, None, config)
     dist.barrier()
     return chunks

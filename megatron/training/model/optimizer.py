@@ -41,12 +41,12 @@ def wrap_for_data_parallelism(
         check_for_nan_in_grad=False,  # the loop looks at the loss and the gradient norm, on all ranks together
     )
     return [
-        DistributedDataParallel(chunk.config, settings, _in_compute_dtype(chunk, config), disable_bucketing=index > 0)
+        DistributedDataParallel(chunk.config, settings, in_compute_dtype(chunk, config), disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
 
 
-def _in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
+def in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
     """Float16Module casts parameters, inputs and outputs; fp32 models stay as they are."""
     if compute_dtype(config) == torch.float32:
         return chunk

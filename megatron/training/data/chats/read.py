@@ -126,9 +126,7 @@ def _message(message: Any, where: str) -> Message:
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
             raise Refusal(f"{where}: its content has parts that are no text, and models here read text alone")
-    elif content is None and role == "assistant" and message.get("tool_calls"):
-        pass  # a call needs no words
-    elif not isinstance(content, str):
+    elif not isinstance(content, str) and not (content is None and role == "assistant" and message.get("tool_calls")):
         raise Refusal(f"{where}: its content is {'missing' if content is None else 'no text'}")
     if role == "assistant" and not (content or message.get("tool_calls")):
         raise Refusal(f"{where}: the assistant says nothing")
