@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -11,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megatron.simulator.machines.json_file import read_json
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Power, Rate
 from megatron.training.refusal import Refusal
 
@@ -73,7 +73,7 @@ def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
     """The fields of a file over those of the file that it extends; objects are merged, all else is replaced."""
     if path.resolve() in below:
         raise Refusal(f"{path}: extends: a file cannot build on itself")
-    raw = read_json(path)
+    raw = read_fields(path)
     raw.setdefault("name", path.stem)
     base_name = raw.pop("extends", None)
     if base_name is None:
@@ -107,13 +107,8 @@ def merge(base: Json, over: Json) -> Json:
     return merged
 
 
-def read_json(path: Path) -> Json:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: not JSON: {error}") from None
+def read_fields(path: Path) -> Json:
+    raw = read_json(path)
     if not isinstance(raw, dict):
         raise Refusal(f"{path}: holds {type(raw).__name__}, not the fields of a machine (docs/hardware.md)")
     return raw

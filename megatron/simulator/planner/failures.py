@@ -11,13 +11,13 @@ saves and restarts.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape
+from megatron.simulator.machines.json_file import read_json
 from megatron.training.refusal import Refusal
 
 STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weight, fp32 main weight, Adam's two moments
@@ -68,12 +68,7 @@ def read_rates(path: Path) -> Rates:
         Refusal: the file cannot be read, or a field is unknown, missing or no such figure.
     """
     names = [field.name for field in fields(Rates)]
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"--failures {path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise Refusal(f"--failures {path}: not JSON: {error}") from None
+    raw = read_json(path, "--failures")
     if not isinstance(raw, dict) or "gpu_hours_per_failure" not in raw:
         raise Refusal(f"--failures {path}: give an object with gpu_hours_per_failure (docs/planner.md)")
     for name, value in raw.items():

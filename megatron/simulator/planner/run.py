@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.simulator.machines.json_file import read_json
 from megatron.simulator.planner.failures import Interrupted, Rates, interrupted
 from megatron.simulator.planner.search import Plan, Problem
 from megatron.training.refusal import Refusal
@@ -118,12 +118,7 @@ def read_prices(path: Path) -> Prices:
     Raises:
         Refusal: the file is not that.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"--prices {path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise Refusal(f"--prices {path}: not JSON: {error}") from None
+    raw = read_json(path, "--prices")
     hours = raw.get("gpu_hour") if isinstance(raw, dict) else None
     if not isinstance(hours, dict) or not hours:
         raise Refusal(f'--prices {path}: give {{"currency": "USD", "gpu_hour": {{"H100-80G": 2.5}}}}')
