@@ -14,8 +14,6 @@ import copy
 import functools
 import logging
 import os
-import shutil
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from megatron.training.data.chats.dataset import build_chat_datasets
 from megatron.training.data.fim import Fim, fill_in, fim_of, generator
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.data.whole_folder import whole_folder
 from megatron.training.refusal import Refusal, together
 
 logger = logging.getLogger(__name__)
@@ -162,22 +161,16 @@ def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_s
 
 
 def _build_cache(core: LocalConfig, samples: list[int], folder: str) -> None:
-    """Rank 0 builds the indices and the others wait; where no cache can be written, each rank builds in memory.
-
-    The folder appears whole or not at all, so an interrupted run leaves no broken cache behind.
-    """
+    """Rank 0 builds the indices and the others wait; where no cache can be written, each rank builds in memory."""
     distributed = torch.distributed.is_initialized()
-    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
     try:
         if not (distributed and torch.distributed.get_rank() > 0) and not os.path.isdir(folder):
-            os.makedirs(temporary)
-            _build(core, samples, temporary)
-            os.rename(temporary, folder)
+            with whole_folder(folder) as temporary:
+                _build(core, samples, temporary)
     except OSError as error:
         if not os.path.isdir(folder):  # else another run was faster
             logger.warning("no index cache in %s (%s): every rank builds in memory", folder, error.strerror)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
         if distributed:
             torch.distributed.barrier()
 

@@ -7,8 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import socket
 from array import array
 from dataclasses import dataclass
 
@@ -18,6 +16,7 @@ from tqdm import tqdm
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.chats.read import read_chats
 from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.whole_folder import whole_folder
 from megatron.training.refusal import Refusal, one_line
 
 logger = logging.getLogger(__name__)
@@ -94,17 +93,13 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
 
 def keep(store: Store, folder: str) -> None:
     """Write a store into a folder that appears whole; without one where nothing can be written."""
-    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
     try:
-        os.makedirs(temporary)
-        for name in PARTS:
-            np.save(os.path.join(temporary, f"{name}.npy"), getattr(store, name))
-        os.rename(temporary, folder)
+        with whole_folder(folder) as temporary:
+            for name in PARTS:
+                np.save(os.path.join(temporary, f"{name}.npy"), getattr(store, name))
     except OSError as error:
         if not os.path.isdir(folder):  # else another run was faster
             logger.warning("no cache of tokens in %s (%s): every rank renders the chats", folder, error.strerror)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def kept(path: str, folder: str) -> Store | None:

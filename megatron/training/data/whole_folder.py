@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of a cache that appears whole or not at all: an interrupted run leaves no broken one behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def whole_folder(folder: str) -> Iterator[str]:
+    """Yields a folder beside ``folder`` to fill, which takes that name when all went well, and goes otherwise.
+
+    Raises:
+        OSError: nothing can be written there; or ``folder`` is there, because another run was faster.
+    """
+    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(temporary)
+        yield temporary
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
