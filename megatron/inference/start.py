@@ -12,6 +12,7 @@ from typing import Any
 from megatron.inference.decoder import Decoder
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import parse, settings, spellings
+from megatron.training.arguments.validate_attention import sees_ahead
 from megatron.training.arguments.words import options
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
@@ -136,7 +137,7 @@ def check_mask(config: Config) -> None:
     mask = attention.attention_mask
     if config.data.reset_attention_mask:
         raise Refusal("--attention-mask document is not for generation: a prompt is one document; use causal or window")
-    if mask == "full" or (mask == "window" and attention.window_size[1] != 0):
+    if sees_ahead(attention):
         what = mask if mask == "full" else f"window with --window-size {'{},{}'.format(*attention.window_size)}"
         raise Refusal(
             f"--attention-mask {what} lets tokens see later ones, which generation has not got: it takes causal masks"

@@ -120,6 +120,11 @@ def varies_by_batch(config: Config) -> bool:
     return config.data.reset_attention_mask or config.data.reset_position_ids
 
 
+def sees_ahead(attention: AttentionConfig) -> bool:
+    """Whether a mask, settled by :func:`check_attention`, lets tokens attend to later ones."""
+    return attention.attention_mask == "full" or (attention.window_size is not None and attention.window_size[1] != 0)
+
+
 def check_partitioned_positions(config: Config) -> None:
     """Settle --partition-position-embedding."""
     model, parallel = config.model, config.parallel

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.settings.evaluation import MADE, TASKS, EvaluationConfig
+from megatron.training.arguments.validate_attention import sees_ahead
 from megatron.training.refusal import Refusal
 
 READ_BY = {
@@ -34,11 +35,10 @@ def check_evaluation(config: Config) -> None:
             )
     if not tasks:
         return
-    attention = config.attention
-    if attention.attention_mask == "full" or (attention.window_size and attention.window_size[1] != 0):
+    if sees_ahead(config.attention):
         raise Refusal(
             "--eval-tasks scores each token by those before it, and under --attention-mask "
-            f"{attention.attention_mask} tokens see later ones: leave one out"
+            f"{config.attention.attention_mask} tokens see later ones: leave one out"
         )
     settings.eval_tasks = list(dict.fromkeys(tasks))
     if "perplexity" in tasks and not settings.eval_files:

@@ -11,6 +11,7 @@ from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.arguments.stages import chunk_layers
+from megatron.training.arguments.validate_attention import sees_ahead
 from megatron.training.arguments.weighted_paths import WEIGHTED, weighted_groups
 from megatron.training.refusal import Gather, Refusal
 
@@ -332,7 +333,7 @@ def _tokens(config: Config, own: str) -> None:
 
 def check_lengths(config: Config) -> None:
     """Refuse a --rampup-seq-length that grows to no length, or whose tokens see those that do not count."""
-    data, attention = config.data, config.attention
+    data = config.data
     if data.rampup_seq_length is None:
         return
     start, increment, over = data.rampup_seq_length
@@ -341,8 +342,7 @@ def check_lengths(config: Config) -> None:
             f"--rampup-seq-length {start} {increment} {over} needs a start from its increment to --seq-length "
             f"{data.seq_length}: use such a one"
         )
-    ahead = attention.attention_mask == "full" or (attention.window_size and attention.window_size[1] != 0)
-    if ahead:
+    if sees_ahead(config.attention):
         raise Refusal("--rampup-seq-length needs a mask by which no token sees a later one: leave one out")
     config.notes.append(
         f"--rampup-seq-length: of each sample, tokens from {start} on begin to count over {over} iterations; all are "
