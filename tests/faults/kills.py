@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kill -9`` of all ranks of the training program, or of one, at a random moment; and what its log says afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.distributed.test_program import PROGRAM
+from tests.patience import patience
+from tests.program import meeting, start_forked
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of the ranks.
+
+    Attributes:
+        what: was killed, "job" or "rank"; "over" where all had ended before.
+        seconds: from the start until then; 0 where nothing was to be killed.
+        said: by rank 0, on its standard output.
+        errors: of all ranks, on their standard error.
+        codes: with which they ended.
+    """
+
+    what: str
+    seconds: float
+    said: str
+    errors: str
+    codes: list[int]
+
+
+def run_and_kill(
+    argv: Sequence[Sequence[str]],
+    logs: Path,
+    draw: random.Random | None,
+    window: tuple[float, float] = (0.0, 0.0),
+    more: dict[str, str] | None = None,
+) -> Ended:
+    """Start a rank for each command line, kill all or one of them, and see that those left end by themselves.
+
+    Args:
+        logs: folder for what they print; it must not be there yet.
+        draw: None kills nobody.
+        window: seconds from the start between which the kill comes.
+        more: environment of each rank.
+    """
+    what, seconds, met = "over", 0.0, True
+    with meeting(ENVIRONMENT, len(argv)) as environments:
+        ranks = [
+            start_forked(PROGRAM, words, {**one, **(more or {})}, logs / str(rank))
+            for rank, (words, one) in enumerate(zip(argv, environments))
+        ]
+        begin = time.monotonic()
+        end = begin + patience(60)
+        if draw is not None:
+            moment = begin + draw.uniform(*window)
+            while time.monotonic() < moment and any(rank.is_alive() for rank in ranks):
+                time.sleep(0.01)
+            seconds = time.monotonic() - begin
+            victims = ranks if draw.random() < 0.5 else [draw.choice(ranks)]
+            if any(rank.is_alive() for rank in ranks):
+                what = "job" if len(victims) > 1 else "rank"
+            met = "ready after" in text(logs / "0" / "out")  # until then nobody but their launcher would notice
+            for victim in victims:
+                victim.kill()
+            end = time.monotonic() + (patience(20) if met else 1.0)
+        for rank in ranks:  # a survivor notices by itself
+            rank.join(max(0.0, end - time.monotonic()))
+        late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    errors = "".join(text(logs / str(rank) / "err") for rank in range(len(ranks)))
+    assert not (late and met), f"ranks {late} are still there\n{errors}"
+    assert "Traceback" not in errors, errors
+    return Ended(what, seconds, text(logs / "0" / "out"), errors, [rank.exitcode for rank in ranks])
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and norm by step, of whole lines of ``folder/log.jsonl``: a kill may tear the last one."""
+    found = {}
+    for line in text(folder / "log.jsonl").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        found[row["iteration"]] = (row["lm_loss"], row["grad_norm"])
+    return found
+
+
+def text(file: Path) -> str:
+    """Empty where its rank was killed before it opened it."""
+    return file.read_text() if file.exists() else ""
