@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,11 +45,23 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> P
     """A random model whose every weight shows, in evaluation mode, the same on every rank."""
     torch.manual_seed(3)
     config = AutoConfig.for_model(kind, **(SIZES | KINDS[kind] | sizes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    return draw_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval())
+
+
+def save_model(folder: Path, kind: str, sizes: dict[str, Any]) -> Path:
+    """A random model whose every weight shows, in several files; returns the folder."""
+    torch.manual_seed(3)
+    model = draw_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)))
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Random ones, so large that each shows, and that no token is likely without the tokens before it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.uniform_(*((0.5, 1.5) if "norm" in name and name.endswith("weight") else (-0.3, 0.3)))
+                parameter.uniform_(*((0.5, 1.5) if name.endswith("weight") else (-0.3, 0.3)))
             else:
                 parameter.normal_(std=0.2)
     return model

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.chunked_scores import chunked_token_scores
-from tests.distributed.test_hugging_face_load import save
+from tests.distributed.test_hugging_face_load import LLAMA_SIZES
 from tests.distributed.training_runs import RUN, SHAPE, make_job
+from tests.hugging_face import save_model
 from tests.program import run_forked, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,7 +213,7 @@ def from_hugging_face(folder: str, text: str) -> tuple[dict[str, Any], list[tupl
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    return save(tmp_path_factory.mktemp("llama"), "llama")
+    return save_model(tmp_path_factory.mktemp("llama"), "llama", LLAMA_SIZES)
 
 
 def test_loss_by_position_is_that_of_transformers(pool, llama, texts):

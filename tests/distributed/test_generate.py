@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.distributed.training_runs import RUN, SHAPE
+from tests.hugging_face import save_model
 from tests.program import run_forked, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,25 +65,10 @@ CASES = [
 ]
 
 
-def save(folder: Path, kind: str) -> Path:
-    """A random model whose every weight shows, so that no token is likely without the tokens before it."""
-    name, sizes = KINDS[kind]
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(*((0.5, 1.5) if name.endswith("weight") else (-0.3, 0.3)))
-            else:
-                parameter.normal_(std=0.2)
-    model.save_pretrained(folder, max_shard_size="100KB")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """One folder a kind, made when it is asked for."""
-    return cache(lambda kind: save(tmp_path_factory.mktemp("model"), kind))
+    return cache(lambda kind: save_model(tmp_path_factory.mktemp("model"), *KINDS[kind]))
 
 
 def prompts() -> list[list[int]]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from megatron.training.arguments.parser import parse
 from tests.distributed.training_runs import make_job, train_job
+from tests.hugging_face import save_model
 
 SIZES = {"hidden_size": 64, "vocab_size": 301}
 LLAMA_SIZES = SIZES | {
@@ -45,24 +46,10 @@ CASES = [
 ]
 
 
-def save(folder: Path, kind: str) -> Path:
-    """A random model whose every weight shows."""
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind][0]))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.uniform_(*((0.5, 1.5) if name.endswith("weight") else (-0.3, 0.3)))
-            else:
-                parameter.normal_(std=0.2)
-    model.save_pretrained(folder, max_shard_size="100KB")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """One folder a kind, made when it is asked for."""
-    return cache(lambda kind: save(tmp_path_factory.mktemp(kind), kind))
+    return cache(lambda kind: save_model(tmp_path_factory.mktemp(kind), kind, KINDS[kind][0]))
 
 
 def first_loss(flags: str, llama: bool) -> tuple[float, int, list[tuple[torch.Tensor, torch.Tensor]]]:

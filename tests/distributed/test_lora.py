@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from megatron.training.refusal import Refusal
-from tests.distributed.test_hugging_face_load import COMMON, LLAMA_SIZES, save
+from tests.distributed.test_hugging_face_load import COMMON, LLAMA_SIZES
 from tests.distributed.training_runs import make_job, train_job
+from tests.hugging_face import save_model
 from tests.pairs import also_in_full
 
 GQA = "--group-query-attention --num-query-groups 2 --num-layers 2"
@@ -135,7 +136,7 @@ def go_on(flags: str, steps: int):
 def tuned(pool, tmp_path_factory):
     """A random Llama of transformers, fine-tuned with adapters on TP 2; its losses."""
     folder = tmp_path_factory.mktemp("lora")
-    save(folder / "hf", "llama")
+    save_model(folder / "hf", "llama", LLAMA_SIZES)
     flags = f"--group-query-attention --num-query-groups 2 --ffn-hidden-size 96 {LORA} --lr 1e-2 {COMMON}"
     losses = pool.run(
         tune_folder,
