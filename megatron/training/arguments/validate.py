@@ -19,23 +19,21 @@ from megatron.training.arguments.idle import note_idle
 from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.arguments.stages import settle_virtual_stages
 from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
+from megatron.training.arguments.validate_checkpoint import check_checkpoint, check_copies
 from megatron.training.arguments.validate_chunks import check_chunks
-from megatron.training.arguments.validate_copies import check_copies
+from megatron.training.arguments.validate_data import check_data, check_lengths
 from megatron.training.arguments.validate_evaluation import check_evaluation
 from megatron.training.arguments.validate_faults import check_faults
 from megatron.training.arguments.validate_job import (
     check_batch,
-    check_checkpoint,
-    check_data,
     check_duration,
-    check_lengths,
     check_profile,
-    check_ranges,
     check_recompute,
     check_schedule,
     check_zero,
     near,
 )
+from megatron.training.arguments.validate_ranges import check_ranges
 from megatron.training.arguments.validate_tuning import check_lora, check_sft
 from megatron.training.refusal import Gather, Refusal
 

@@ -1,98 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about memory, batches, schedule, data, checkpoints and plain ranges of numbers."""
+"""The part of `validate.py` about recompute, ZeRO, batches, the length of a run and its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import gcd
 
-from megatron.training.arguments.config import Config, DataConfig
-from megatron.training.arguments.models import vocabulary
+from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.arguments.stages import chunk_layers
-from megatron.training.arguments.validate_attention import sees_ahead
-from megatron.training.arguments.weighted_paths import WEIGHTED, weighted_groups
-from megatron.training.refusal import Gather, Refusal
-
-# Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
-POSITIVE = {
-    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
-    "fp8_amax_history_len yarn_original_max_position_embeddings lora_rank",
-    "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
-    "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
-    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage "
-    "ddp_bucket_size distributed_timeout_minutes",
-    "attention": "recompute_num_layers",
-    "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
-    "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
-    "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length rampup_seq_length "
-    "num_dataset_builder_threads",
-    "checkpoint": "save_interval save_retain_interval keep_last_checkpoints keep_best_checkpoints "
-    "non_persistent_save_interval replication_jump replication_factor",
-    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
-    "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
-    "faults": "check_weight_hash_across_dp_replicas_interval",
-    "evaluation": "eval_lengths eval_depths eval_samples eval_stride",
-}
-NOT_NEGATIVE = {
-    "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
-    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_init weight_decay clip_grad "
-    "adam_eps sgd_momentum decoupled_min_lr",
-    "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
-    "checkpoint": "ckpt_step",
-    "attention": "mask_cpu_threshold",
-    "run": "seed manual_gc_interval",
-    "faults": "skip_bad_batches iterations_to_skip",
-}
-ABOVE_ZERO = {
-    "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
-    "yarn_beta_fast yarn_beta_slow lora_alpha",
-    "optimizer": "lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window",
-    "logging": "peak_tflops",
-}
-BELOW_ONE = {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2 lr_warmup_fraction"}
-DROPOUT = {"model": "hidden_dropout attention_dropout"}
-
-
-def check_ranges(config: Config) -> None:
-    """Refuse single numbers that make no sense."""
-    rules = (
-        (POSITIVE, lambda value: value >= 1, "must be at least 1"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
-        (ABOVE_ZERO, lambda value: value > 0, "must be above 0"),
-        (BELOW_ONE, lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1"),
-        (
-            DROPOUT,
-            lambda value: value == 0 or value >= 2**-15,
-            "is too small to tell from 0: use 0, or 3.1e-05 and more",
-        ),
-    )
-    gather = Gather()
-    config.run.exit_interval = config.run.exit_interval or None  # 0 is never, as in Megatron-LM
-    config.checkpoint.save_interval = config.checkpoint.save_interval or None
-    config.run.eval_iters = max(config.run.eval_iters, 0)  # -1 evaluates nothing, likewise
-
-    def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
-        if number is not None and not holds(number):
-            raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
-
-    for names, holds, text in rules:
-        for section, fields in names.items():
-            for field in fields.split():
-                value = getattr(getattr(config, section), field)
-                for number in value if isinstance(value, list) else [value]:
-                    gather.check(field, partial(check, field, number, holds, text))
-    minutes = config.parallel.distributed_timeout_minutes
-    year = 366 * 24 * 60
-    gather.check(
-        "timeout", lambda: check("distributed_timeout_minutes", minutes, lambda x: x <= year, f"is more than {year}")
-    )
-    gather.check(
-        "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")
-    )
-    gather.finish()
+from megatron.training.refusal import Refusal
 
 
 def near(value: int, unit: int) -> str:
@@ -331,25 +247,6 @@ def _tokens(config: Config, own: str) -> None:
         )
 
 
-def check_lengths(config: Config) -> None:
-    """Refuse a --rampup-seq-length that grows to no length, or whose tokens see those that do not count."""
-    data = config.data
-    if data.rampup_seq_length is None:
-        return
-    start, increment, over = data.rampup_seq_length
-    if not increment <= start <= data.seq_length:
-        raise Refusal(
-            f"--rampup-seq-length {start} {increment} {over} needs a start from its increment to --seq-length "
-            f"{data.seq_length}: use such a one"
-        )
-    if sees_ahead(config.attention):
-        raise Refusal("--rampup-seq-length needs a mask by which no token sees a later one: leave one out")
-    config.notes.append(
-        f"--rampup-seq-length: of each sample, tokens from {start} on begin to count over {over} iterations; all are "
-        "computed, so short steps take no less time"
-    )
-
-
 def check_profile(config: Config) -> None:
     """Settle which step --profile-memory records."""
     logging = config.logging
@@ -361,97 +258,3 @@ def check_profile(config: Config) -> None:
         raise Refusal("--profile-memory records a training step, and --skip-train has none: leave one out")
     if logging.profile_memory_step is None:
         logging.profile_memory_step = 2
-
-
-def check_data(config: Config) -> None:
-    """Settle where the data and the tokenizer come from."""
-    data, model = config.data, config.model
-    splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
-    weighted = [name for name in WEIGHTED if getattr(data, name)]
-    for split in ("train", "valid", "test"):
-        if getattr(data, f"{split}_weighted_split_paths"):
-            weighted_groups(data, split)
-    if weighted and data.split is not None:
-        raise Refusal(f"--split shares out --data-path; with --{weighted[0].replace('_', '-')}, leave it out")
-    files = [name for name in ("data_args_path", "data_file_list", "per_split_data_args_path") if getattr(data, name)]
-    if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
-        raise Refusal(
-            "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
-            "or --train-weighted-split-paths and the like, or a file with one of them, or --mock-data"
-        )
-    splits = splits or bool(data.per_split_data_args_path)
-    _check_fim(data)
-    if splits and data.split is not None:
-        raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
-    if data.split is not None:
-        data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
-    if data.tokenizer_type is None and data.vocab_file and data.merge_file:
-        data.tokenizer_type = "GPT2BPETokenizer"  # as in Megatron's pretrain_gpt.py
-    if data.tokenizer_type is None and data.mock_data and (model.vocab_size or model.model):
-        data.tokenizer_type = "NullTokenizer"
-    if data.tokenizer_type == "NullTokenizer" and model.vocab_size is None and model.model:
-        model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
-
-
-def _check_fim(data: DataConfig) -> None:
-    for flag, rate in (("--fim-rate", data.fim_rate), ("--fim-spm-rate", data.fim_spm_rate),
-                       ("--fim-fragment-rate", data.fim_fragment_rate)):  # fmt: skip
-        if rate is not None and not 0 <= rate <= 1:
-            raise Refusal(f"{flag} {rate:g} must be from 0 to 1")
-    if not data.fim_data:
-        return
-    if data.mock_data:
-        raise Refusal("--fim-data cuts texts, and --mock-data has none: leave one out")
-    if data.tokenizer_type == "NullTokenizer":
-        raise Refusal("--fim-data cuts texts between characters, and --tokenizer-type NullTokenizer has none")
-    if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
-        raise Refusal("--fim-split-sample and --fim-fragment-rate go together: give both, or none")
-
-
-def check_checkpoint(config: Config) -> None:
-    """Refuse what saves or loads nothing."""
-    checkpoint = config.checkpoint
-    save, load = checkpoint.save, checkpoint.load
-    needs = (
-        ("--save-retain-interval", checkpoint.save_retain_interval, save, "--save"),
-        ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
-        ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints, save, "--save"),
-        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, save, "--save"),
-        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, checkpoint.save_interval, "--save-interval"),
-        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, config.run.eval_interval, "--eval-interval"),
-        ("--async-save", checkpoint.async_save, save, "--save"),
-        ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
-        ("--skip-damaged-checkpoints", checkpoint.skip_damaged_checkpoints, load, "--load"),
-        ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
-        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
-        ("--reset-iteration", checkpoint.reset_iteration, load, "--load"),
-        ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
-        ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
-    )
-    if checkpoint.save_interval and not save:
-        config.notes.append("--save-interval without --save: nothing is saved")
-        checkpoint.save_interval = None
-    if config.logging.log_progress and not save:
-        config.notes.append("--log-progress without --save: there is no folder for progress.txt")
-        config.logging.log_progress = False
-    if checkpoint.ckpt_format != "torch_dist":
-        config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
-        checkpoint.ckpt_format = "torch_dist"
-    for flag, value, other, need in needs:
-        if value and not other:
-            raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
-    if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
-        raise Refusal("--ckpt-step and --skip-damaged-checkpoints exclude each other: the first names the one to load")
-    if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
-        raise Refusal(
-            f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "
-            f"{checkpoint.save_interval}"
-        )
-    if checkpoint.keep_best_checkpoints:
-        if checkpoint.save_interval % config.run.eval_interval:
-            raise Refusal(
-                "--keep-best-checkpoints needs the validation loss of each checkpoint: --save-interval "
-                f"{checkpoint.save_interval} must be a multiple of --eval-interval {config.run.eval_interval}"
-            )
-        if not config.run.eval_iters:
-            raise Refusal("--keep-best-checkpoints and --eval-iters 0 contradict each other: leave one out")
