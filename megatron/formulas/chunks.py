@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many pieces a rank's work is cut into: FPDT's chunks, runs of the FFN, chunks of the loss.
 
-The program takes its numbers here (training/arguments/validate_chunks.py), and so does every closed form.
+The program takes its numbers here (training/arguments/validate/chunks.py), and so does every closed form.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.inference.decoder import Decoder
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import parse, settings, spellings
-from megatron.training.arguments.validate_attention import sees_ahead
+from megatron.training.arguments.validate.attention import sees_ahead
 from megatron.training.arguments.words import options
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of

@@ -19,8 +19,8 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
-from megatron.training.arguments.validate_attention import varies_by_batch
-from megatron.training.arguments.validate_chunks import attention_chunks
+from megatron.training.arguments.validate.attention import varies_by_batch
+from megatron.training.arguments.validate.chunks import attention_chunks
 from megatron.training.determinism import make_deterministic
 from megatron.training.model.attention_rule import attention_mask
 from megatron.training.model.precision import compute_dtype

@@ -346,7 +346,7 @@ def _session_of(pid):
 
 
 def refusal_of(flags):
-    from megatron.training.arguments.validate import Refusal
+    from megatron.training.refusal import Refusal
 
     try:
         make_job(flags)

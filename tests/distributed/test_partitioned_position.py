@@ -224,7 +224,7 @@ def test_finetune_takes_the_weights(pool, saved, loaded_on):
 
 
 def refusal_of(flags):
-    from megatron.training.arguments.validate import Refusal
+    from megatron.training.refusal import Refusal
 
     with pytest.raises(Refusal) as refused:
         make_job(flags, False)

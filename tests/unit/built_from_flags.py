@@ -16,7 +16,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training import job
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import data_parallel_size
-from megatron.training.arguments.validate_chunks import attention_chunks, loss_chunks
+from megatron.training.arguments.validate.chunks import attention_chunks, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model import build, optimizer
 from megatron.training.model.attention_rule import attention_rule

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments.validate_chunks import attention_chunks
+from megatron.training.arguments.validate.chunks import attention_chunks
 from megatron.training.data.files import open_prefix
 from tests.patience import patience
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run import settle
+from megatron.training.arguments.dry_run import processes, settle
 from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.elsewhere import translate
 from megatron.training.arguments.from_checkpoint import ShapeOf, take_checkpoint_args
 from megatron.training.arguments.models import shape
-from megatron.training.arguments.validate import complete, processes
+from megatron.training.arguments.validate import complete
 from megatron.training.arguments.way_out import explained
 from megatron.training.arguments.words import flat, options, plain
 from megatron.training.refusal import Gather, Refusal, Refusals, one_line

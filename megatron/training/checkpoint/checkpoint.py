@@ -30,7 +30,6 @@ from torch import nn
 from megatron.context_parallel.core.lora import is_adapter
 from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.arguments.models import activation
-from megatron.training.arguments.validate import Refusal
 from megatron.training.checkpoint.adapters import begin_anew, without_adapters
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
@@ -50,7 +49,7 @@ from megatron.training.checkpoint.sharded_state import (
 )
 from megatron.training.checkpoint.shelf import VALIDATION
 from megatron.training.model.precision import compute_dtype
-from megatron.training.refusal import one_line
+from megatron.training.refusal import Refusal, one_line
 
 # Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
 SHAPES = (

@@ -34,7 +34,7 @@ from megatron.context_parallel.positions.rope import Rope, Yarn
 from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.models import ROTARY, activation
-from megatron.training.arguments.validate_chunks import layers_recompute, loss_chunks
+from megatron.training.arguments.validate.chunks import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule
 from megatron.training.model.weights import initialize_weights

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.validate import Refusal
+from megatron.training.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about masks, packed documents, the balance that suits them, and partitioned positions."""
+"""Checks of masks, packed documents, the balance that suits them, and partitioned positions."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about data and tokenizer, texts to fill in, and lengths that grow."""
+"""Checks of data and tokenizer, texts to fill in, and lengths that grow."""
 
 from __future__ import annotations
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.models import vocabulary
-from megatron.training.arguments.validate_attention import sees_ahead
+from megatron.training.arguments.validate.attention import sees_ahead
 from megatron.training.arguments.weighted_paths import WEIGHTED, weighted_groups
 from megatron.training.refusal import Refusal
 

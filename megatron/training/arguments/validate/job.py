@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about recompute, ZeRO, batches, the length of a run and its schedule."""
+"""Checks of recompute, ZeRO, batches, the length of a run and its schedule."""
 
 from __future__ import annotations
 

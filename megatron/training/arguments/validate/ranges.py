@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about plain ranges of single numbers."""
+"""Checks of plain ranges of single numbers."""
 
 from __future__ import annotations
 

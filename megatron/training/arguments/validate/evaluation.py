@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about --eval-tasks. What needs the tokenizer is checked where samples are planned."""
+"""Checks of --eval-tasks. What needs the tokenizer is checked where samples are planned."""
 
 from __future__ import annotations
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.settings.evaluation import MADE, TASKS, EvaluationConfig
-from megatron.training.arguments.validate_attention import sees_ahead
+from megatron.training.arguments.validate.attention import sees_ahead
 from megatron.training.refusal import Refusal
 
 READ_BY = {

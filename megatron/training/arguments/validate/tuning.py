@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about fine-tuning: chats (--sft), and adapters (--lora-rank)."""
+"""Checks of fine-tuning: chats (--sft), and adapters (--lora-rank)."""
 
 from __future__ import annotations
 

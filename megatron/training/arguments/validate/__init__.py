@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes a :class:`Config` and refuses what cannot run, before anything is built.
+"""Completes a :class:`Config` and refuses what cannot run, before anything is built; a file for each subject.
 
 Each refusal is one line that names the options and the way out. Kernels and data files are checked where they are
 opened.
@@ -18,13 +18,13 @@ from megatron.training.arguments.dry_run import priced, processes
 from megatron.training.arguments.idle import note_idle
 from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.arguments.stages import settle_virtual_stages
-from megatron.training.arguments.validate_attention import check_attention, check_partitioned_positions
-from megatron.training.arguments.validate_checkpoint import check_checkpoint, check_copies
-from megatron.training.arguments.validate_chunks import check_chunks
-from megatron.training.arguments.validate_data import check_data, check_lengths
-from megatron.training.arguments.validate_evaluation import check_evaluation
-from megatron.training.arguments.validate_faults import check_faults
-from megatron.training.arguments.validate_job import (
+from megatron.training.arguments.validate.attention import check_attention, check_partitioned_positions
+from megatron.training.arguments.validate.checkpoint import check_checkpoint, check_copies
+from megatron.training.arguments.validate.chunks import check_chunks
+from megatron.training.arguments.validate.data import check_data, check_lengths
+from megatron.training.arguments.validate.evaluation import check_evaluation
+from megatron.training.arguments.validate.faults import check_faults
+from megatron.training.arguments.validate.job import (
     check_batch,
     check_duration,
     check_profile,
@@ -33,11 +33,11 @@ from megatron.training.arguments.validate_job import (
     check_zero,
     near,
 )
-from megatron.training.arguments.validate_ranges import check_ranges
-from megatron.training.arguments.validate_tuning import check_lora, check_sft
+from megatron.training.arguments.validate.ranges import check_ranges
+from megatron.training.arguments.validate.tuning import check_lora, check_sft
 from megatron.training.refusal import Gather, Refusal
 
-__all__ = ["Refusal", "complete", "data_parallel_size", "transformer_engine_installed"]
+__all__ = ["complete", "data_parallel_size", "transformer_engine_installed"]
 
 
 def complete(config: Config, world_size: int) -> Config:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about bad batches, replicas and stragglers."""
+"""Checks of bad batches, replicas and stragglers."""
 
 from __future__ import annotations
 

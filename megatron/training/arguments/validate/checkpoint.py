@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about checkpoints on disk, and copies of the training state in the memory of the hosts."""
+"""Checks of checkpoints on disk, and copies of the training state in the memory of the hosts."""
 
 from __future__ import annotations
 

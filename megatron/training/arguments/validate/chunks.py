@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `validate.py` about chunks and host memory, and the numbers of chunks that follow from the flags."""
+"""Checks of chunks and host memory, and the numbers of chunks that follow from the flags."""
 
 from __future__ import annotations
 
