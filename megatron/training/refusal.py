@@ -19,6 +19,12 @@ def reason(error: BaseException) -> str:
     return one_line(getattr(error, "strerror", None) or error, 300)
 
 
+def near(value: int, unit: int) -> str:
+    """The multiples of ``unit`` around ``value``, as words."""
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    return f"{below} or {above}" if below else f"{above}"
+
+
 class Refusal(ValueError):
     """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2."""
 
