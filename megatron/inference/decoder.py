@@ -18,7 +18,7 @@ from megatron.context_parallel.attention.cache import CachePlan
 from megatron.context_parallel.core.cached_attention import Generation, keep_keys
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
-from megatron.training.model.build import LongContextGPT
+from megatron.training.model.gpt import LongContextGPT
 
 
 class Decoder:

@@ -156,6 +156,6 @@ def stop() -> None:
 
 
 def _virtual_stages(config: Config) -> int | None:
-    from megatron.training.model.build import virtual_stages
+    from megatron.training.model.core_config import virtual_stages
 
     return virtual_stages(config)

@@ -18,7 +18,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.chunks import attention_chunks, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
-from megatron.training.model import build, optimizer
+from megatron.training.model import build, core_config, optimizer
 from megatron.training.model.attention_rule import attention_rule
 from megatron.training.model.precision import compute_dtype
 from megatron.training.model.weights import draw
@@ -60,7 +60,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "mask-threshold": rule.mask_cpu_threshold,
         "rope": repr(build.rope(model)),
         "dtype": str(compute_dtype(config)),
-        "in-chunks": build.in_chunks(config),
+        "in-chunks": core_config.in_chunks(config),
         "attention-chunks": attention_chunks(config),
         "ffn-chunks": config.chunks.ffn_chunks,
         "loss-chunks": loss_chunks(config, VOCABULARY),
@@ -70,7 +70,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "positions": model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0,
         "zero": parallel.zero_stage,
     }
-    core = build.transformer_config(config, grid, on_gpu=False)
+    core = core_config.transformer_config(config, grid, on_gpu=False)
     found |= {f"core.{field.name}": _plain(getattr(core, field.name)) for field in fields(core)}
     found |= {"weights": float(draw("linear.weight", (4, 4), core, config, torch.device("cpu")).sum())}
     found |= _model(config, grid, layout)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.training.arguments.parser import parse
-from megatron.training.model.build import transformer_config
+from megatron.training.model.core_config import transformer_config
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE
 
 GPT = "--hidden-dropout 0 --attention-dropout 0"

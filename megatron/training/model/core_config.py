@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to megatron-core's configuration of the network and of the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.enums import Fp8Recipe
+from megatron.core.tensor_parallel import layers as core_layers
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.context_parallel.layout.grid import Grid
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.models import activation
+from megatron.training.arguments.validate.chunks import layers_recompute
+
+
+def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> TransformerConfig:
+    """megatron-core's configuration of the network and of the grid."""
+    model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
+    dtype = torch.bfloat16 if optimizer.bf16 else torch.float16 if optimizer.fp16 else torch.float32
+    gated = model.swiglu
+    overlap_p2p = on_gpu and virtual_stages(config) is not None
+    fp8: dict[str, Any] = {}
+    if model.fp8_format:
+        fp8 = {
+            "fp8": model.fp8_format,
+            "fp8_recipe": Fp8Recipe(model.fp8_recipe),
+            "fp8_amax_history_len": model.fp8_amax_history_len,
+            "fp8_amax_compute_algo": model.fp8_amax_compute_algo,
+        }
+    recompute: dict[str, Any] = {}
+    if not layers_recompute(
+        config
+    ):  # FPDT's layers do it themselves, chunk by chunk; core does units of several layers
+        recompute = {
+            "recompute_granularity": attention.recompute_granularity,
+            "recompute_method": attention.recompute_method,
+            "recompute_num_layers": attention.recompute_num_layers,
+        }
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        # Ours goes by position: see ModelDropout.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        softmax_type=model.softmax_type,
+        gated_linear_unit=gated,
+        activation_func=ACTIVATIONS[activation(model)],
+        # Weights are drawn after construction, see weights.py.
+        init_method=keep,
+        output_layer_init_method=keep,
+        embedding_init_method=keep,
+        tensor_model_parallel_size=grid.tensor.size,
+        sequence_parallel=parallel.sequence_parallel,
+        pipeline_model_parallel_size=grid.pipeline.size,
+        virtual_pipeline_model_parallel_size=virtual_stages(config),
+        microbatch_group_size_per_vp_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
+        account_for_embedding_in_pipeline_split=parallel.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=parallel.account_for_loss_in_pipeline_split,
+        context_parallel_size=grid.context.size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=optimizer.bf16,
+        fp16=optimizer.fp16,
+        attention_softmax_in_fp32=True,
+        attention_backend=AttnBackend.auto,
+        calculate_per_token_loss=True,
+        recompute_modules=["core_attn"] if attention.recompute_granularity == "selective" else None,
+        # Fused elementwise kernels are compiled by torch.compile: GPUs only.
+        bias_activation_fusion=on_gpu and gated,
+        bias_dropout_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        # The fused kernel adds to DDP's buffers by itself: FSDP has none, and chunks are not summed in narrow ones.
+        gradient_accumulation_fusion=on_gpu
+        and core_layers._grad_accum_fusion_available
+        and not (in_chunks(config) and parallel.grad_reduce_in_bf16)
+        and parallel.zero_stage < 2,
+        deterministic_mode=config.run.deterministic_mode,
+        batch_p2p_comm=on_gpu and not overlap_p2p,
+        overlap_p2p_comm=overlap_p2p,
+        deallocate_pipeline_outputs=True,
+        **fp8,
+        **recompute,
+    )
+
+
+def in_chunks(config: Config) -> bool:
+    """Whether layers cut their work."""
+    return config.chunks.fpdt or bool(config.chunks.ffn_chunks)
+
+
+def virtual_stages(config: Config) -> int | None:
+    """Virtual pipeline stages a rank (None without interleaving), from either of Megatron's spellings."""
+    parallel = config.parallel
+    if parallel.num_virtual_stages_per_pipeline_rank:
+        return parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.num_layers_per_virtual_pipeline_stage:
+        layers = config.model.num_layers // parallel.pipeline_model_parallel_size
+        return layers // parallel.num_layers_per_virtual_pipeline_stage
+    return None
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """The same formula on every device."""
+    return functional.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+ACTIVATIONS = {"silu": functional.silu, "squared_relu": squared_relu, "tanh_gelu": tanh_gelu, "gelu": functional.gelu}
+
+
+def keep(weight: Tensor) -> Tensor:
+    """An initialization that leaves the weight alone."""
+    return weight

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""megatron-core's GPTModel with our loss, dropout by position, and hidden states that may be streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from megatron.context_parallel.core.dropout import EMBEDDING, HiddenDropout
+from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
+from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
+from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.fpdt.chunked_scores import chunked_token_scores
+from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.samples import samples
+
+
+class LongContextGPT(GPTModel):
+    """megatron-core's GPT whose loss does not see the padding of the vocabulary, and whose dropout goes by position.
+
+    The padded size depends on TP; were padding part of the softmax, so would the loss. Megatron-LM leaves it in.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        real_vocab_size: int,
+        tensor: Axis,
+        loss_chunks: int | None,
+        chunks: ChunkSettings | None,
+        settings: AttentionSettings,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings, self.said = settings, None
+        self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
+        self.chunks = chunks
+        self.scores_tokens = False  # see _postprocess
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+        """As core's; ``attention_mask`` is what layout/samples.py tells of the batch."""
+        self.said = attention_mask
+        return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
+        """As core's, with our dropout; streamed hidden states are embedded chunk by chunk into host memory."""
+        if not self.pre_process:
+            return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        dropout = None
+        if self.training and self.settings.dropout.hidden:
+            seen = samples(self.said)
+            layout, _ = self.settings.of_samples(seen)
+            dropout = HiddenDropout(self.settings.dropout, seen, layout, self.config.sequence_parallel)
+        streamed = self.chunks is not None and self.chunks.streamed
+        if streamed:
+            kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids, dropout)
+        hidden, *others = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if not self.embedding.word_embeddings.weight.requires_grad and self.config.recompute_granularity == "full":
+            hidden.requires_grad_(torch.is_grad_enabled())  # or core would run no recomputed layer's backward pass
+        return hidden if streamed or dropout is None else dropout(hidden, EMBEDDING), *others
+
+    def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor, dropout: HiddenDropout | None) -> Tensor:
+        """Host buffer [s, b, h] of this TP rank's tokens, from ids [b, s_local] of all its TP group's."""
+        parts = self.tensor.size if self.config.sequence_parallel else 1
+        ids, positions = (x.unflatten(1, (parts, -1)) for x in (input_ids, position_ids))
+        rows, weight = ids.size(2), self.embedding.word_embeddings.weight
+        partitioned = isinstance(self.embedding, PartitionedEmbedding)
+
+        def embed(_: None, run: tuple[int, int]) -> Tensor:
+            mine = {"rows": run} if partitioned else {}
+            hidden = self.embedding(*(x[:, :, run[0] : run[1]].flatten(1) for x in (ids, positions)), **mine)
+            return hidden if dropout is None else dropout(hidden, EMBEDDING, run)
+
+        return apply_in_chunks(
+            embed,
+            None,
+            [*self.embedding.parameters()],
+            even_spans(rows, self.chunks.ffn_chunks),
+            shape=(rows, ids.size(0), self.config.hidden_size),
+            dtype=weight.dtype,
+            device=weight.device,
+            offload=self.chunks.offload,
+        )
+
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
+        """As core's; with ``loss_chunks`` the loss of all tokens is one sum, weighted by ``loss_mask``.
+
+        With ``scores_tokens``, which only an evaluation sets, it is [2, b, s_local], losses and hits of the tokens that
+        ``loss_mask`` leaves, each for itself.
+        """
+        if not self.post_process or labels is None or not (self.loss_chunks or self.scores_tokens):
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
+        tied = self.share_embeddings_and_output_weights and self.pre_process
+        weight = _ready_weight(self.embedding.word_embeddings if tied else self.output_layer)
+        inputs = hidden_states, weight, labels.t(), kwargs["loss_mask"].t()
+        settings: dict[str, Any] = {
+            "chunks": self.loss_chunks,
+            "vocab_size": self.real_vocab_size,
+            "tensor": self.tensor,
+            "sequence_parallel": self.config.sequence_parallel,
+            "offload": self.chunks.offload if self.chunks is not None else None,
+        }
+        if self.scores_tokens:
+            return chunked_token_scores(*inputs, **settings).transpose(1, 2)
+        return chunked_linear_cross_entropy(*inputs, **settings)
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss of every token, fp32 [b, s_local]; labels [b, s_local], logits [s_local, b, padded vocab / TP]."""
+        first = self.pg_collection.tp.rank() * logits.size(-1)
+        real = max(min(self.real_vocab_size - first, logits.size(-1)), 0)
+        if real < logits.size(-1):
+            # Past autograd: its gradient is zero anyway (softmax is), and recording the write copies all of it.
+            logits.detach()[..., real:] = torch.finfo(logits.dtype).min
+        return super().compute_language_model_loss(labels, logits)
+
+
+def _ready_weight(module: nn.Module) -> Tensor:
+    """The weight of a module that is not called itself, once DDP has gathered it (--overlap-param-gather)."""
+    for number, hook in module._forward_pre_hooks.items():
+        if number not in module._forward_pre_hooks_with_kwargs:  # fully_shard's, which makes units of its own
+            hook(module, ())
+    return module.weight
