@@ -34,7 +34,8 @@ from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
 from megatron.training.checkpoint.in_memory.restart import newest
 from megatron.training.checkpoint.in_memory.state import Held
 from megatron.training.checkpoint.shelf import check_writable
-from megatron.training.data.batches import build_datasets, micro_batches
+from megatron.training.data.batches import micro_batches
+from megatron.training.data.datasets import build_datasets
 from megatron.training.data.files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.evaluation.plan import Plan, check_held_out, make_plan

@@ -18,7 +18,7 @@ def one_step(flags, cut):
     from megatron.training import job as jobs
     from megatron.training import step
     from megatron.training.arguments.parser import parse
-    from megatron.training.data.batches import build_datasets
+    from megatron.training.data.datasets import build_datasets
     from megatron.training.data.tokenizer import build_tokenizer
 
     flags = f"{flags} --hidden-dropout 0.1 --attention-dropout 0.1"

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.arguments.config import Config, DataConfig
-from megatron.training.data.batches import build_datasets, micro_batches
+from megatron.training.data.batches import micro_batches
 from megatron.training.data.chats.pack import epoch, pack
 from megatron.training.data.chats.read import Chat, read_chats
 from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.datasets import build_datasets
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.chats import TEMPLATES, conversation, make_tokenizer, sentence, strip_marks, write_chats

@@ -16,7 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import Config, DataConfig
-from megatron.training.data.batches import build_datasets
+from megatron.training.data.datasets import build_datasets
 from megatron.training.data.files import named_sets, parse_blends
 from megatron.training.data.mock import MockDataset
 from megatron.training.data.tokenizer import build_tokenizer

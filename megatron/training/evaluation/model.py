@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
-from megatron.training.data.batches import build_datasets
+from megatron.training.data.datasets import build_datasets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.evaluation.plan import Plan, check_held_out, make_plan
 from megatron.training.host_memory import check_host_memory

@@ -119,7 +119,7 @@ class ChatDataset(Dataset):
 def build_chat_datasets(
     config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int]
 ) -> tuple[ChatDataset | None, ChatDataset | None, ChatDataset | None]:
-    """As :func:`megatron.training.data.batches.build_datasets`, of chats. Every rank calls it.
+    """As :func:`megatron.training.data.datasets.build_datasets`, of chats. Every rank calls it.
 
     What is there, and what was left out, is added to ``config.notes``.
     """

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets through megatron-core: files checked before they are read, an index that one rank builds, texts to fill in.
+
+Sample n is a function of the data, the seed, the sequence length and the number of samples asked for, not of the grid.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from torch.utils.data import Dataset
+
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.weighted_paths import portion
+from megatron.training.data import files as data_files
+from megatron.training.data.chats.dataset import build_chat_datasets
+from megatron.training.data.fim import Fim, fill_in, fim_of, generator
+from megatron.training.data.mock import MockDataset
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.data.whole_folder import whole_folder
+from megatron.training.refusal import Refusal, together
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "valid", "test")
+
+
+def build_datasets(
+    config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int], *, needed: bool = True, number: int = 0
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """Train, valid and test datasets with at least ``samples`` samples each; None where 0 are asked for.
+
+    Valid and test are None, too, where the flags name no data for them: then there is no evaluation, as in Megatron.
+    Every rank calls it; a rank with ``needed=False`` (a middle pipeline stage) only takes part in the barrier.
+    ``number``: which of several sets of valid and test data.
+    """
+    data = config.data
+    if data.mock_data:
+        if any((data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)):
+            raise Refusal("--mock-data and --data-path exclude each other")
+        return tuple(MockDataset(config, tokenizer, i, n) if n else None for i, n in enumerate(samples))
+    if data.sft:
+        return build_chat_datasets(config, tokenizer, samples)
+    blend, blends = data_files.parse_blends(data, number)
+    settings = {
+        "random_seed": config.run.seed,
+        "sequence_length": data.seq_length,
+        "blend": blend,
+        "blend_per_split": blends,
+        "split": data_files.parse_split(data.split) if blend else None,
+        "eod_mask_loss": data.eod_mask_loss,
+    }
+    core = LocalConfig(
+        **settings,
+        fim=fim_of(data, tokenizer),
+        path_to_cache="",
+        mmap_bin_files=data.mmap_bin_files,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        create_attention_mask=False,
+    )
+    samples = list(samples)
+
+    def plan() -> list:
+        packed = data.reset_attention_mask or data.reset_position_ids
+        return _plan(core, tokenizer, samples, default_split=data.split is None, packed=packed)
+
+    files = together(plan) if torch.distributed.is_initialized() else plan()
+    if not any(samples):
+        return None, None, None
+    folder = data_files.cache_folder(data, files, {**settings, "samples": samples})
+    _build_cache(core, samples, folder)
+    check = functools.partial(data_files.check_cache, folder) if os.path.isdir(folder) else lambda: None
+    together(check) if torch.distributed.is_initialized() else check()
+    if not needed:
+        return None, None, None
+    datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
+    for name, dataset, n in zip(SPLITS, datasets, samples):
+        if n and len(dataset) < n:  # a blend without weights is read once
+            raise Refusal(
+                f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed; "
+                "a blend is repeated only where weights are given: --data-path 1 PREFIX 1 PREFIX"
+            )
+    return tuple(datasets)
+
+
+@dataclass
+class LocalConfig(GPTDatasetConfig):
+    """Core's, and what is ours."""
+
+    fim: Fim | None = None
+
+
+def _sources(core: LocalConfig, split: int) -> tuple[data_files.Blend | None, tuple[float, float] | None, str]:
+    """The blend of a split, the share of its documents, and the flag that gave it."""
+    if core.blend:
+        return core.blend, core.split_matrix[split], "--data-path"
+    flag = "weighted-split-paths" if any(map(_portions, core.blend_per_split)) else "data-path"
+    return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-{flag}"
+
+
+def _portions(blend: data_files.Blend | None) -> bool:
+    """Whether prefixes of a blend come with portions of their documents."""
+    return blend is not None and any(portion(prefix)[1] for prefix in blend[0])
+
+
+def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
+    """Check every file that will be read: whole, of this vocabulary, with something in each split that is needed.
+
+    As in Megatron, a run without validation or test data is a run without evaluation: ``samples`` becomes 0 there.
+    """
+    files: dict[str, data_files.DataFile] = {}
+    for i, name in enumerate(SPLITS):
+        blend, whole, flag = _sources(core, i)
+        if samples[i] and (blend is None or whole is None):
+            if i == 0:
+                raise Refusal(f"no training data: give {'train a share in --split' if core.blend else flag}")
+            samples[i] = 0
+        for given in blend[0] if samples[i] else ():
+            prefix, part = portion(given)
+            share = part or whole
+            if prefix not in files:
+                files[prefix] = data_files.open_prefix(prefix, flag)
+                if not (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
+                    data_files.check_order(files[prefix], flag)
+                data_files.check_token_ids(files[prefix], tokenizer.vocab_size, tokenizer.source)
+                if packed:
+                    data_files.check_document_ends(files[prefix], tokenizer.eod)
+            if i and default_split and core.blend and not data_files.documents_of(files[prefix], share):
+                logger.warning("%s has too few documents for a %s split: no %s data", prefix, name, name)
+                samples[i] = 0
+                break
+            read_once = blend[1] is None and len(blend[0]) > 1
+            data_files.check_share(files[prefix], share, core.sequence_length + 1 if read_once else 1, name, flag)
+        if not samples[i]:
+            (core.split_matrix if core.blend else core.blend_per_split)[i] = None  # core does not build it
+    return list(files.values())
+
+
+def _build_cache(core: LocalConfig, samples: list[int], folder: str) -> None:
+    """Rank 0 builds the indices and the others wait; where no cache can be written, each rank builds in memory."""
+    distributed = torch.distributed.is_initialized()
+    try:
+        if not (distributed and torch.distributed.get_rank() > 0) and not os.path.isdir(folder):
+            with whole_folder(folder) as temporary:
+                _build(core, samples, temporary)
+    except OSError as error:
+        if not os.path.isdir(folder):  # else another run was faster
+            logger.warning("no index cache in %s (%s): every rank builds in memory", folder, error.strerror)
+    finally:
+        if distributed:
+            torch.distributed.barrier()
+
+
+def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | None]:
+    """Build on this rank, with indices from or for a cache, or "" for none.
+
+    Core draws a little more from each part of a blend than it thinks it needs, and fails where that was too little: few
+    samples, as long sequences have, and unequal weights. Then more is drawn; the first try keeps Megatron's order.
+    """
+    config = copy.copy(core)
+    config.path_to_cache = cache
+    parts = max(len(blend[0]) for blend in [core.blend, *(core.blend_per_split or ())] if blend)
+    for surplus in (core.mid_level_dataset_surplus, 0.5, parts + 1):
+        config.mid_level_dataset_surplus = surplus
+        try:
+            kind = PortionDataset if any(map(_portions, core.blend_per_split or ())) else GPTDataset
+            return LocalBuilder(FimDataset if core.fim else kind, samples, lambda: True, config).build()
+        except (IndexError, FileNotFoundError):  # too little was drawn; nothing cached, for that reason
+            if surplus > parts:
+                raise
+    return []
+
+
+class PortionDataset(GPTDataset):
+    """A dataset whose path may come with a portion of its documents: what core tells two of one file apart by."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        return GPTDataset.build_low_level_dataset(portion(dataset_path)[0], config)
+
+
+class FimDataset(PortionDataset):
+    """The same samples, with the middle of texts to fill in; sample n is a function of the data and the seed still."""
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        text, documents = super()._query_document_sample_shuffle_indices(idx)
+        sizes = self.dataset.sequence_lengths.shape[0]  # tells files of a blend apart, wherever they lie
+        key = (self.config.random_seed, self.index_split.value, sizes, idx)
+        return fill_in(text, self.config.fim, generator(*key)), documents
+
+
+class LocalBuilder(BlendedMegatronDatasetBuilder):
+    """Core's builder without its barriers and its rule that only rank 0 builds: `_build_cache` does both once."""
+
+    @staticmethod
+    def build_generic_dataset(cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
+        """Build on this rank. Core's BlendedDataset asks for the rank even without a process group."""
+        if cls is BlendedDataset and not torch.distributed.is_initialized():
+            args = (*args[:-1], copy.copy(args[-1]))
+            args[-1].path_to_cache = ""
+        return cls(*args)
+
+    def _build_megatron_datasets_parallel(self, prefixes: list, split: list, sizes_per_dataset: list) -> list:
+        """For each split, the datasets of all prefixes."""
+        with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
+            build = self._build_megatron_dataset_splits
+            built = list(pool.map(lambda job: build(job[0], split, job[1], False), zip(prefixes, sizes_per_dataset)))
+        return [list(datasets) for datasets in zip(*built)]
+
+    def _build_megatron_dataset_splits(self, path: str, split: list, *args: Any) -> list:
+        """As core's; a portion that comes with the path is taken in place of the share of each split."""
+        part = portion(path)[1]
+        return super()._build_megatron_dataset_splits(
+            path, [share and part for share in split] if part else split, *args
+        )
