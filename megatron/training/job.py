@@ -33,6 +33,7 @@ from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
 from megatron.training.checkpoint.in_memory.restart import newest
 from megatron.training.checkpoint.in_memory.state import Held
+from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.shelf import check_writable
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
@@ -55,7 +56,7 @@ class Job:
     chunks: list[nn.Module]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler | None
-    progress: checkpoint.Progress
+    progress: Progress
     datasets: tuple[Dataset | None, Dataset | None, Dataset | None]
     named: dict[str, dict[str, Dataset | None]]  # by "validation" and "test": several sets, evaluated one by one
     batch_sizes: Any  # core's calculator of micro-batches a step
@@ -100,7 +101,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         False,
     )
     reset = config.checkpoint.reset_iteration
-    done = checkpoint.progress_in(found, config.checkpoint) if found and not (reset or kept) else checkpoint.Progress()
+    done = checkpoint.progress_in(found, config.checkpoint) if found and not (reset or kept) else Progress()
     done = kept.progress if kept else done
     iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
@@ -113,7 +114,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     chunks = wrap_for_data_parallelism(model, config)
     optimizer = build_optimizer(chunks, config)
     schedule = None if config.run.skip_train else build_schedule(optimizer, config)
-    progress = checkpoint.Progress()
+    progress = Progress()
     if kept:
         Held(chunks, optimizer, schedule, config).load(kept.path)
         progress = kept.progress
@@ -151,7 +152,7 @@ def iteration_of(path: Path | None) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> checkpoint.Progress:
+def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> Progress:
     """Counts of a run that goes on with --reset-iteration.
 
     A schedule in samples goes on where it was, and one in tokens begins, as in Megatron-DeepSpeed, which reads it off
@@ -165,7 +166,7 @@ def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> check
             "--reset-iteration: iterations, samples and tokens count from 0; the learning rate's schedule, in "
             + ("tokens, begins anew" if schedule_unit(config) > 1 else "samples, goes on where it was")
         )
-    return checkpoint.Progress()
+    return Progress()
 
 
 def named_datasets(
@@ -181,9 +182,7 @@ def named_datasets(
     return found
 
 
-def length_of_run(
-    config: Config, batch_sizes: Any, done: checkpoint.Progress = checkpoint.Progress()
-) -> tuple[int, int]:
+def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress()) -> tuple[int, int]:
     """(iterations, samples) of the whole run, by the first of --train-iters, --train-samples and --train-tokens that
     is reached; none for --skip-train.
 

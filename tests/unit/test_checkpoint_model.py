@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint.checkpoint import _check_model
+from megatron.training.checkpoint.same_model import check_model
 from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import RUN, SHAPE
 
@@ -38,10 +38,10 @@ def before_there_was_a_flag(flags):
 def test_a_run_goes_on_with_the_same_activation_alone(saved, flags, goes_on):
     config = gpt(flags)
     if goes_on:
-        _check_model(saved, config, Path("old"), weights_only=False)
+        check_model(saved, config, Path("old"), weights_only=False)
         assert not any("activation" in note for note in config.notes)
         return
     with pytest.raises(Refusal, match="activation .* there, .* here"):
-        _check_model(saved, config, Path("old"), weights_only=False)
-    _check_model(saved, config, Path("old"), weights_only=True)
+        check_model(saved, config, Path("old"), weights_only=False)
+    check_model(saved, config, Path("old"), weights_only=True)
     assert any("the activation" in note for note in config.notes)

@@ -104,7 +104,7 @@ def test_length_of_run(length: str, expected: int | None, ramp: str):
 
 
 def test_tokens_left_by_samples_of_another_length():
-    from megatron.training.checkpoint.checkpoint import Progress
+    from megatron.training.checkpoint.run_state import Progress
     from megatron.training.job import length_of_run
 
     config = parse(f"{SHAPE} {RUN} --train-tokens 2048".split(), LLAMA, 1)
@@ -124,7 +124,7 @@ def test_tokens_left_by_samples_of_another_length():
 )
 def test_what_is_left_with_batches_of_another_size(length: str, expected: tuple[int, int]):
     """Four steps of 8 samples were taken, the next ones are of 2: the data must reach that far."""
-    from megatron.training.checkpoint.checkpoint import Progress
+    from megatron.training.checkpoint.run_state import Progress
     from megatron.training.job import length_of_run
 
     config = parse(f"{SHAPE} {RUN} {length} --global-batch-size 2".split(), LLAMA, 1)

@@ -10,32 +10,28 @@ loaded through megatron_lm/.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import random as core_random
 from torch import nn
 
 from megatron.context_parallel.core.lora import is_adapter
-from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
-from megatron.training.arguments.models import activation
+from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.checkpoint.adapters import begin_anew, without_adapters
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
 from megatron.training.checkpoint.reading import load_common, load_state
+from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
+from megatron.training.checkpoint.same_model import check_model
 from megatron.training.checkpoint.saving import Save
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
@@ -49,60 +45,7 @@ from megatron.training.checkpoint.sharded_state import (
 )
 from megatron.training.checkpoint.shelf import VALIDATION
 from megatron.training.model.precision import compute_dtype
-from megatron.training.refusal import Refusal, one_line
-
-# Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
-SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "softmax_type",
-    "embed_layernorm",
-    "untie_embeddings_and_output_weights",
-)
-
-
-# Settings that change the network but no shape: weights may be taken over on purpose, a run may not go on.
-FORMULAS = (
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_mscale",
-    "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-)
-
-
-@dataclass
-class Progress:
-    """How far a run has come."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_train_tokens: int = 0
-
-    def advance(self, samples: int, seq_length: int) -> None:
-        """Count one step."""
-        self.iteration += 1
-        self.consumed_train_samples += samples
-        self.consumed_train_tokens += samples * seq_length
+from megatron.training.refusal import Refusal
 
 
 def save(
@@ -195,7 +138,7 @@ def load(
     pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
     weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
     model = theirs.model if theirs else common.get("config", {}).get("model", {})
-    _check_model(model, config, path, weights_only)
+    check_model(model, config, path, weights_only)
     anew = begin_anew(model, config.model, path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if theirs:
@@ -339,72 +282,3 @@ def _asked(places: Places, with_optimizer: bool, adapters: bool) -> Places:
 
 def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-
-
-def random_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": core_random._get_cuda_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    core_random._set_cuda_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-def load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
-    saved = loaded.get("schedule", loaded.get("opt_param_scheduler"))  # the first until November 2026
-    if saved is None:
-        raise Refusal(f"checkpoint {path} has no learning-rate schedule: pass --no-load-optim")
-    try:
-        schedule.load_state_dict(saved)
-    except AssertionError as error:  # core's way to say that the flags differ from the checkpoint's
-        raise Refusal(
-            f"checkpoint {path} has another schedule ({one_line(error)}): pass "
-            "--override-opt-param-scheduler to take the flags, or --use-checkpoint-opt-param-scheduler"
-        ) from None
-
-
-def _check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:
-    """Refuse weights of other shapes, and a run that would go on as another network; new ones may start from them."""
-
-    def differing(names: Sequence[str]) -> list[str]:
-        return [
-            f"--{name.replace('_', '-')} {saved[name]} there, {getattr(config.model, name)} here"
-            for name in names
-            if name in saved and saved[name] != getattr(config.model, name)
-        ]
-
-    positions = "position_embedding_type"
-    learned = "learned_absolute" in (saved.get(positions), getattr(config.model, positions))  # the kind with weights
-    shapes, formulas = (SHAPES, (positions, *FORMULAS))
-    if learned:
-        shapes, formulas = (*SHAPES, positions, "max_position_embeddings"), FORMULAS
-    wrong = differing(shapes if weights_only else (*shapes, *formulas))
-    changed = differing(formulas)
-    there, here = _activation_of(saved), activation(config.model)
-    if there not in (None, here):
-        changed.append(f"the activation {there} there, {here} here")
-        if not weights_only:
-            wrong.append(changed[-1])
-    if wrong:
-        raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
-    config.notes += [f"weights of another network: {change}" for change in changed]
-
-
-def _activation_of(saved: dict[str, Any]) -> str | None:
-    """Of the model that a checkpoint describes; GELU was always by tanh before there was a flag for it."""
-    if not saved:
-        return None
-    known = {field.name for field in fields(ModelConfig)}
-    model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
-    if "bias_gelu_fusion" not in saved:
-        model.openai_gelu = True
-    return activation(model)

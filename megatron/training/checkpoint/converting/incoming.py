@@ -45,6 +45,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.converting.lazy_save import LazySave, sharded
+    from megatron.training.checkpoint.run_state import Progress
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 STATELESS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -123,7 +124,7 @@ def _save(
 
     state = {
         "config": asdict(config),
-        "progress": asdict(checkpoint.Progress()),
+        "progress": asdict(Progress()),
         "vocab_size": vocab_size,
         "model": {str(number): part for number, part in enumerate([*parts, *objects])},
     }

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, Config
-from megatron.training.checkpoint.checkpoint import Progress
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.exchange import gathered, swap
+from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.saving import words
 from megatron.training.refusal import Refusal, together
 
