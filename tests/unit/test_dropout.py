@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, select
-from megatron.context_parallel.attention.kernels.base import RowMask
+from megatron.context_parallel.attention.kernels.row_mask import RowMask
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.positions import dropout as by_position
 from megatron.context_parallel.positions.dropout import LEVELS, Dropout, TileDropout, drop

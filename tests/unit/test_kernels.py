@@ -25,6 +25,7 @@ from megatron.context_parallel.attention.kernels import (
     cudnn,
     flash_attn_kernel,
     math_kernel,
+    pieces,
     select,
     triton_kernel,
 )
@@ -338,19 +339,19 @@ def test_pieces(heads_per_call, hk):
         check(dout, q, k, v, out, lse)
         return math.backward(dout, q, k, v, out, lse, causal=False, mask=None, scale=0.25)
 
-    out, lse = base.forward_in_pieces(forward, q, k, v, limit)
-    grads = base.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
+    out, lse = pieces.forward_in_pieces(forward, q, k, v, limit)
+    grads = pieces.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
     assert_close((out, lse, *grads), dense(*tensors), torch.float64)
     assert (len(calls) == 2) == (heads_per_call >= b * h)
 
 
 def test_pieces_of_ordinary_tensors():
     q = torch.empty(1, 32, 131072, 128, device="meta", dtype=torch.bfloat16)
-    assert len(base.pieces(q, q)) == 1
+    assert len(pieces.pieces(q, q)) == 1
     q = torch.empty(1, 32, 2**20, 128, device="meta", dtype=torch.bfloat16)
     k = torch.empty(1, 8, 2**20, 128, device="meta", dtype=torch.bfloat16)
-    assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in base.pieces(q, k))
-    assert len(base.pieces(q, k)) == 3  # three groups of four heads a call: 12, 12, 8
+    assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in pieces.pieces(q, k))
+    assert len(pieces.pieces(q, k)) == 3  # three groups of four heads a call: 12, 12, 8
 
 
 # Backends that cannot run here: that they call their ops by the right names, in the right shapes

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, TilesKernel, accumulation_dtype
+from megatron.context_parallel.attention.kernels.base import Kernel, TilesKernel, accumulation_dtype
+from megatron.context_parallel.attention.kernels.row_mask import RowMask
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, inside_tiles
 from megatron.context_parallel.layout.spans import positions

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels import KERNELS
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, AnyMask, Kernel
+from megatron.context_parallel.attention.kernels.base import Kernel
+from megatron.context_parallel.attention.kernels.row_mask import PAIR_BYTES, AnyMask
 from megatron.context_parallel.attention.kernels.triton_tiles import groups
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.simulator.cost import trace

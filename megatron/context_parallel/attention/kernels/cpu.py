@@ -18,21 +18,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.context_parallel.attention.kernels.base import (
+    Capability,
+    accumulation_dtype,
+    check_tile,
+    lse_for_backward,
+)
+from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+from megatron.context_parallel.attention.kernels.pieces import compact
+from megatron.context_parallel.attention.kernels.row_mask import (
     ROW_MASK_BYTES,
     AnyMask,
-    Capability,
     RowMask,
-    accumulation_dtype,
     bias_rows,
-    check_tile,
-    compact,
     dropout_of,
-    lse_for_backward,
     mask_rows,
     row_blocks,
     softcap_of,
 )
-from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 
 MATH = MathKernel()
 MASK_BYTES = 64 * 2**20  # a longer additive mask is made, and its tile computed, in blocks of rows

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import to_device
 from megatron.context_parallel.attention.kernels.triton_blocks import Blocks, Pass, blocks
 from megatron.context_parallel.attention.kernels.triton_launch import Launch
 from megatron.context_parallel.attention.kernels.triton_tiles import Side, groups, pack, places, walk
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.dropout import LANES, Dropout
 
 LOG2E = 1.4426950408889634

@@ -14,7 +14,8 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import AnyMask, Capability, check_tile, gpu_reason
+from megatron.context_parallel.attention.kernels.base import Capability, check_tile, gpu_reason
+from megatron.context_parallel.attention.kernels.row_mask import AnyMask
 from megatron.context_parallel.attention.kernels.triton_call import attend_tiles, attend_tiles_grad, delta, interpreted
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.decisions.kernels import LARGEST_HEAD, too_old
