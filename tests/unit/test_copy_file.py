@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron.training.checkpoint import shelf
 from megatron.training.checkpoint.in_memory import copy_file
-from megatron.training.checkpoint.sharded_state import boxes
+from megatron.training.checkpoint.pieces import boxes
 from tests.properties import examples
 
 TENSORS = [

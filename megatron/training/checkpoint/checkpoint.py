@@ -29,15 +29,13 @@ from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
+from megatron.training.checkpoint.pieces import METADATA, Places, find_places
 from megatron.training.checkpoint.reading import load_common, load_state
 from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.same_model import check_model
 from megatron.training.checkpoint.saving import Save
 from megatron.training.checkpoint.sharded_state import (
-    METADATA,
-    Places,
     elements_of_shard,
-    find_places,
     load_optimizer,
     load_weights,
     optimizer_state,

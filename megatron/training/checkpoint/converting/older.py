@@ -32,7 +32,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     from megatron.training.checkpoint.converting.lazy_save import LazySave
-    from megatron.training.checkpoint.sharded_state import METADATA
+    from megatron.training.checkpoint.pieces import METADATA
 
 STATELESS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
