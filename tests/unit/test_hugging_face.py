@@ -19,6 +19,7 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.hugging_face import files, llama, tensors
 from megatron.training.checkpoint.hugging_face.folders import HEADERS
+from megatron.training.checkpoint.hugging_face.rope import LLAMA3 as FIXED
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from pretrain_llama import LLAMA
@@ -259,7 +260,7 @@ def test_dtype(tmp_path: Path, small: Path, ours: Path) -> None:
 
 @pytest.mark.parametrize("new", [True, False])
 def test_rope_of_transformers_4_and_5(new: bool) -> None:
-    scaling = {"factor": 32.0, **llama.LLAMA3}
+    scaling = {"factor": 32.0, **FIXED}
     if new:
         config = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", **scaling}}
     else:

@@ -4,28 +4,20 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.context_parallel.positions.rope import LLAMA3_HIGH, LLAMA3_LENGTH, LLAMA3_LOW, Yarn
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape
+from megatron.training.checkpoint.hugging_face.rope import positive, rope_settings, scaling_json
 from megatron.training.refusal import Refusal
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALING = ("rope_theta", "rope_scaling", "rope_parameters")
-# What Megatron's RoPE scaling of Llama 3 fixes; its factor is free.
-LLAMA3 = {
-    "low_freq_factor": LLAMA3_LOW,
-    "high_freq_factor": LLAMA3_HIGH,
-    "original_max_position_embeddings": LLAMA3_LENGTH,
-}
 YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("yarn_")]
-YARN_LENGTH = "original_max_position_embeddings"
 # Settings that are on, and the flags that switch them off.
 OFF = {
     "add_bias_linear": "--disable-bias-linear",
@@ -92,13 +84,13 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         num_query_groups=groups,
         kv_channels=whole("head_dim", hidden // heads),
         max_position_embeddings=whole("max_position_embeddings", 2048),
-        norm_epsilon=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
+        norm_epsilon=positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
         add_bias_linear=biases[0],
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **{name: value for name, value in FIXED.items() if name in LLAMA},
-        **({"position_embedding_type": "rope"} | _rope(config, where)),
+        **({"position_embedding_type": "rope"} | rope_settings(config, where)),
     )
     if model.kv_channels % 2:
         raise Refusal(f"{where}: head_dim {model.kv_channels} is odd, and RoPE rotates pairs")
@@ -118,16 +110,7 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
         wrong.insert(0, f"--position-embedding-type {model.position_embedding_type}")
     if wrong:
         raise Refusal(f"the checkpoint is no Llama, which Hugging Face's LlamaForCausalLM needs: {', '.join(wrong)}")
-    linear = model.rotary_seq_len_interpolation_factor
-    if linear and model.use_rope_scaling:
-        raise Refusal("--rotary-seq-len-interpolation-factor with --use-rope-scaling: config.json can name only one")
-    scaling: dict[str, Any] | None = None
-    if linear:
-        scaling = {"rope_type": "linear", "factor": linear}
-    elif model.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
-    elif model.position_embedding_type == "yarn":
-        scaling = _yarn_json(model)
+    scaling = scaling_json(model)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -222,88 +205,3 @@ def _plain_llama(config: dict[str, Any], where: object) -> None:
         raise Refusal(f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32")
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise Refusal(f"{where}: hidden_act {act} is not supported: only silu")
-
-
-def _rope(config: dict[str, Any], where: object) -> dict[str, Any]:
-    """Settings of RoPE, from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise Refusal(f"{where}: rope_parameters by layer type are not supported")
-    theta = _number(rope.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta", where)
-    if theta != int(theta):
-        raise Refusal(f"{where}: rope_theta {theta} is not supported: --rotary-base is a whole number")
-    if (share := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1.0):
-        raise Refusal(f"{where}: partial_rotary_factor {share} is not supported for llama")
-    result: dict[str, Any] = {"rotary_base": int(theta)}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "linear":
-        result["rotary_seq_len_interpolation_factor"] = _number(rope.get("factor"), "factor of rope_scaling", where)
-    elif kind == "llama3":
-        for name, fixed in LLAMA3.items():
-            if (value := rope.get(name, config.get(name))) != fixed:
-                raise Refusal(f"{where}: rope_scaling llama3 with {name} {value}: Megatron's is fixed at {fixed:g}")
-        result |= {
-            "use_rope_scaling": True,
-            "rope_scaling_factor": _number(rope.get("factor"), "factor of rope_scaling", where),
-        }
-    elif kind == "yarn":
-        result |= _yarn(rope, config, where)
-    elif kind != "default":
-        raise Refusal(f"{where}: rope_scaling of type {kind} is not supported: only default, linear, llama3 and yarn")
-    return result
-
-
-def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[str, Any]:
-    """Settings of YaRN. transformers reads some of them from beside rope_scaling too, and derives those left out."""
-
-    def number(name: str, default: float) -> float:
-        return _number(default if rope.get(name) is None else rope[name], f"{name} of rope_scaling", where)
-
-    longest, length = config.get("max_position_embeddings") or 2048, config.get(YARN_LENGTH)
-    length = number(YARN_LENGTH, longest) if length is None else _number(length, YARN_LENGTH, where)
-    if length != int(length):
-        raise Refusal(f"{where}: {YARN_LENGTH} {length} is no whole number")
-    factor = number("factor", longest / length)
-    if factor <= 1:
-        raise Refusal(f"{where}: rope_scaling yarn with factor {factor:g} changes nothing: use type default")
-    mscale, all_dim = 1.0, 0.0
-    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers takes both or neither
-        mscale, all_dim = number("mscale", 1.0), number("mscale_all_dim", 0.0)
-    if rope.get("attention_factor") is not None:
-        wanted = number("attention_factor", 1.0)
-        if wanted < 1:
-            raise Refusal(f"{where}: rope_scaling yarn with attention_factor {wanted:g} is not supported: at least 1")
-        if abs(Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor - wanted) > 1e-12:
-            mscale, all_dim = (wanted - 1) / (0.1 * math.log(factor)), 0.0
-    return {
-        "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": factor,
-        "yarn_original_max_position_embeddings": int(length),
-        "yarn_beta_fast": number("beta_fast", 32.0),
-        "yarn_beta_slow": number("beta_slow", 1.0),
-        "yarn_mscale": mscale,
-        "yarn_mscale_all_dim": all_dim,
-        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
-    }
-
-
-def _yarn_json(model: ModelConfig) -> dict[str, Any]:
-    """rope_scaling of YaRN; attention_factor is spelled out, since transformers reads mscale in a way of its own."""
-    factor, mscale, all_dim = model.yarn_rotary_scaling_factor, model.yarn_mscale, model.yarn_mscale_all_dim
-    scaling = {
-        "rope_type": "yarn",
-        "factor": factor,
-        YARN_LENGTH: model.yarn_original_max_position_embeddings,
-        "beta_fast": model.yarn_beta_fast,
-        "beta_slow": model.yarn_beta_slow,
-        "attention_factor": Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor,
-    }
-    if mscale and all_dim:
-        scaling |= {"mscale": mscale, "mscale_all_dim": all_dim}
-    return scaling | ({} if model.yarn_correction_range_round_to_int else {"truncate": False})
-
-
-def _number(value: object, name: str, where: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise Refusal(f"{where}: {name} {value!r} is no positive number")
-    return float(value)
