@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.arguments.config import DataConfig
+from megatron.training.data import encoding
 from megatron.training.data.genome import CODES
 from megatron.training.data.text_files import Reader, parse
 from megatron.training.data.tokenizer import build_tokenizer
@@ -175,8 +176,8 @@ def test_other_tokenizers_read_genomes_too(tmp_path: Path):
     assert preprocess(tmp_path, tmp_path / "x.fa", kind="ByteLevelTokenizer", flags="") == [[*b"ACGU"]]
 
 
-def settings_of(kind: str) -> preprocess_data.Settings:
-    return preprocess_data.Settings((("tokenizer_type", kind),), None, "uint16", ("text",), False, 0)
+def settings_of(kind: str) -> encoding.Settings:
+    return encoding.Settings((("tokenizer_type", kind),), None, "uint16", ("text",), False, 0)
 
 
 def test_memory_of_a_long_record(tmp_path: Path):
@@ -185,10 +186,10 @@ def test_memory_of_a_long_record(tmp_path: Path):
     path.write_bytes(b">chr\n" + b"ACGTN" * 12 + b"\n" + (b"ACGTACGTAC" * 6 + b"\n") * (bases // 60))
     for kind, limit in (("NucleotideTokenizer", 8), ("CodonTokenizer", 8)):
         settings = settings_of(kind)
-        preprocess_data.tokenizer_of(settings.tokenizer, settings.vocab_size)
+        encoding.tokenizer_of(settings.tokenizer, settings.vocab_size)
         tracemalloc.start()
-        for records, _ in preprocess_data.batches(Reader([str(path)])):
-            encoded = preprocess_data.encode(settings, records)
+        for records, _ in encoding.batches(Reader([str(path)])):
+            encoded = encoding.encode(settings, records)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert sum(encoded.lengths["text"]) * (3 if kind == "CodonTokenizer" else 1) == bases + 60
@@ -197,14 +198,14 @@ def test_memory_of_a_long_record(tmp_path: Path):
 
 def test_long_records_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With workers, no more than the limit and one record wait; the documents are the same."""
-    monkeypatch.setattr(preprocess_data, "WAITING_BYTES", 1500)
-    monkeypatch.setattr(preprocess_data, "BATCH_BYTES", 1)
+    monkeypatch.setattr(encoding, "WAITING_BYTES", 1500)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 1)
     records = [f">{i}\n{'ACGT' * 250}\n".encode() for i in range(12)]
     (tmp_path / "x.fa").write_bytes(b"".join(records))
     settings = settings_of("NucleotideTokenizer")
     reader = Reader([str(tmp_path / "x.fa")])
     ahead = []
-    for done, (encoded, _) in enumerate(preprocess_data.encode_all(settings, reader, 2, "fork"), 1):
+    for done, (encoded, _) in enumerate(encoding.encode_all(settings, reader, 2, "fork"), 1):
         assert encoded.lengths["text"] == [1000]
         ahead.append(reader.bytes_read - done * len(records[0]))
     assert len(ahead) == 12 and max(ahead) < len(records[0]) + 3000

@@ -16,6 +16,7 @@ import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from megatron.training.data import encoding
 from tests.patience import patience
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -80,7 +81,7 @@ def restore_sigterm():
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr(preprocess_data, "BATCH_RECORDS", 3)
+    monkeypatch.setattr(encoding, "BATCH_RECORDS", 3)
 
 
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
@@ -108,15 +109,15 @@ def test_the_same_bytes_over_any_workers(tmp_path, small_batches):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_tokenizer_is_built_once(tmp_path, monkeypatch, small_batches, workers):
     """By the program, for itself and for the workers that it forks: building one can take a minute."""
-    built, build = tmp_path / "built", preprocess_data.build_tokenizer
+    built, build = tmp_path / "built", encoding.build_tokenizer
 
     def counted(*settings):
         with built.open("a") as file:
             file.write("x")
         return build(*settings)
 
-    monkeypatch.setattr(preprocess_data, "build_tokenizer", counted)
-    preprocess_data.tokenizer_of.cache_clear()
+    monkeypatch.setattr(encoding, "build_tokenizer", counted)
+    encoding.tokenizer_of.cache_clear()
     run(tmp_path, pack(tmp_path / "x.jsonl", jsonl(DOCUMENTS)), workers=workers)
     assert built.read_text() == "x"
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents to tokens, over any number of worker processes, in the order of the input.
+
+It needs neither megatron-core nor torch, which would cost each worker seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.training.arguments.config import DataConfig
+from megatron.training.data.text_files import BadRecord, Reader, Record, parse
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
+from megatron.training.refusal import Refusal
+
+BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1
+WAITING_BYTES = 1 << 28  # of input that workers have been given and not given back: long records do not pile up
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker has to know."""
+
+    tokenizer: tuple[tuple[str, object], ...]
+    vocab_size: int | None
+    dtype: str  # of the tokens in the file
+    keys: tuple[str, ...]
+    append_eod: bool
+    codon_frame: int
+
+
+@dataclass
+class Encoded:
+    """Some records, encoded: for each key the tokens and the lengths of its documents."""
+
+    tokens: dict[str, np.ndarray] = field(default_factory=dict)
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+    text_bytes: int = 0
+    empty: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+@functools.cache
+def tokenizer_of(flags: tuple[tuple[str, object], ...], vocab_size: int | None) -> Tokenizer:
+    """One tokenizer a process; a worker that is forked has its parent's."""
+    tokenizer = build_tokenizer(DataConfig(**dict(flags)), vocab_size)
+    check_vocab(vocab_size, tokenizer)
+    return tokenizer
+
+
+def encode(settings: Settings, records: list[Record]) -> Encoded:
+    """Tokenize some records; runs in a worker, which needs neither megatron-core nor torch for it."""
+    tokenizer, dtype = tokenizer_of(settings.tokenizer, settings.vocab_size), np.dtype(settings.dtype).type
+    encoded = Encoded()
+    documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
+    for record in records:
+        encoded.text_bytes += len(record.content)
+        try:
+            texts = parse(record, settings.keys)
+            ids = {key: _ids(tokenizer, text, settings, dtype) for key, text in (texts or {}).items()}
+        except BadRecord as error:
+            encoded.bad.append(f"{record.where()}: {error}")
+            continue
+        encoded.empty += texts is None
+        for key, document in ids.items():
+            encoded.empty += not document.size
+            if document.size:
+                documents[key].append(document)
+    for key, arrays in documents.items():
+        encoded.lengths[key] = [array.size for array in arrays]
+        encoded.tokens[key] = np.concatenate([np.empty(0, dtype), *arrays])
+    return encoded
+
+
+def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type) -> np.ndarray:
+    """The tokens of a document, in the type of the file."""
+    try:
+        ids = tokenizer.array(text[settings.codon_frame :])
+    except Exception as error:  # words given to NullTokenizer, for one
+        raise BadRecord(f"{tokenizer.kind} cannot tokenize the text: {error}") from None
+    if not ids.size:
+        return ids.astype(dtype)
+    if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
+        raise BadRecord(f"{tokenizer.kind} gave an id outside its {tokenizer.vocab_size}")
+    if ids.size >= LONGEST:
+        raise BadRecord(f"longer than the {LONGEST} tokens that a document may have: split it")
+    ids = ids.astype(dtype)
+    return np.append(ids, dtype(tokenizer.eod)) if settings.append_eod else ids
+
+
+def batches(reader: Reader) -> Iterator[tuple[list[Record], int]]:
+    """Records in pieces of work, and how far the input is read with each."""
+    records: list[Record] = []
+    size = 0
+    for record in reader:
+        records.append(record)
+        size += len(record.content)
+        if size >= BATCH_BYTES or len(records) >= BATCH_RECORDS:
+            yield records, reader.bytes_read
+            records, size = [], 0
+    if records:
+        yield records, reader.bytes_read
+
+
+def encode_all(settings: Settings, reader: Reader, workers: int, method: str) -> Iterator[tuple[Encoded, int]]:
+    """Encode all batches, in order, over ``workers`` processes; only a few batches are held at a time."""
+    if workers == 1:
+        for records, position in batches(reader):
+            yield encode(settings, records), position
+        return
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
+        waiting: deque[tuple[Future, int, int]] = deque()
+        held = 0
+        try:
+            for records, position in batches(reader):
+                size = sum(len(record.content) for record in records)
+                waiting.append((pool.submit(encode, settings, records), position, size))
+                held += size
+                while len(waiting) > 3 * workers or (held > WAITING_BYTES and len(waiting) > 1):
+                    future, position, size = waiting.popleft()
+                    yield future.result(), position
+                    held -= size
+            while waiting:
+                future, position, _ = waiting.popleft()
+                yield future.result(), position
+        except BrokenProcessPool:
+            raise Refusal("a worker process died, perhaps for want of memory: try fewer --workers") from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Leave interrupts to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
