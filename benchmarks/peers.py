@@ -15,18 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +36,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import megatron.context_parallel as cp
+from benchmarks.forked_ranks import on_ranks
 from megatron.context_parallel.huggingface import parallelize
 
 VOCABULARY, HEAD, STEPS, RIGHT = 512, 32, 3, 1e-4
@@ -191,13 +187,6 @@ def parties(world: int) -> dict[str, Callable]:
     return found | {"DeepSpeed's Ulysses": deepspeed, "PyTorch's context_parallel": pytorch}
 
 
-def told(error: BaseException) -> str:
-    """A refusal's first line, short."""
-    if isinstance(error, ModuleNotFoundError):
-        return "not installed"
-    return f"refused: {(str(error).strip().splitlines() or [type(error).__name__])[0][:110]}"
-
-
 def gradients(party: Callable, case: Case) -> list[Tensor]:
     """Of one step on this rank."""
     model = case.model()
@@ -237,51 +226,6 @@ def race(found: dict[str, Callable], case: Case, world: int, repeats: int) -> di
                 taken = on_ranks(world, seconds_of, party, case, STEPS)
                 times[name] = taken if isinstance(taken, str) else times[name] + taken
     return times
-
-
-def on_ranks(world: int, work: Callable, *args: Any, patience: float = 300) -> Any:
-    """What ``work`` returns on rank 0 of so many forked processes, or the line in which it ended on any.
-
-    Each time new ones: a peer may leave something behind, hang, or bring its process down.
-    """
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ends = [fork.Pipe(duplex=False) for _ in range(world)]
-        processes = [
-            fork.Process(target=_rank, args=(rank, world, folder, end[1], work, args)) for rank, end in enumerate(ends)
-        ]
-        for process, (_, sender) in zip(processes, ends):
-            process.start()
-            sender.close()
-        answers, until = [], time.monotonic() + patience
-        for receiver, _ in ends:
-            try:
-                there = receiver.poll(max(0.0, until - time.monotonic()))
-                answers.append(receiver.recv() if there else (None, f"no end within {patience:g} s"))
-            except EOFError:
-                answers.append((None, "ended its process"))
-        for process in processes:
-            process.kill()
-            process.join()
-    lines = [line for _, line in answers if line]
-    return next((line for line in lines if "Connection" not in line), lines[0]) if lines else answers[0][0]
-
-
-def _rank(rank: int, world: int, folder: str, sender: Connection, work: Callable, args: tuple) -> None:
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # peers print, and tracebacks of theirs are told in a line
-        os.dup2(quiet, stream)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
-        answer = work(*args), None
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is its refusal
-        answer = None, told(error)
-    sender.send(answer)
-    sender.close()
-    time.sleep(1.0)  # others are in a collective perhaps, and should end in a line of their own
 
 
 def main() -> int:
