@@ -68,7 +68,7 @@ def order_of(args: argparse.Namespace) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    from megatron.training.pretrain import EXIT_FAILED, EXIT_REFUSED, out_of_memory, quiet, tell
+    from megatron.training.pretrain import EXIT_REFUSED, quiet, tell
 
     quiet()
     try:
@@ -76,20 +76,12 @@ def main(argv: list[str] | None = None) -> int:
         order = order_of(args)
         from megatron.inference.program import run
 
-        run(order, words)
+        return run(order, words)
     except Refusal as refusal:
         tell(refusal)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return 130
-    except (MemoryError, RuntimeError) as error:
-        wanted = out_of_memory(error)
-        if not wanted:
-            raise
-        way_out = "more Ring ranks, or a smaller --micro-batch-size, keep less on each"
-        print(f"error: out of memory: {wanted}; {way_out}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0
 
 
 if __name__ == "__main__":

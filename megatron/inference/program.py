@@ -18,10 +18,11 @@ from megatron.inference.generate import Answer, Counts, Request, generate
 from megatron.inference.prompts import Prompt, read_prompts
 from megatron.inference.sampling import Sampling
 from megatron.inference.start import check_length, configure, load_decoder
+from megatron.training import pretrain
+from megatron.training.arguments.config import Config
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
-from megatron.training.orphans import follow_launcher
 from megatron.training.refusal import Refusal, reason, together
-from megatron.training.setup import Runtime, start, stop
+from megatron.training.setup import Runtime
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Order:
     output: Path | None = None
 
 
-def run(order: Order, words: Sequence[str]) -> None:
-    """Answer the prompts on all processes that torchrun started.
+def run(order: Order, words: Sequence[str]) -> int:
+    """Answer the prompts on all processes that torchrun started; returns the exit code.
 
     Raises:
         Refusal: anything that cannot be done, before any prompt is read by the model.
@@ -57,11 +58,10 @@ def run(order: Order, words: Sequence[str]) -> None:
         frozenset((tokenizer.eod,) if saved.stop is None else saved.stop),
         config.data.micro_batch_size,
     )
-    follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)
-    runtime = start(config)
-    # As long as an answer gets: it bounds a window of -1, and says where masks of pairs are made.
-    config.data.seq_length = len(longest.tokens) + order.max_new_tokens
-    try:
+
+    def answer(config: Config, runtime: Runtime, _: Any) -> int:
+        # As long as an answer gets: it bounds a window of -1, and says where masks of pairs are made.
+        config.data.seq_length = len(longest.tokens) + order.max_new_tokens
         decoder = load_decoder(config, runtime, vocab_size)
         first = runtime.is_rank_zero
         for note in (note for note in config.notes if first and note.startswith("weights of another network")):
@@ -74,8 +74,9 @@ def run(order: Order, words: Sequence[str]) -> None:
         together(lambda: report(order, prompts, answers, tokenizer) if first else None)
         if first:
             print(summary(runtime, every), file=sys.stderr)
-    finally:
-        stop()
+        return 0
+
+    return pretrain.run(config, answer, "more Ring ranks, or a smaller --micro-batch-size, keep less on each")
 
 
 def report(order: Order, prompts: Sequence[Prompt], answers: Sequence[Answer], tokenizer: Tokenizer) -> None:

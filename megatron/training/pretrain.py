@@ -21,6 +21,7 @@ from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 Work = Callable[[Config, Any, Any], int]  # settings, a Runtime, the heartbeat or None
+SAVES_MEMORY = "--dry-run shows where it goes, docs/memory.md what saves it"
 
 
 def main(
@@ -60,8 +61,12 @@ def main(
         return EXIT_REFUSED
 
 
-def run(config: Config, work: Work | None = None) -> int:
-    """Set up, train (or do ``work``), and leave the process groups; returns the exit code."""
+def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMORY) -> int:
+    """Set up, train (or do ``work``), and leave the process groups; returns the exit code.
+
+    Args:
+        saves_memory: what is said to whom memory runs out.
+    """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
     from megatron.training.heartbeat import OF_MESSAGES, heartbeat
     from megatron.training.setup import start, stop
@@ -81,7 +86,7 @@ def run(config: Config, work: Work | None = None) -> int:
     except Exception as error:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
         if lines is None and (wanted := out_of_memory(error)):
-            lines = [f"error: out of memory: {wanted}; --dry-run shows where it goes, docs/memory.md what saves it"]
+            lines = [f"error: out of memory: {wanted}; {saves_memory}"]
         if lines is None:
             raise
         print("\n".join(lines), file=sys.stderr, flush=True)

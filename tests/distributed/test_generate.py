@@ -248,3 +248,18 @@ def test_the_program(folders, transformers_say, tmp_path):
     kept = [[token for token in row["tokens"] if token != 2] for row in found]
     assert first.stdout.splitlines() == [f"[{n}] {' '.join(map(str, row))}" for n, row in enumerate(kept, 1)]
     assert "Ring 2" in first.stderr and "tokens/s" in first.stderr and not second.stdout
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_is_named_by_the_others(folders, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "mask.py").write_text(
+        "import os\n\n\ndef deadly(q, k):\n    if os.environ['RANK'] == '1':\n        os.kill(os.getpid(), 9)\n"
+        "    return q >= k\n"
+    )
+    argv = ["--load", str(folders("llama")), "--prompt", "3 4 5", *f"--max-new-tokens 2 --device cpu {NULL}".split()]
+    argv += ["--ring-parallel-size", "2", "--attention-mask", "function"]
+    argv += ["--mask-function", f"{tmp_path}/mask.py:deadly"]
+    first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
+    assert (first.returncode, second.returncode) == (1, -9), first.stderr
+    assert "error: rank 1 on " in first.stderr and "Traceback" not in first.stderr, first.stderr
