@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import types
 
 import pytest
 import torch
@@ -18,18 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels import (
     KERNELS,
-    KernelUnavailable,
-    available,
     base,
     cpu,
     cudnn,
-    flash_attn_kernel,
     math_kernel,
     pieces,
-    select,
-    triton_kernel,
 )
-from megatron.decisions.kernels import preferred
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
@@ -396,246 +388,12 @@ def test_cudnn_gets_lse_back_as_its_version_returned_it(dims, monkeypatch):
         cudnn._lse_dims.cache_clear()
 
 
-def bshd_forward(q, k, v, softmax_scale, causal):
-    out, lse = KERNELS["math"].forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), causal=causal, mask=None, scale=softmax_scale
-    )
-    return out.transpose(1, 2).contiguous(), lse
-
-
-def bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal):
-    tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-    grads = KERNELS["math"].backward(*tensors, softmax_lse, causal=causal, mask=None, scale=softmax_scale)
-    for into, grad in zip((dq, dk, dv), grads, strict=True):
-        into.copy_(grad.transpose(1, 2))
-
-
-def flash_attn_2_6() -> types.SimpleNamespace:
-    def _flash_attn_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax
-    ):
-        assert (dropout_p, window_size, softcap, alibi_slopes, return_softmax) == (0.0, (-1, -1), 0.0, None, False)
-        out, lse = bshd_forward(q, k, v, softmax_scale, causal)
-        return out, q, k, v, out, F.pad(lse, (0, 104)), None, torch.empty(2, dtype=torch.int64)
-
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, rng_state=None,
-    ):  # fmt: skip
-        assert (dropout_p, window_size, softcap, deterministic, rng_state) == (0.0, (-1, -1), 0.0, False, None)
-        bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
-        return dq, dk, dv, None
-
-    return types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
-
-
-def flash_attn_2_7() -> types.SimpleNamespace:
-    @torch.library.custom_op("test_kernels::_flash_attn_forward", mutates_args=())
-    def _flash_attn_forward(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
-        window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
-        return_softmax: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        assert (dropout_p, window_size_left, window_size_right, softcap, return_softmax) == (0.0, -1, -1, 0.0, False)
-        return *bshd_forward(q, k, v, softmax_scale, causal), torch.empty(0), torch.empty(2)
-
-    @torch.library.custom_op("test_kernels::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-    def _flash_attn_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
-        dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
-        softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        assert (window_size_left, window_size_right, deterministic, rng_state) == (-1, -1, False, None)
-        bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
-        return torch.empty(0)
-
-    return types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
-
-
-def flash_attn_3() -> types.SimpleNamespace:
-    def _flash_attn_forward(
-        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size=(-1, -1),
-        attention_chunk=0, softcap=0.0, num_splits=1,
-    ):  # fmt: skip
-        assert {k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k} == {None} and window_size == (-1, -1)
-        return *bshd_forward(q, k, v, softmax_scale, causal), torch.empty(0)
-
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, sequed_q=None, max_seqlen_q=None, dq=None, dk=None, dv=None,
-        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        deterministic=False,
-    ):  # fmt: skip
-        assert {cu_seqlens_q, sequed_q, max_seqlen_q} == {None} and not deterministic
-        bshd_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, is_causal)
-
-    return types.SimpleNamespace(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
-
-
-@pytest.fixture
-def install(monkeypatch):
-    """Puts a module in place of an installed flash-attn."""
-
-    def put(name, module):
-        monkeypatch.setitem(sys.modules, name, module)
-        flash_attn_kernel._library.cache_clear()
-
-    flash_attn_kernel._library.cache_clear()
-    yield put
-    flash_attn_kernel._library.cache_clear()
-
-
-@pytest.mark.parametrize("release", [flash_attn_2_6, flash_attn_2_7, flash_attn_3])
-def test_flash_attn_by_the_arguments_of_its_releases(release, install):
-    install("flash_attn.flash_attn_interface", release())
-    for shape, causal in ((dict(h=4, hk=2), False), (dict(h=4, hk=1, sk=24), True)):
-        tensors = make(dtype=torch.float32, **shape)
-        got = both_ways(KERNELS["flash_attn"], *tensors, causal=causal)
-        assert_close(got, dense(*tensors, causal=causal), torch.float32)
-
-
-def test_flash_attn_is_found_by_generation(install):
-    two, three = flash_attn_2_6(), flash_attn_3()
-    install("flash_attn.flash_attn_interface", two)
-    assert flash_attn_kernel._library(False) is two and flash_attn_kernel._library(True) is two
-    install("flash_attn_interface", three)
-    assert flash_attn_kernel._library(False) is two and flash_attn_kernel._library(True) is three
-    install("flash_attn.flash_attn_interface", types.SimpleNamespace())
-    assert "lacks" in flash_attn_kernel._library(False)
-    with pytest.raises(ImportError, match='kernel="flash_attn"'):
-        KERNELS["flash_attn"].forward(*make()[1:], causal=False, mask=None, scale=1.0)
-
-
-# Choosing
-
-
 def test_every_kernel_keeps_the_protocol():
     for name, kernel in KERNELS.items():
         assert kernel.name == name
         for method in ("why_not", "forward", "backward"):
             names = [list(inspect.signature(getattr(x, method)).parameters) for x in (kernel, base.Kernel)]
             assert names[0] == names[1][1:]
-
-
-def test_auto_on_the_cpu():
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert available("cpu", dtype, 64) == ["cpu", "math"]
-        assert select("auto", device="cpu", dtype=dtype, head_dim=64, needs_mask=True).name == "cpu"
-    for name in CPU_KERNELS:
-        assert select(name, device=torch.device("cpu"), dtype=torch.float32, head_dim=7).name == name
-
-
-@pytest.mark.parametrize(
-    "name, options, reason",
-    [
-        ("flash", {}, "needs a GPU"),
-        ("cudnn", {}, "needs a GPU"),
-        ("flash_attn", {}, "needs a GPU"),
-        ("flash", dict(needs_mask=True), "takes no mask"),
-        ("flash", dict(needs_softcap=True), "has no soft-cap"),
-        ("cudnn", dict(needs_value_dim=True), "takes no value heads of another size"),
-        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, triton, math"),
-    ],
-)
-def test_refusals(name, options, reason):
-    with pytest.raises(KernelUnavailable) as error:
-        select(name, device="cpu", dtype=torch.bfloat16, head_dim=64, **options)
-    assert isinstance(error.value, ValueError)
-    message = str(error.value)
-    assert message.startswith(f'kernel="{name}": {reason}') and "\n" not in message
-    assert message.endswith("kernels that can run here: cpu, math")
-
-
-def test_no_kernel_at_all():
-    with pytest.raises(KernelUnavailable, match="no kernel takes torch.int32 on cpu; .*: none"):
-        select("auto", device="cpu", dtype=torch.int32, head_dim=64)
-    with pytest.raises(KernelUnavailable, match='kernel="cpu": needs tensors on the CPU; .*: math'):
-        select("cpu", device="meta", dtype=torch.float32, head_dim=64)
-
-
-@pytest.fixture
-def pretend_gpu(monkeypatch, install):
-    """A GPU, as far as `why_not` looks."""
-
-    def pretend(capability=(9, 0), cudnn=91000):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        monkeypatch.setattr(triton_kernel, "missing_triton", lambda: None)
-        monkeypatch.setattr(triton_kernel, "interpreted", lambda: False)
-
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # as if not installed
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", raising=False)
-    return pretend
-
-
-def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
-    bf16 = torch.bfloat16
-    pretend_gpu()
-    assert available("cuda", bf16, 128) == ["cudnn", "flash", "triton", "math"]
-    for need in kernels.NEEDS:
-        assert available("cuda", bf16, 128, **{need: True}) == ["triton", "math"]
-    assert available("cuda", bf16, 256) == ["cudnn", "flash", "triton", "math"]
-    assert available("cuda", bf16, 100) == available("cuda", torch.float32, 128) == ["triton", "math"]
-    assert available("cuda", torch.float64, 128) == ["math"]
-    with pytest.raises(KernelUnavailable, match='kernel="flash_attn": the package flash-attn is not installed'):
-        select("flash_attn", device="cuda", dtype=bf16, head_dim=128)
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-    assert available("cuda", bf16, 128) == ["flash", "triton", "math"]
-    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert available("cuda", bf16, 128) == ["flash", "triton", "math"]
-    monkeypatch.setattr(triton_kernel, "missing_triton", lambda: "the package triton is not installed")
-    with pytest.raises(KernelUnavailable, match='kernel="triton": the package triton is not installed'):
-        select("triton", device="cuda", dtype=bf16, head_dim=128)
-    monkeypatch.undo()
-    pretend_gpu(capability=(8, 6), cudnn=90000)
-    install("flash_attn.flash_attn_interface", flash_attn_2_6())
-    assert available("cuda", bf16, 128) == ["flash_attn", "flash", "cudnn", "triton", "math"]
-    assert available("cuda", bf16, 256) == ["flash_attn", "triton", "math"]
-    pretend_gpu(capability=(7, 5))
-    assert available("cuda", torch.float16, 64) == ["math"]
-
-
-@pytest.mark.parametrize(
-    "capability, version, order",
-    [
-        ((8, 0), 2, ["flash_attn", "flash", "cudnn"]),
-        ((8, 9), None, ["flash_attn", "flash", "cudnn"]),
-        ((9, 0), 3, ["flash_attn", "cudnn", "flash"]),
-        ((9, 0), 2, ["cudnn", "flash_attn", "flash"]),
-        ((9, 0), None, ["cudnn", "flash_attn", "flash"]),
-        ((10, 0), 2, ["cudnn", "flash_attn", "flash"]),
-        ((10, 3), None, ["cudnn", "flash_attn", "flash"]),
-        ((12, 0), 2, ["flash_attn", "flash", "cudnn"]),
-    ],
-)
-def test_the_order_by_machine(capability, version, order):
-    found = list(preferred(capability, flash_attn=version))
-    assert found == [*order, "triton", "cpu", "math"]
-    many = list(preferred(capability, flash_attn=version, many_tiles=True))
-    order.remove("cudnn")  # which plans anew for each shape
-    assert many == ["triton", *order, "cudnn", "cpu", "math"]
-    assert set(KERNELS) <= set(many)
-
-
-def test_the_order_without_a_gpu():
-    assert preferred(None)[0] == "cpu" and set(preferred(None)) == set(preferred((9, 0)))
-
-
-def test_flash_attn_3_goes_before_cudnn_and_2_behind(pretend_gpu, install):
-    bf16 = torch.bfloat16
-    pretend_gpu()
-    install("flash_attn.flash_attn_interface", flash_attn_2_6())
-    assert available("cuda", bf16, 128)[:2] == ["cudnn", "flash_attn"]
-    assert available("cuda", bf16, 128, many_tiles=True)[-2:] == ["cudnn", "math"]
-    install("flash_attn_interface", flash_attn_3())
-    assert available("cuda", bf16, 128)[:2] == ["flash_attn", "cudnn"]
-    assert flash_attn_kernel.installed_version((9, 0)) == 3 and flash_attn_kernel.installed_version((8, 0)) == 2
-    assert flash_attn_kernel.installed_version(None) is None
 
 
 def test_package_exports():
