@@ -104,8 +104,12 @@ def quick(item: pytest.Item) -> bool:
     return bool(item.get_closest_marker("quick")) or item.path.parent.name == "unit" and item.path.name not in SLOW
 
 
-def pytest_collection_finish() -> None:
-    """Keep garbage collections, and what walks through all tensors, out of the million objects that were imported."""
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    """Keep garbage collections, and what walks through all tensors, out of the million objects that were imported.
+
+    Before each module again, as tests import more: what asks for a collection otherwise waits a second for it.
+    """
     gc.collect()
     gc.freeze()
 

@@ -94,7 +94,7 @@ def test_a_stage_that_hangs_is_stopped_and_keeps_what_it_has(tmp_path, monkeypat
 
     monkeypatch.setattr(rates, "run", run_stage)
     monkeypatch.setattr(gpu, "GRACE", 0.5)
-    assert run(tmp_path, "--stage", "rates", "--minutes", "0.05") == 1
+    assert run(tmp_path, "--stage", "rates", "--minutes", "0.02") == 1
     found = read(tmp_path, "rates")
     assert found["cases"]["one"]["seconds"] == 1 and not found["finished"] and "stopped after" in found["failed"]
 
