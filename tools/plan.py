@@ -26,10 +26,11 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import limits as plan_limits
 from megatron.simulator.planner.offers import Offer, offers, offers_table, run_words
+from megatron.simulator.planner.plans import Problem
 from megatron.simulator.planner.report import Report
 from megatron.simulator.planner.request import Request
 from megatron.simulator.planner.run import Terms, chosen
-from megatron.simulator.planner.search import NEAR, Problem, everything, search
+from megatron.simulator.planner.search import NEAR, everything, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.simulator.planner.sizes import tokens
 from megatron.simulator.planner.words import alternatives, count, failing, gib, losing, winning, words

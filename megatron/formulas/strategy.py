@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, sqrt
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
+
+from megatron.formulas.frozen import changed, hashed_once
 
 Axis = Literal["tp", "ulysses", "ring", "dp", "pp"]
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Shape:
     """A transformer's sizes; hashable, unlike the settings it is made from."""
@@ -33,6 +36,7 @@ class Shape:
     embed_norm: bool = False  # LayerNorm after the word embedding
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Workload:
     """What is trained: a model on sequences of ``seq_length`` tokens, ``global_batch`` of them a step.
@@ -70,6 +74,7 @@ class Group:
         return together, ceil(self.size / together)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Strategy:
     """How it is trained: the grid, TP < Ulysses < Ring < DP < PP, and every memory saving.
@@ -114,6 +119,10 @@ class Strategy:
     recompute_method: Literal["uniform", "block"] = "uniform"
     stream_hidden: bool = False
 
+    def but(self, **changes: Any) -> Strategy:
+        """The same with other values of some fields."""
+        return changed(self, changes)
+
     @property
     def context(self) -> int:
         return self.ulysses * self.ring
@@ -152,8 +161,8 @@ class Strategy:
         if self.recompute != "full" or self.recompute_method == "uniform":
             return [(self, layers)]
         again = min(self.recompute_layers, layers)
-        plain = replace(self, recompute_method="uniform", recompute_layers=1)
-        kinds = [(plain, again), (replace(plain, recompute="none"), layers - again)]
+        plain = self.but(recompute_method="uniform", recompute_layers=1)
+        kinds = [(plain, again), (plain.but(recompute="none"), layers - again)]
         return [(how, count) for how, count in kinds if count]
 
     def micro_batches(self, workload: Workload) -> int:

@@ -18,9 +18,10 @@ from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.documents import packed
 from megatron.simulator.planner.failures import Rates, best_interval, checkpoint_bytes, interrupted
+from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import Request
 from megatron.simulator.planner.run import Prices, Terms, chosen, run_of
-from megatron.simulator.planner.search import Problem, priced, search
+from megatron.simulator.planner.search import search
 from megatron.simulator.planner.search_space import Limits
 from megatron.training.refusal import Refusal
 from tools import plan

@@ -19,8 +19,9 @@ from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.command import training_flags
 from megatron.simulator.planner.limits import fewest_gpus, fits, longest
+from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import JOB, Request
-from megatron.simulator.planner.search import Problem, everything, priced, search
+from megatron.simulator.planner.search import everything, search
 from megatron.simulator.planner.search_space import Limits, divisors, grids, savings, zero_stages
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal

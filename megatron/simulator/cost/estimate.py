@@ -184,13 +184,14 @@ _ANY = {"data": 1, "pipeline": 1, "zero": 1, "virtual": 1, "overlap_grad_reduce"
 
 def _of_a_layer(strategy: Strategy) -> Strategy:
     """The strategy without what a layer does not feel, so that more of them share a price."""
-    return replace(strategy, loss_chunks=0, **_ANY)
+    unit = min(strategy.recompute_layers, 2) if strategy.fpdt_chunk and strategy.recompute == "full" else 1
+    return strategy.but(loss_chunks=0, recompute_layers=unit, **_ANY)
 
 
 def _of_the_ends(strategy: Strategy) -> Strategy:
     """The same of what the embedding and the loss do not feel. FPDT derives the chunks of the loss from its own."""
-    return replace(
-        strategy, recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
+    return strategy.but(
+        recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
         fpdt_offload=False, stream_hidden=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, **_ANY,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from math import exp, log
 from typing import TYPE_CHECKING
 
 from megatron.decisions.kernels import plain_kernel
+from megatron.formulas.frozen import hashed_once
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +97,7 @@ class Calibration:
     fp8: float = 1.0
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Machine:
     """A kind of GPU in its node and cluster.

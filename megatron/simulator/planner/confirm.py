@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.report import Report
-from megatron.simulator.planner.search import Plan, Problem
 from megatron.simulator.planner.words import GIB
 from megatron.training.refusal import Refusal
 

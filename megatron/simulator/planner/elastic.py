@@ -21,7 +21,7 @@ def fastest(configs: list[Config], world_size: int) -> int | None:
     """
     from megatron.simulator.dry_run.vocabulary import vocabulary_of
     from megatron.simulator.machines.machine_file import load
-    from megatron.simulator.planner.search import Problem, better, priced
+    from megatron.simulator.planner.plans import Problem, better, priced
     from megatron.training.arguments.strategy_of import strategy_of, workload_of
 
     machine, best = load(configs[0].simulation.gpu), None

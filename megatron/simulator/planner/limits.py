@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.planner.search import Fit, Problem, too_much_model, weighed
+from megatron.simulator.planner.plans import Fit, Problem, too_much_model, weighed
 from megatron.simulator.planner.search_space import grids, savings, zero_stages
 
 MOST_TOKENS = 2**30

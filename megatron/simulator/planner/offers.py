@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.run import Run, Terms, days, money, run_of
-from megatron.simulator.planner.search import Found, Plan, Problem, search
+from megatron.simulator.planner.search import Found, search
 from megatron.simulator.planner.words import words
 
 

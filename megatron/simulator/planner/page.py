@@ -15,8 +15,9 @@ from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transf
 from megatron.simulator.cost.segment import Segment, price
 from megatron.simulator.cost.step_operations import busiest_stage, ends, layer
 from megatron.simulator.machines.machine import Machine
+from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.report import Report
-from megatron.simulator.planner.search import Found, Plan, Problem
+from megatron.simulator.planner.search import Found
 from megatron.simulator.planner.words import GIB, KINDS, PARTS, count, failing, grid_words, saving_words, winning, words
 
 TEMPLATE = Path(__file__).with_suffix(".html")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from megatron.simulator.planner.search import Found, Plan, Problem, everything, priced
+from megatron.simulator.planner.plans import Plan, Problem, priced
+from megatron.simulator.planner.search import Found, everything
 from megatron.simulator.planner.words import GIB, count, grid_words, saving_words
 from megatron.training.refusal import Refusal
 

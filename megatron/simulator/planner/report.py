@@ -12,9 +12,9 @@ from rich.table import Table
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.planner.command import environment, launcher, training_flags
+from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.request import JOB, Request
 from megatron.simulator.planner.run import Run
-from megatron.simulator.planner.search import Plan, Problem
 from megatron.simulator.planner.words import GIB, count, grid_words, losing, saving_words, winning
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.simulator.machines.json_file import read_json
 from megatron.simulator.planner.failures import Interrupted, Rates, interrupted
-from megatron.simulator.planner.search import Plan, Problem
+from megatron.simulator.planner.plans import Plan, Problem
 from megatron.training.refusal import Refusal
 
 

@@ -7,7 +7,7 @@ What is refused is what training/validate*.py refuse; tests hold the two togethe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import ceil
 
@@ -85,7 +85,7 @@ def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[S
         interleaved = base.pipeline > 1 and samples // micro_batch % base.pipeline == 0
         for virtual in chosen(divisors(layers), limits.virtual):
             if virtual == 1 or interleaved:
-                yield replace(base, micro_batch=micro_batch, virtual=virtual)
+                yield base.but(micro_batch=micro_batch, virtual=virtual)
 
 
 def tensor_divides(shape: Shape, tensor: int) -> bool:
@@ -113,14 +113,14 @@ def savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> It
 def chunked_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """Those with FPDT."""
     for recompute in chosen(("none", "full"), limits.recompute):
-        yield from _chunked(replace(grid, recompute=recompute), workload, limits)
+        yield from _chunked(grid.but(recompute=recompute), workload, limits)
 
 
 def plain_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """Those that compute nothing twice."""
     losses, _ = _pieces(grid, workload, limits)
     if allowed("none", limits.recompute) and allowed(0, limits.fpdt_chunk):
-        yield from (replace(grid, loss_chunks=pieces) for pieces in losses)
+        yield from (grid.but(loss_chunks=pieces) for pieces in losses)
 
 
 def _pieces(grid: Strategy, workload: Workload, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -140,12 +140,12 @@ def whole_savings(grid: Strategy, workload: Workload, limits: Limits = Limits())
     losses, runs = _pieces(grid, workload, limits)
     for recompute in chosen(("none", "selective", "full"), limits.recompute):
         for loss_chunks, ffn_chunks in product(losses, runs):
-            way = replace(grid, recompute=recompute, loss_chunks=loss_chunks, ffn_chunks=ffn_chunks)
+            way = grid.but(recompute=recompute, loss_chunks=loss_chunks, ffn_chunks=ffn_chunks)
             if recompute != "none" or ffn_chunks:
                 yield way
             if recompute == "full" and limits.offload:
-                yield replace(way, offload_checkpoints=True)
-    yield from _in_units(replace(grid, recompute="full", loss_chunks=losses[-1]), workload, limits)
+                yield way.but(offload_checkpoints=True)
+    yield from _in_units(grid.but(recompute="full", loss_chunks=losses[-1]), workload, limits)
 
 
 def _in_units(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
@@ -154,11 +154,11 @@ def _in_units(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[St
     if allowed("full", limits.recompute):
         for unit in UNITS:
             if unit < layers and layers // grid.virtual % unit == 0:
-                yield replace(grid, recompute_layers=unit)
+                yield grid.but(recompute_layers=unit)
     if allowed("block", limits.recompute) and grid.virtual == 1:
         for again in sorted({ceil(layers * eighths / 8) for eighths in EIGHTHS}):
             if again < layers:
-                yield replace(grid, recompute_method="block", recompute_layers=again)
+                yield grid.but(recompute_method="block", recompute_layers=again)
 
 
 def _chunked(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
@@ -169,9 +169,9 @@ def _chunked(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Str
             continue
         for offload in (False, True) if limits.offload else (False,):
             for checkpoints in (False, True) if limits.offload else (False,):
-                yield replace(grid, fpdt_chunk=chunk, fpdt_offload=offload, offload_checkpoints=checkpoints)
+                yield grid.but(fpdt_chunk=chunk, fpdt_offload=offload, offload_checkpoints=checkpoints)
         if limits.offload and streams:
-            yield replace(grid, fpdt_chunk=chunk, stream_hidden=True)
+            yield grid.but(fpdt_chunk=chunk, stream_hidden=True)
 
 
 def moved(way: Strategy, base: Strategy, workload: Workload) -> Strategy | None:
@@ -184,12 +184,12 @@ def moved(way: Strategy, base: Strategy, workload: Workload) -> Strategy | None:
             again = ceil(way.recompute_layers / base.pipeline)
             if base.virtual > 1 or again >= layers:
                 return None
-            way = replace(way, recompute_layers=again)
+            way = way.but(recompute_layers=again)
         elif way.recompute_layers > 1 and (
             way.recompute_layers >= layers or layers // base.virtual % way.recompute_layers
         ):
             return None
-    return replace(way, data=base.data, pipeline=base.pipeline, virtual=base.virtual, zero=base.zero)
+    return way.but(data=base.data, pipeline=base.pipeline, virtual=base.virtual, zero=base.zero)
 
 
 def within(grid: Strategy, limits: Limits) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.dry_run.replay import duration
-from megatron.simulator.planner.search import Fit, Known, Plan, Problem, search
+from megatron.simulator.planner.plans import Fit, Plan, Problem
+from megatron.simulator.planner.search import Known, search
 from megatron.simulator.planner.search_space import Limits, divisors
 
 GIB = 2**30
