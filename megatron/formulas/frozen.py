@@ -33,11 +33,12 @@ def changed(one: T, changes: dict[str, Any]) -> T:
     Raises:
         TypeError: no such field.
     """
-    if not one.__dict__.keys() >= changes.keys():
-        raise TypeError(f"{type(one).__name__} has no {', '.join(changes.keys() - one.__dict__.keys())}")
     new = object.__new__(type(one))
     values = new.__dict__
     values.update(one.__dict__)
+    fields = len(values)
     values.update(changes)
+    if len(values) > fields:
+        raise TypeError(f"{type(one).__name__} has no {', '.join(changes.keys() - one.__dict__.keys())}")
     values.pop("_hash", None)
     return new

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.formulas.frozen import changed, hashed_once
 
@@ -61,8 +61,7 @@ class Workload:
         return 0.5 if self.causal else 1.0
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The ranks of a collective: ``size`` of them, ``stride`` apart."""
 
     size: int

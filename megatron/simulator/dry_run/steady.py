@@ -10,10 +10,13 @@ there are stages unless the flags say otherwise, on every virtual stage.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.simulator.cost.trace import HostCopy, Phase, Trace, Transfer, Wait
 from megatron.training.arguments.config import Config
-from megatron.training.report.memory_picture import Profile
+
+if TYPE_CHECKING:  # it brings numpy, which planners need not wait for
+    from megatron.training.report.memory_picture import Profile
 
 
 @dataclass(frozen=True)

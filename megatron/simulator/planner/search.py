@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from megatron.formulas.strategy import Strategy
-from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.cost.estimate import estimate, step_parts
+from megatron.simulator.cost.segment import Parts
 from megatron.simulator.planner.plans import Grid, Plan, Problem, better, priced, too_much_model, weighed
 from megatron.simulator.planner.search_space import grids, savings, within, zero_stages
 from megatron.simulator.planner.ways import Orders, from_the_fastest
@@ -67,7 +68,7 @@ def search(problem: Problem, top: int = 10, known: Known | None = None, near: fl
         known: of a search for the same within wider limits.
     """
     if known is None:
-        known = Known(sorted((least_seconds(problem, base), index, base) for index, base in enumerate(_bases(problem))))
+        known = Known(sorted((least, index, base) for index, (least, base) in enumerate(_bases(problem))))
     bases = [entry for entry in known.bases if within(entry[2], problem.limits)]
     best: dict[Grid, Plan] = {}
     found = Found([], known)
@@ -98,9 +99,8 @@ def everything(problem: Problem) -> Iterator[Strategy]:
             yield from savings(base.but(zero=zero), problem.workload, problem.limits)
 
 
-def least_seconds(problem: Problem, base: Strategy) -> float:
-    """A step on this grid without recompute, chunks and copies, and without gradients and weights on their way."""
-    parts = estimate(problem.workload, base, problem.machine).parts
+def least_seconds(parts: Parts) -> float:
+    """A step without gradients and weights on their way."""
     return sum(seconds for name, seconds in parts.items() if name not in ("dp", "optimizer"))
 
 
@@ -108,20 +108,20 @@ def _grids(problem: Problem) -> Iterable[Strategy]:
     return grids(problem.workload, problem.gpus, problem.limits)
 
 
-def _bases(problem: Problem) -> list[Strategy]:
-    """The grids, but for micro-batches that are no faster than smaller ones on the same grid: they take more memory."""
-    kept: list[Strategy] = []
+def _bases(problem: Problem) -> Iterator[tuple[float, Strategy]]:
+    """(seconds at least, grid), but for micro-batches that are no faster than smaller ones on the same grid: they take
+    more memory. The seconds are those without recompute, chunks and copies."""
+    workload, machine = problem.workload, problem.machine
     fastest_yet: dict[Strategy, float] = {}
     for base in sorted(_grids(problem), key=lambda base: base.micro_batch):
-        worth = False
+        worth, parts = False, {}
         for zero in zero_stages(base, problem.limits):
-            alike = base.but(micro_batch=1, zero=zero)
-            seconds = estimate(problem.workload, base.but(zero=zero), problem.machine).seconds
+            parts[zero] = step_parts(workload, base.but(zero=zero), machine)
+            alike, seconds = base.but(micro_batch=1, zero=zero), sum(parts[zero].values())
             if seconds < 0.999 * fastest_yet.get(alike, float("inf")):
                 fastest_yet[alike], worth = seconds, True
         if worth:
-            kept.append(base)
-    return kept
+            yield least_seconds(parts.get(base.zero) or step_parts(workload, base, machine)), base
 
 
 def _first_that_fits(problem: Problem, base: Strategy, cut: float, found: Found) -> Plan | None:

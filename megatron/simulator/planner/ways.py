@@ -34,6 +34,7 @@ class Ranked:
 
     def __init__(self, ways: Iterable[tuple[int, Strategy]], seconds: Callable[[Strategy], float]) -> None:
         self._seconds = seconds
+        self._priced: dict[Strategy, float] = {}
         self._found: list[Entry] = []
         # (seconds, or at least; whether that is the way's own price; number; the way, simpler ones before it)
         self._waiting = [(0.0, False, number, simpler(way)) for number, way in ways]
@@ -47,7 +48,9 @@ class Ranked:
                 heappop(self._waiting)
                 self._found.append((least, number, steps[-1]))
                 continue
-            seconds = self._seconds(steps[0])
+            seconds = self._priced.get(steps[0])
+            if seconds is None:
+                seconds = self._priced[steps[0]] = self._seconds(steps[0])
             if len(steps) == 1:
                 heapreplace(self._waiting, (seconds, True, number, steps))
             else:
