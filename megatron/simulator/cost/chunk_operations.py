@@ -48,18 +48,22 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
-    if a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16):
-        first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
-    else:
-        first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
-    before = [Segment(copies=first)] if strategy.fpdt_offload else []
-    if chunks == 1:
-        return [*before, *ring_backward(a, strategy)]
     own, other = _tile(a, size, own=True, backward=True), _tile(a, size, backward=True)
     sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
     travel = _hops(a, strategy, size, chunks, a.blocks.keys, a.blocks.grads)
     if not strategy.fpdt_offload:
+        if chunks == 1:
+            return ring_backward(a, strategy)
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
+    if a.ring == 1 and goes_by_keys(a.heads, a.kv_heads, BF16):
+        return _by_keys((own, sums), (other, sums), chunks, met, q, kv, lse)
+    if a.ring == 1:
+        first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
+    else:
+        first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
+    before = [Segment(copies=first)]
+    if chunks == 1:
+        return [*before, *ring_backward(a, strategy)]
     if a.ring == 1:
         return [
             *before,
@@ -76,6 +80,33 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         Segment((own, sums)),
         Segment((other, sums), travel, pair, met - (blocks - chunks)),
         Segment((other, sums), travel, _copies(2 * q, 0), blocks - chunks),
+    ]
+
+
+def _by_keys(
+    own: tuple[Kernel, ...], other: tuple[Kernel, ...], chunks: int, met: float, q: float, kv: float, lse: float
+) -> list[Segment]:
+    """A key chunk after the other, each with its queries, on one rank (fpdt/by_keys.py).
+
+    Its first queries are asked for when it is its turn, after the keys of the next one, and nothing hides them. The
+    next come beside a tile, and the last tile has nothing to hide. Then its own dq, which is final, comes to be sent
+    back. Sums of dq do not come to the first key chunk: they begin there. Outputs come, and their gradients leave,
+    beside the FFN's backward pass, but for the first.
+    """
+    new, summed = 3 * q + lse, 5 * q + lse  # queries, dout and out; with dq
+    pairs = max(met - (chunks - 1), 0.0)  # of two chunks, with other queries coming meanwhile
+    alone = _copies(2 * q, 0)
+    first = min(max(chunks - 2, 0), pairs)  # of these with the first key chunk
+    return [
+        Segment(copies=_copies(0, q + kv + new)),
+        Segment(copies=_copies(0, kv + summed), count=chunks - 1),
+        Segment(own, copies=_copies(2 * q, new), count=min(chunks - 1, 1)),
+        Segment(own, copies=_copies(2 * q, summed), count=max(chunks - 2, 0)),
+        Segment(own, copies=alone),
+        Segment(other, copies=_copies(2 * q, new), count=first),
+        Segment(other, copies=_copies(2 * q, summed), count=pairs - first),
+        Segment(other, copies=alone, count=met - pairs),
+        Segment(copies=_copies(0, 2 * q), count=chunks),
     ]
 
 
