@@ -92,7 +92,8 @@ class Strategy:
         virtual: virtual pipeline stages a rank.
         sequence_parallel: activations are split over TP between the linear layers.
         fused: one kernel rotates queries and keys, and several chunks of the loss together are added to its weight's
-            gradient, within a product; else several operations do, chunk by chunk, as in the papers' programs.
+            gradient, within a product; else several operations do, chunk by chunk, as in the papers' programs, whose
+            FPDT also brings the next key chunk's queries beside the last tile.
     """
 
     tensor: int = 1

@@ -53,6 +53,18 @@ MORE = [
 ]
 
 
+EVERY_HEAD = replace(SHAPE, kv_heads=32)
+MORE += [  # by keys: the host link decides
+    replace(
+        case("fpdt by keys", 64 * K, ulysses=4, recompute="full", fpdt_chunk=16 * K),
+        workload=Workload(EVERY_HEAD, 64 * K),
+    ),
+    replace(
+        case("fpdt by keys, two chunks", 32 * K, ulysses=2, fpdt_chunk=16 * K), workload=Workload(EVERY_HEAD, 32 * K)
+    ),
+]
+
+
 def names(cases: list[Case]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 

@@ -55,9 +55,10 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         if chunks == 1:
             return ring_backward(a, strategy)
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
-    if a.ring == 1 and goes_by_keys(a.heads, a.kv_heads, BF16):
+    by_keys = a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
+    if by_keys and a.ring == 1 and strategy.fused:
         return _by_keys((own, sums), (other, sums), chunks, met, q, kv, lse)
-    if a.ring == 1:
+    if not by_keys:
         first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
     else:
         first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
@@ -73,8 +74,11 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         ]
     # Queries begin to come when a block has: nothing hides the first ones.
     blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
+    # dk and dv that wait for their queries' turn: on a zigzag ring a quarter, on a contiguous one all but the last.
+    waiting = chunks - 1 if not a.balanced else ceil(chunks / 4)
     return [
         *before,
+        Segment(copies=_copies(2 * kv, 2 * kv), count=waiting),
         Segment(copies=coming, count=blocks - 1),
         Segment((own, sums), (), _copies(3 * q, q + kv), chunks - 1),
         Segment((own, sums)),
@@ -91,7 +95,8 @@ def _by_keys(
     Its first queries are asked for when it is its turn, after the keys of the next one, and nothing hides them. The
     next come beside a tile, and the last tile has nothing to hide. Then its own dq, which is final, comes to be sent
     back. Sums of dq do not come to the first key chunk: they begin there. Outputs come, and their gradients leave,
-    beside the FFN's backward pass, but for the first.
+    beside the FFN's backward pass, but for the first. The public code of FPDT brings the next key chunk's queries
+    beside the last tile, and keeps its dq (DeepSpeed, sequence/fpdt_layer.py): there all but the first are hidden.
     """
     new, summed = 3 * q + lse, 5 * q + lse  # queries, dout and out; with dq
     pairs = max(met - (chunks - 1), 0.0)  # of two chunks, with other queries coming meanwhile

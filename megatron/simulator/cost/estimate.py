@@ -98,11 +98,11 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     forward, backward = {}, {}  # of a layer, or the mean of two kinds
     sample = _sample(workload, strategy.slowest(workload))
     for how, layers in strategy.layer_kinds(held.layers):
-        passes = _layer(sample, _of_a_layer(how), machine, program)
+        passes = priced_layer(sample, _of_a_layer(how), machine, program)
         for mean, one in zip((forward, backward), passes):
             add(parts, one, layers)
             add(mean, one, layers / held.layers)
-    first, last = _ends(sample, _of_the_ends(strategy), machine, program)
+    first, last = priced_ends(sample, _of_the_ends(strategy), machine, program)
     add(parts, last)
     if pipeline == 1:
         add(parts, first)
@@ -123,9 +123,9 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
 def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> float:
     """Of all layers and both ends in a micro-batch, on one pipeline stage: what ways to save memory differ by."""
     sample = _sample(workload, strategy.slowest(workload))
-    took = sum(map(sum, (part.values() for part in _ends(sample, _of_the_ends(strategy), machine))))
+    took = sum(map(sum, (part.values() for part in priced_ends(sample, _of_the_ends(strategy), machine))))
     for how, layers in strategy.layer_kinds(workload.shape.layers):
-        took += layers * sum(map(sum, (part.values() for part in _layer(sample, _of_a_layer(how), machine))))
+        took += layers * sum(map(sum, (part.values() for part in priced_layer(sample, _of_a_layer(how), machine))))
     return took
 
 
@@ -192,7 +192,7 @@ def _of_the_ends(strategy: Strategy) -> Strategy:
     """The same of what the embedding and the loss do not feel. FPDT derives the chunks of the loss from its own."""
     return strategy.but(
         recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
-        fpdt_offload=False, stream_hidden=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, **_ANY,
+        fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, **_ANY,
     )  # fmt: skip
 
 
@@ -204,7 +204,9 @@ def _sample(workload: Workload, slowest: float) -> Workload:
 
 
 @lru_cache(maxsize=65536)
-def _layer(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> tuple[Parts, Parts]:
+def priced_layer(
+    workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
+) -> tuple[Parts, Parts]:
     """Of a micro-batch: a layer's forward and backward pass."""
     forward, backward = (as_run(part, workload.shape, program) for part in layer(workload, strategy))
     backward = computed_again(forward, program) + backward
@@ -215,7 +217,9 @@ def _layer(workload: Workload, strategy: Strategy, machine: Machine, program: Pr
 
 
 @lru_cache(maxsize=65536)
-def _ends(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> tuple[Parts, Parts]:
+def priced_ends(
+    workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
+) -> tuple[Parts, Parts]:
     """Of a micro-batch: the embedding's both passes, the loss' both."""
     first, last = (as_run(part, workload.shape, program, linear=False) for part in ends(workload, strategy))
     return price(first, machine), price(last, machine)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.cost.layer_operations import layer
+from megatron.simulator.cost.layer_operations import beside, layer
 from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
 from megatron.simulator.cost.operations import BF16
 from megatron.simulator.cost.segment import Segment
@@ -19,7 +19,7 @@ from megatron.simulator.cost.state_operations import (
     states,
     sum_shared_gradients,
 )
-from megatron.simulator.cost.trace import Event, Trace, Transfer
+from megatron.simulator.cost.trace import Event, HostCopy, Trace, Transfer
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,19 @@ def micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
 
 
 def ends(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Segment]]:
-    """Both passes of the embedding, and of the loss."""
+    """Both passes of the embedding, and of the loss.
+
+    Streamed hidden states and their gradients leave and come here as well.
+    """
     shape, chunks = workload.shape, chunks_of(workload, strategy)
     tokens = workload.seq_length * strategy.micro_batch // strategy.context
-    first = embedding(shape, strategy, tokens) + embedding_grad(shape, strategy, tokens)
+    looked_up, summed = embedding(shape, strategy, tokens), embedding_grad(shape, strategy, tokens)
     last = loss(shape, strategy, tokens, chunks.loss) + loss_grad(shape, strategy, tokens, chunks.loss)
-    return first, last
+    if strategy.stream_hidden:
+        state = BF16 * strategy.local_tokens(workload) * shape.hidden
+        out, back = HostCopy("to_host", state), HostCopy("to_device", state)
+        looked_up, summed, last = beside(looked_up, out), beside(summed, back), beside(beside(last, back), out)
+    return looked_up + summed, last
 
 
 def busiest_stage(strategy: Strategy) -> int:
