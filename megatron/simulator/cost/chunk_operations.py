@@ -76,14 +76,18 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
     # dk and dv that wait for their queries' turn: on a zigzag ring a quarter, on a contiguous one all but the last.
     waiting = chunks - 1 if not a.balanced else ceil(chunks / 4)
+    last = min(blocks - chunks, met)  # pairs of a block: nothing more comes beside them
+    begun = min(chunks, met - last)  # sums of dq that begin: nothing of them comes
     return [
         *before,
         Segment(copies=_copies(2 * kv, 2 * kv), count=waiting),
         Segment(copies=coming, count=blocks - 1),
         Segment((own, sums), (), _copies(3 * q, q + kv), chunks - 1),
         Segment((own, sums)),
-        Segment((other, sums), travel, pair, met - (blocks - chunks)),
-        Segment((other, sums), travel, _copies(2 * q, 0), blocks - chunks),
+        Segment((other, sums), travel, _copies(2 * q, 3 * q + lse), begun),
+        Segment((other, sums), travel, pair, met - last - begun),
+        Segment((other, sums), travel, _copies(2 * q, 0), last),
+        Segment(copies=_copies(0, 2 * q), count=chunks),  # dq, once it is final
     ]
 
 
