@@ -61,7 +61,8 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     if not by_keys:
         first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
     else:
-        first, pair = _copies(3 * q, 6 * q + lse + kv), _copies(2 * q, 5 * q + lse)
+        new = 2 * q if a.ring > 1 else 0  # sums of dq that have begun, which the first queries have not
+        first, pair = _copies(3 * q, 6 * q + lse + kv - new), _copies(2 * q, 5 * q + lse)
     before = [Segment(copies=first)]
     if chunks == 1:
         return [*before, *ring_backward(a, strategy)]
@@ -77,7 +78,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     # dk and dv that wait for their queries' turn: on a zigzag ring a quarter, on a contiguous one all but the last.
     waiting = chunks - 1 if not a.balanced else ceil(chunks / 4)
     last = min(blocks - chunks, met)  # pairs of a block: nothing more comes beside them
-    begun = min(chunks, met - last)  # sums of dq that begin: nothing of them comes
+    begun = min(chunks - 1, met - last)  # sums of dq that begin: nothing of them comes
     return [
         *before,
         Segment(copies=_copies(2 * kv, 2 * kv), count=waiting),
