@@ -154,11 +154,20 @@ class New:
             behind = torch.empty_strided(*self.size, dtype=self.dtype, device="meta")
             if self.of is not None:
                 behind.set_(given[self.of].untyped_storage(), self.offset, *self.size)
-            # As FakeTensor's constructor does, which takes four times as long.
-            new = Tensor._make_subclass(
-                FakeTensor, behind, False, dispatch_device=True, device_for_backend_keys=self.device
-            )
-            torch._C._set_throw_on_mutable_data_ptr(new)
+            return self._before(behind)
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """One that lies in ``storage``, of a tensor or a meta device's own."""
+        with torch._C._DisableTorchDispatch():
+            behind = torch.empty(0, dtype=self.dtype, device="meta").set_(storage, self.offset, *self.size)
+            return self._before(behind)
+
+    def _before(self, behind: Tensor) -> Tensor:
+        # As FakeTensor's constructor does, which takes four times as long.
+        new = Tensor._make_subclass(
+            FakeTensor, behind, False, dispatch_device=True, device_for_backend_keys=self.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(new)
         vars(new).update(self.attributes)
         return new
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron.platform import Platform, cpu
 from megatron.platform.simulation import fake_tensors, outside_fakes, simulated_world
 from megatron.simulator.cost.trace import Trace
+from megatron.simulator.dry_run.chunks_alike import chunks_alike
 from megatron.simulator.dry_run.fp8 import Fp8, held_by, in_fp8
 from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
 from megatron.simulator.dry_run.recorder import Recorder, axes_of
@@ -69,6 +70,7 @@ def run_rank(
     fp8: Fp8 | None = None,
     recorder: Callable[..., Recorder] = Recorder,
     fused_rope: bool = True,
+    every_chunk: bool = False,
 ) -> RankStep:
     """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
 
@@ -80,6 +82,7 @@ def run_rank(
         fp8: how tensors are held under --fp8-format; default as before Blackwell.
         recorder: makes what watches the step.
         fused_rope: GPUs have Triton, whose kernel rotates queries and keys; else PyTorch's operations do.
+        every_chunk: run what all chunks of FPDT do, in place of a few.
 
     Raises:
         Refusal: kernel or grid cannot be had.
@@ -88,7 +91,7 @@ def run_rank(
     from megatron.training import step
     from megatron.training.model.build import build_model
     from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-    from megatron.training.report.memory_profile import MemoryProfile
+    from megatron.training.report.memory_profile import MemoryProfile, owned
     from megatron.training.setup import start
 
     config = deepcopy(config)
@@ -99,7 +102,8 @@ def run_rank(
     on_gpu = machine is not None
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
     watch = recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
-    with simulated_world(world_size, rank), gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext():
+    few = nullcontext() if every_chunk else chunks_alike(watch)
+    with simulated_world(world_size, rank), gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext(), few:
         runtime = start(config, where, simulated_offload(watch, on_gpu))
         watch.axes.update(axes_of(runtime.grid))
         data = config.data
@@ -120,6 +124,8 @@ def run_rank(
                 in_fp8(wrapped, fp8, watch)
             batches = [_batches(config, real) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
+            for _, tensor in owned(wrapped, optimizer):  # in the model's order: the allocator gives them memory in it
+                watch.see(tensor)
             with ExitStack() as stack, watch:
                 profile = MemoryProfile(watch, wrapped, optimizer)
 

@@ -60,7 +60,7 @@ class Recorder(TensorMeter):
         kwargs = kwargs or {}
         if func is WHERE:  # half of all that fake tensors ask
             return self._call(func, args, kwargs)
-        self._settle()
+        self.settle()
         out = self._call(func, args, kwargs)
         self.see_all(out)
         if not self.quiet:
@@ -84,7 +84,7 @@ class Recorder(TensorMeter):
 
     def written(self, to: Tensor) -> None:
         """An operation would write into ``to``, and is somebody else's to record: it need not be called."""
-        self._settle()
+        self.settle()
         self.see(to)
 
     def price(self, kernel: Kernel) -> None:
@@ -95,6 +95,20 @@ class Recorder(TensorMeter):
     def mark(self, phase: str) -> None:
         """A phase begins."""
         self.trace.events.append(Phase(phase))
+
+    @property
+    def plain(self) -> bool:
+        """Whether operations are recorded as they are, each for itself."""
+        return self.history is not None and not self.quiet and not self.attention and self._deferred is None
+
+    @property
+    def under_way(self) -> dict[int, int]:
+        """Tickets of collectives that nobody has waited for."""
+        return dict(self._of_collective)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Storages, events, changes of memory and tickets so far."""
+        return self._count, len(self.trace.events), len(self.history.events), self.tickets
 
     def ticket(self) -> int:
         self.tickets += 1
@@ -148,13 +162,13 @@ class Recorder(TensorMeter):
 
     def fused(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run ``function`` as the one kernel that it is on a GPU: what it makes on its way takes no memory."""
-        self._settle()
+        self.settle()
         device = self._levels["device"]
         high, peak, begin = device.high, device.peak, len(self.history.events) if self.history else 0
         with self.hushed():
             out = function(*args, **kwargs)
         if not self.quiet:
-            self._settle()
+            self.settle()
             device.peak, device.high = peak, max(high, device.now)
             self._forget_passing(begin)
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
