@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.attention.tile import TileKernel
-from megatron.context_parallel.fpdt import by_keys, by_queries
+from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_loss
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.simulator.dry_run.alike import Alike
@@ -36,6 +36,7 @@ def chunks_alike(recorder: Recorder) -> Iterator[None]:
             stack.enter_context(patch.object(loops, "attend_grad", _attend_grad(alike, loops.attend_grad)))
         for name, work in WORK.items():
             stack.enter_context(patch.object(ChunkWork, name, work(alike, getattr(ChunkWork, name))))
+        stack.enter_context(patch.object(chunked_loss, "_loss", _loss(alike, chunked_loss._loss)))
         yield
 
 
@@ -151,6 +152,19 @@ def _ffn(alike: Alike, ffn: Callable) -> Callable:
             return ffn(work, hidden, chunk, start)
         key = "ffn", _spans(work, chunk), start
         return alike.call(work, key, [hidden], lambda: (ffn(work, hidden, chunk, start),))[0]
+
+    return run
+
+
+def _loss(alike: Alike, loss: Callable) -> Callable:
+    """Of the loss in chunks, which goes with FPDT."""
+
+    @wraps(loss)
+    def run(tokens: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        vocab_size, _, spans, needs_grad = others
+        key = "loss", vocab_size, tuple(spans), needs_grad
+        given = [tokens, weight, targets, scale]
+        return tuple(alike.call(weight, key, given, lambda: loss(tokens, weight, targets, scale, *others)))
 
     return run
 
