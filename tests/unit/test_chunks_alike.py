@@ -6,7 +6,9 @@ import torch
 
 from megatron.platform.simulation import fake_tensors
 from megatron.simulator.cost.trace import Kernel, Transfer, Wait
+from megatron.simulator.dry_run import dry_run
 from megatron.simulator.dry_run.alike import Alike, Unlike
+from megatron.simulator.dry_run.dry_run import run_job
 from megatron.simulator.dry_run.one_rank import run_rank
 from megatron.simulator.dry_run.recorder import Recorder
 from megatron.simulator.machines.machine_file import load
@@ -23,7 +25,10 @@ GQA = "--bf16 --group-query-attention --num-query-groups 2"
 CASES = {  # processes, flags
     "by queries": (1, GQA),
     "by keys": (1, "--bf16"),
-    "ulysses, streamed, ZeRO 3": (4, f"{GQA} --ulysses-parallel-size 4 --zero-stage 3 --fpdt-stream-hidden {RECOMPUTE}"),
+    "ulysses, streamed, ZeRO 3": (
+        4,
+        f"{GQA} --ulysses-parallel-size 4 --zero-stage 3 --fpdt-stream-hidden {RECOMPUTE}",
+    ),
     "two layers, streamed": (1, f"{GQA} --num-layers 2 --zero-stage 1 --fpdt-stream-hidden"),
     "zigzag": (2, f"{GQA} --ring-parallel-size 2 {RECOMPUTE}"),
     "contiguous": (2, f"{GQA} --ring-parallel-size 2 --context-parallel-balance contiguous {RECOMPUTE}"),
@@ -228,3 +233,28 @@ def test_tickets_go_on(recorder):
     for _ in range(3):  # for what began before it: that is no ticket of its own
         known.call(owner, ("waits",), [], waits)
     assert [event.tickets for event in events[-3:]] == [(1,)] * 3
+
+
+@pytest.mark.full
+def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
+    machine = load("A100-80G")
+    job = config_of(GQA, 1), 1, 0, 301, machine, False
+    expected = run_job(job)[0]
+    again, held = Alike._again, []
+
+    def holds(self, effect, given, *others):
+        held.extend(x for x in given if x is not None)  # nothing that a call lets go of ends
+        return again(self, effect, given, *others)
+
+    monkeypatch.setattr(Alike, "_again", holds)
+    tried = []
+
+    def tells(*args, every_chunk, **how):
+        tried.append(every_chunk)
+        held.clear()
+        return run_rank(*args, every_chunk=every_chunk, **how)
+
+    monkeypatch.setattr(dry_run, "run_rank", tells)
+    found = run_job(job)[0]
+    assert tried == [False, True]
+    assert found == expected

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from megatron.simulator.cost.trace import HostCopy, Trace
+from megatron.simulator.dry_run.alike import Unlike
 from megatron.simulator.dry_run.allocator import reserved_by_setting
 from megatron.simulator.dry_run.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.one_rank import RankStep, micro_batches, run_rank
@@ -200,11 +201,14 @@ def run_job(job: Job) -> Done:
     stretch = None if every_micro_batch else stretch_of(config, stage, batches)
     simulated = machine if machine is not None and machine.is_gpu else None  # a CPU runs what this program runs there
     how = {"machine": simulated, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}
-    try:
-        done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, **how)
-    except Unsteady:
-        stretch = None
-        done = run_rank(config, world_size, rank, vocab_size, **how)
+    done, every_chunk = None, False
+    while done is None:
+        try:
+            done = run_rank(config, world_size, rank, vocab_size, stretch=stretch, every_chunk=every_chunk, **how)
+        except Unsteady:
+            stretch = None
+        except Unlike:
+            every_chunk = True
     replayed = replay(done.trace, machine) if machine else None
     whole = replay(done.trace, machine, keep_spans=False, repeat=done.repeat) if machine and stretch else replayed
     ran = stretch.micro_batches if stretch else batches

@@ -87,6 +87,7 @@ def run_rank(
     Raises:
         Refusal: kernel or grid cannot be had.
         Unsteady: ``stretch`` does not stand for the rest.
+        Unlike: a few chunks do not stand for all.
     """
     from megatron.training import step
     from megatron.training.model.build import build_model
@@ -111,7 +112,7 @@ def run_rank(
         real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.drops else {}
         if runtime.by_documents:  # each sample is one, which takes the most work and memory
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
-        with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer:
+        with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer, ExitStack() as ends:
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
             )
@@ -120,6 +121,7 @@ def run_rank(
             schedule = build_schedule(optimizer, config)
             for chunk in wrapped:
                 chunk.train()
+            ends.callback(dissolve, wrapped, optimizer)
             if fp8:
                 in_fp8(wrapped, fp8, watch)
             batches = [_batches(config, real) if runtime.reads_data else None for _ in wrapped]
@@ -158,7 +160,6 @@ def run_rank(
                 begin, end = marks[stretch.first], marks[stretch.first + stretch.passes]
                 timeline = with_growth(timeline, begin, end, stretch.times)
             changes = allocations(history)
-            dissolve(wrapped, optimizer)
         return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat, changes)
 
 
