@@ -79,7 +79,7 @@ def host_memory(
 
 def _layers(layers: int, strategy: Strategy, block: bool) -> tuple[int, int, int]:
     """Layers that keep chunks at once; hidden states saved for backward; streamed ones that come and go besides."""
-    passing = 2  # gradients: of a layer's output, and of its input
+    passing = 3  # gradients, and the next state
     if strategy.recompute != "full":
         return layers, layers, passing
     unit = strategy.recompute_layers
