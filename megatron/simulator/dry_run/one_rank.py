@@ -21,9 +21,10 @@ from megatron.simulator.cost.trace import Trace
 from megatron.simulator.dry_run.chunks_alike import chunks_alike
 from megatron.simulator.dry_run.fp8 import Fp8, held_by, in_fp8
 from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
-from megatron.simulator.dry_run.recorder import Recorder, axes_of
+from megatron.simulator.dry_run.recorder import Recorder
 from megatron.simulator.dry_run.simulated_offload import simulated_offload
 from megatron.simulator.dry_run.steady import Repeat, Stretch, find_repeat, with_growth
+from megatron.simulator.dry_run.transfers import axes_of
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.report.memory import History
