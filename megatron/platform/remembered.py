@@ -156,10 +156,10 @@ class New:
                 behind.set_(given[self.of].untyped_storage(), self.offset, *self.size)
             return self._before(behind)
 
-    def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """One that lies in ``storage``, of a tensor or a meta device's own."""
+    def over(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """One that begins ``offset`` elements into ``storage``, which is a tensor's or a meta device's own."""
         with torch._C._DisableTorchDispatch():
-            behind = torch.empty(0, dtype=self.dtype, device="meta").set_(storage, self.offset, *self.size)
+            behind = torch.empty(0, dtype=self.dtype, device="meta").set_(storage, offset, *self.size)
             return self._before(behind)
 
     def _before(self, behind: Tensor) -> Tensor:

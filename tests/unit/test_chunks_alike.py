@@ -203,11 +203,25 @@ def test_what_differs_runs(recorder):
     assert runs(x) == 2
     assert runs(x) == 0
     assert runs(x[1:]) == 2
-    assert runs(x[:3]) == 2  # that it begins elsewhere matters to views
+    assert runs(x[:3]) == 0  # where it begins does not matter
     assert runs(x, owners[1]) == 2
     assert runs(x, keeps=True) == 3
     with recorder.hushed():
         assert runs(x) == 3
+
+
+def test_views_of_what_is_given_move_with_it(recorder):
+    known, owner, x = Alike(recorder), Owner(), torch.empty(9, 8)
+
+    def begins(*given):
+        """Of a view of the last tensor, how far it is from where it should be."""
+        (out,) = known.call(owner, (), list(given), lambda: (given[-1][1:, 2:],))
+        assert out.untyped_storage()._cdata == x.untyped_storage()._cdata and out.shape == (1, 6)
+        return out.storage_offset() - given[-1].storage_offset()
+
+    assert [begins(x[row : row + 2]) for row in range(6)] == [10] * 6
+    assert [begins(x[row : row + 2], x[row + 2 : row + 4]) for row in range(5)] == [10] * 5
+    assert [begins(x[row : row + 2], x[7:9]) for row in range(5)] == [10] * 5  # not as far apart
 
 
 def test_tickets_go_on(recorder):

@@ -39,7 +39,8 @@ class Out(NamedTuple):
         given: the place of the tensor that it is, among those that the call was given; None: a new one.
         storage: of a new one: the number of the block among those that the call made, or ``~place`` of what it was
             given; ``bytes`` of it.
-        shape, stride, offset, dtype, keys: of a new one; the last are PyTorch's dispatch keys.
+        shape, stride, dtype, keys: of a new one; the last are PyTorch's dispatch keys.
+        offset: where in its storage it begins; in one that was given, beyond where what was given begins.
     """
 
     given: int | None
@@ -87,11 +88,12 @@ class Effect:
             elif out.given is not None:
                 outs.append(given[out.given])
             elif out.storage < 0:
-                outs.append(maker.over(given[~out.storage].untyped_storage()))
+                of = given[~out.storage]
+                outs.append(maker.over(of.untyped_storage(), of.storage_offset() + out.offset))
             else:
                 if out.storage not in made:
                     made[out.storage] = torch.UntypedStorage(out.bytes, device="meta")
-                outs.append(maker.over(made[out.storage]))
+                outs.append(maker.over(made[out.storage], out.offset))
         return outs, made
 
 
@@ -105,6 +107,7 @@ class Recording:
     def __init__(self, recorder: Recorder, given: Sequence[Tensor | None], blocks: Sequence[Block | None]) -> None:
         self.recorder = recorder
         self.given = [None if x is None else weakref.ref(x) for x in given]
+        self.offsets = [None if x is None else x.storage_offset() for x in given]
         self.places: dict[int, int] = {}  # by number of the block
         for place, block in enumerate(blocks):
             if block is not None:
@@ -157,8 +160,10 @@ class Recording:
         storage = block.number - first if block.number >= first else self.places.get(block.number)
         if storage is None:
             return False
-        keys = torch._C._dispatch_key_set(x)
-        return Out(None, storage, block.size, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, keys)
+        offset = x.storage_offset() - (self.offsets[~storage] if storage < 0 else 0)
+        return Out(
+            None, storage, block.size, tuple(x.shape), x.stride(), offset, x.dtype, torch._C._dispatch_key_set(x)
+        )
 
 
 def _counted(event: Event, tickets: int) -> Event | None:
@@ -212,7 +217,7 @@ class Alike:
             given.clear()
             return run()
         known = self._of(owner)
-        key = (key, *(_described(x, block, blocks) for x, block in zip(given, blocks)))
+        key = (key, *(_described(x, block, blocks, given) for x, block in zip(given, blocks)))
         effect, steady = known.get(key, (None, False))
         if steady:
             return self._again(effect, given, blocks, put)
@@ -253,8 +258,13 @@ class Alike:
         return outs
 
 
-def _described(x: Tensor | None, block: Block | None, blocks: Sequence[Block | None]) -> tuple | None:
-    """All that matters of a tensor, and which of the others lies in the same storage."""
+def _described(
+    x: Tensor | None, block: Block | None, blocks: Sequence[Block | None], given: Sequence[Tensor | None]
+) -> tuple | None:
+    """All that matters of a tensor, and which of the others lies in the same storage, how far before it. Where in its
+    storage it lies besides does not."""
     if x is None:
         return None
-    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.requires_grad, block.size, blocks.index(block)
+    first = blocks.index(block)
+    apart = x.storage_offset() - given[first].storage_offset()
+    return x.shape, x.stride(), x.dtype, x.requires_grad, block.size, first, apart
