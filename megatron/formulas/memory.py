@@ -87,9 +87,15 @@ def device_memory(
         one = layer.kept if last_kind.recompute != "full" else state
         sent, share = busy + weights.layer_sent, weights.layer_share
         moments.append((kept - one, sent, weights.layers, early + weights.output_share + share))
-        if early < gradients:  # ... or the first
+        if early < gradients:  # ... or the second, or the first
+            below = (held.layers - 2) * one if not strategy.offload_checkpoints else 0
+            shares = early + weights.output_share + (held.layers - 2) * share
+            moments.append((kept - below, sent, weights.layers, shares))
             below = (held.layers - 1) * one if not strategy.offload_checkpoints else 0
             moments.append((kept - below, sent, weights.first, gradients - share))
+    if weights.words_sent:  # ... or, chunk by chunk, the embedding
+        shares = early + weights.output_share + held.layers * weights.layer_share
+        moments.append((0, weights.words_sent, weights.root, shares if early < gradients else gradients))
     if last_kind.recompute == "full":
         moments.append((kept, layer.forward, weights.layers, early))
     if last:
@@ -165,8 +171,9 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
 
 @dataclass(frozen=True)
 class _Sharded:
-    """Of FSDP: weights it has gathered while the loss is computed, while layers go back, and when the first does; whole
-    gradients that it is summing up, and this rank's share of them."""
+    """Of FSDP: weights it has gathered while the loss is computed, while layers go back, when the first does, and of
+    its root alone; whole gradients that it is summing up, and this rank's share of them. ``words_sent`` are those of
+    an embedding that goes back in chunks, with a layer's and what else waits."""
 
     loss: int = 0
     layers: int = 0
@@ -175,6 +182,8 @@ class _Sharded:
     output_share: int = 0
     layer_sent: int = 0
     layer_share: int = 0
+    root: int = 0
+    words_sent: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -185,11 +194,14 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     chunks, ranks = chunks_of(workload, strategy), strategy.group("dp").size
     embedding, output = numel(held.embedding), numel(held.final[-1:]) if last else 0
     root = numel(held.final) - output
-    waiting = 0
+    waiting = words = 0
     if workload.shape.tied:
         root, embedding, output = root + embedding + output, 0, 0
-    elif chunks.loss:  # read without being called: part of the root, its gradient waits with it
-        root, output, waiting = root + output, 0, itemsize * output
+    else:  # what is read without being called is part of the root, and its gradient waits with it
+        if strategy.stream_hidden:
+            root, words, embedding = root + embedding, embedding, 0
+        if chunks.loss:
+            root, output, waiting = root + output, 0, itemsize * output
     layer = held.layer_numel
     if strategy.zero == 2:
         loss = itemsize * (root + embedding + output + held.layers * layer)
@@ -205,4 +217,6 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
         output_share=WIDE * output // ranks,
         layer_sent=waiting + WIDE * layer,
         layer_share=WIDE * layer // ranks,
+        root=itemsize * root,
+        words_sent=waiting + (itemsize + WIDE) * words + WIDE * layer if words else 0,
     )

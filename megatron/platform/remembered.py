@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ UNKNOWN = object()
 """In place of what an operation returns: it has to be called."""
 
 CHANGES_TENSORS = ("resize_", "set_", "lift", "_resize")  # beginnings of names: shapes and storages of what is given
+SLICE = torch.ops.aten.slice.Tensor
 NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 Recipe = Callable[[Sequence[Any]], Any]
@@ -40,11 +41,16 @@ class Remembered:
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._recipes: dict[tuple, Recipe | None] = {}
+        self._slices: dict[tuple, New] = {}  # of each row of a long tensor another: by their sizes alone
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What the operation returns, or ``UNKNOWN``."""
         if not only_returns(func):
             return UNKNOWN
+        if func is SLICE and not kwargs and (cut := Cut.of(*args)) is not None:
+            like = self._slices.get(cut.key)
+            if like is not None and args[0].fake_mode is self.mode:
+                return like.over(args[0].untyped_storage(), cut.offset)
         try:
             recipe = self._recipes.get(self._key(func, args, kwargs))
         except Unknown:
@@ -60,7 +66,10 @@ class Remembered:
         except Unknown:
             return
         if key not in self._recipes:
-            self._recipes[key] = self._recipe(out, (*args, *kwargs.values()), may_view(func))
+            recipe = self._recipes[key] = self._recipe(out, (*args, *kwargs.values()), may_view(func))
+            if func is SLICE and not kwargs and isinstance(recipe, New) and (cut := Cut.of(*args)) is not None:
+                if out.storage_offset() == cut.offset:
+                    self._slices[cut.key] = recipe
 
     def _key(self, func: Any, args: tuple, kwargs: dict) -> tuple:
         """
@@ -135,6 +144,27 @@ class Remembered:
         return recipe if same else None
 
 
+class Cut(NamedTuple):
+    """A slice of a fake tensor.
+
+    Attributes:
+        key: all that its shape and strides depend on.
+        offset: where in the storage it begins.
+    """
+
+    key: tuple
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Cut | None:
+        """None for what is no ordinary fake tensor."""
+        if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided:
+            return None
+        stride, (first, stop, _) = x.stride(), slice(start, end, step).indices(x.shape[dim])
+        key = x.shape, stride, x.dtype, x.fake_device, dim, step, len(range(first, stop, step))
+        return cls(key, x.storage_offset() + first * stride[dim])
+
+
 class New:
     """Makes fake tensors like ``like``.
 
@@ -154,11 +184,20 @@ class New:
             behind = torch.empty_strided(*self.size, dtype=self.dtype, device="meta")
             if self.of is not None:
                 behind.set_(given[self.of].untyped_storage(), self.offset, *self.size)
-            # As FakeTensor's constructor does, which takes four times as long.
-            new = Tensor._make_subclass(
-                FakeTensor, behind, False, dispatch_device=True, device_for_backend_keys=self.device
-            )
-            torch._C._set_throw_on_mutable_data_ptr(new)
+            return self._before(behind)
+
+    def over(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """One that begins ``offset`` elements into ``storage``, which is a tensor's or a meta device's own."""
+        with torch._C._DisableTorchDispatch():
+            behind = torch.empty(0, dtype=self.dtype, device="meta").set_(storage, offset, *self.size)
+            return self._before(behind)
+
+    def _before(self, behind: Tensor) -> Tensor:
+        # As FakeTensor's constructor does, which takes four times as long.
+        new = Tensor._make_subclass(
+            FakeTensor, behind, False, dispatch_device=True, device_for_backend_keys=self.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(new)
         vars(new).update(self.attributes)
         return new
 

@@ -87,6 +87,7 @@ def flags(case: Case) -> list[str]:
         ),
         "--offload-checkpoints": strategy.offload_checkpoints,
         f"--fpdt --fpdt-chunk-size {strategy.fpdt_chunk}": strategy.fpdt_chunk,
+        "--fpdt-stream-hidden": strategy.stream_hidden,
         "--no-fpdt-offload": strategy.fpdt_chunk and not strategy.fpdt_offload,
         f"--ffn-chunks {strategy.ffn_chunks}": strategy.ffn_chunks,
         f"--loss-chunks {strategy.loss_chunks}": strategy.loss_chunks,

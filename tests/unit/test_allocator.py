@@ -7,15 +7,8 @@ import random
 
 import pytest
 
-from megatron.simulator.dry_run.allocator import (
-    MIB,
-    CachingAllocator,
-    OutOfMemory,
-    Settings,
-    replayed,
-    rounded,
-    segment_size,
-)
+from megatron.simulator.dry_run.allocator import CachingAllocator, OutOfMemory, Settings, replayed
+from megatron.simulator.dry_run.pool import MIB, rounded, segment_size
 
 EXPANDABLE = Settings(expandable_segments=True)
 

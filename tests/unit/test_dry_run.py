@@ -2,6 +2,7 @@
 """--dry-run: what it says, how few layers stand for all, and what it refuses. That it equals a real run is tested with
 real processes, in tests/distributed/test_dry_run.py."""
 
+import gc
 import json
 from dataclasses import replace
 
@@ -284,3 +285,16 @@ def test_what_else_the_process_holds_does_not_count():
         held.append(torch.zeros(size))
         peaks.append(run_job((config_of(flags, 1), 1, 0, 301, None, False))[0].peaks)
     assert peaks[0] == peaks[1]
+
+
+def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
+    """What was there before the step is found by the garbage collector, in any order."""
+    from megatron.simulator.dry_run.one_rank import run_rank
+
+    flags = "--num-layers 1 --global-batch-size 2 --bf16 --zero-stage 3 --ulysses-parallel-size 2"
+    config, objects = config_of(flags, 2), gc.get_objects
+    found = []
+    for order in (1, -1):
+        monkeypatch.setattr(gc, "get_objects", lambda order=order: objects()[::order])
+        found.append(run_rank(config, 2, 0, 301, machine=load("A100-80G")).allocations)
+    assert found[0] == found[1]

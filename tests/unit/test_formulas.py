@@ -31,6 +31,8 @@ S = Strategy
 GQA = Shape(layers=4, hidden=256, ffn=768, heads=8, kv_heads=4, head_dim=32, vocab=512)
 TWO = replace(GQA, layers=2)
 MHA = replace(GQA, layers=2, kv_heads=8, vocab=2048)
+LONG, MANY_WORDS = replace(GQA, layers=10), replace(GQA, vocab=16384)
+STREAMED = {"fpdt_chunk": 512, "recompute": "full", "stream_hidden": True}
 OPT = Shape(4, 256, 1024, 8, 8, 32, 512, gated=False, bias=True, layer_norm=True, tied=True, positions=2048)
 
 
@@ -57,6 +59,9 @@ USUAL = [
 FULL = [  # what they are made of is met above
     case("two samples", TWO, S(micro_batch=2), 2),
     case("fpdt", GQA, S(fpdt_chunk=512)),
+    case("streamed", LONG, S(zero=3, ulysses=4, **STREAMED), itemsize=2),
+    case("streamed, many words", MANY_WORDS, S(zero=3, ulysses=2, data=2, **STREAMED), 2, itemsize=2),
+    case("streamed, not sharded", GQA, S(zero=0, **STREAMED), itemsize=2),
     case("large vocabulary, bf16", MHA, S(), itemsize=2),
     case("pipeline, first", GQA, S(pipeline=2), 4),
     case("plain", TWO, S(zero=0)),
@@ -125,7 +130,11 @@ def test_model_states_are_exact(case: Case, measured: Mapping[str, Measured]) ->
 
 @names
 def test_host_bytes_are_exact(case: Case, measured: Mapping[str, Measured]) -> None:
-    assert device_memory(case.workload, case.strategy, itemsize=case.itemsize).host == measured[case.name].host
+    more = 0
+    if case.strategy.stream_hidden:  # one state more than most need: training/host_memory.py must not promise too much
+        more = sizes_of(case.workload, case.strategy, case.itemsize).hidden
+    found = device_memory(case.workload, case.strategy, itemsize=case.itemsize).host
+    assert found == measured[case.name].host + more
 
 
 @names

@@ -56,6 +56,27 @@ def test_an_answer_from_memory_is_what_pytorch_answers(name, monkeypatch):
             assert shares == ("view" in name)
 
 
+def test_slices_of_equal_sizes_are_one_question(monkeypatch):
+    """Their answers begin elsewhere, and end where the tensor does."""
+    asked, keep = [], Remembered.keep
+    cuts = [(0, 2), (1, 3), (4, 6), (-3, -1), (6, 100), (5, 7), (7, 100), (3, 4), (7, 3), (8, 9)]
+
+    def found():
+        return [(x[a:b].shape, x[a:b].stride(), x[a:b].storage_offset()) for x in (y, y[1:]) for a, b in cuts]
+
+    with fake_tensors():
+        y = torch.empty(8, 3, 4)
+        monkeypatch.setattr(Remembered, "keep", lambda *args: (asked.append(args[1]), keep(*args)))
+        answered = found()
+    assert asked.count(aten.slice.Tensor) <= 8  # of each tensor: three sizes and the tensor's beginning
+    assert answered == [
+        (x[a:b].shape, x[a:b].stride(), x[a:b].storage_offset())
+        for z in [torch.empty(8, 3, 4)]
+        for x in (z, z[1:])
+        for a, b in cuts
+    ]
+
+
 def test_numbers_of_other_types_are_other_questions():
     with fake_tensors():
         x = torch.empty(4, dtype=torch.int64)

@@ -18,11 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron.platform import Platform, cpu
 from megatron.platform.simulation import fake_tensors, outside_fakes, simulated_world
 from megatron.simulator.cost.trace import Trace
+from megatron.simulator.dry_run.chunks_alike import chunks_alike
 from megatron.simulator.dry_run.fp8 import Fp8, held_by, in_fp8
 from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
-from megatron.simulator.dry_run.recorder import Recorder, axes_of
+from megatron.simulator.dry_run.recorder import Recorder
 from megatron.simulator.dry_run.simulated_offload import simulated_offload
 from megatron.simulator.dry_run.steady import Repeat, Stretch, find_repeat, with_growth
+from megatron.simulator.dry_run.transfers import axes_of
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.report.memory import History
@@ -69,6 +71,7 @@ def run_rank(
     fp8: Fp8 | None = None,
     recorder: Callable[..., Recorder] = Recorder,
     fused_rope: bool = True,
+    every_chunk: bool = False,
 ) -> RankStep:
     """Run one training step as ``rank`` of ``world_size``, under fake tensors and a fake process group.
 
@@ -80,15 +83,17 @@ def run_rank(
         fp8: how tensors are held under --fp8-format; default as before Blackwell.
         recorder: makes what watches the step.
         fused_rope: GPUs have Triton, whose kernel rotates queries and keys; else PyTorch's operations do.
+        every_chunk: run what all chunks of FPDT do, in place of a few.
 
     Raises:
         Refusal: kernel or grid cannot be had.
         Unsteady: ``stretch`` does not stand for the rest.
+        Unlike: a few chunks do not stand for all.
     """
     from megatron.training import step
     from megatron.training.model.build import build_model
     from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-    from megatron.training.report.memory_profile import MemoryProfile
+    from megatron.training.report.memory_profile import MemoryProfile, owned
     from megatron.training.setup import start
 
     config = deepcopy(config)
@@ -99,7 +104,8 @@ def run_rank(
     on_gpu = machine is not None
     where = Platform("cuda" if on_gpu else "cpu", torch.device("cpu"), "fake", simulated=True)
     watch = recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
-    with simulated_world(world_size, rank), gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext():
+    few = nullcontext() if every_chunk else chunks_alike(watch)
+    with simulated_world(world_size, rank), gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext(), few:
         runtime = start(config, where, simulated_offload(watch, on_gpu))
         watch.axes.update(axes_of(runtime.grid))
         data = config.data
@@ -107,7 +113,7 @@ def run_rank(
         real = {"numbers": torch.arange(data.micro_batch_size)} if runtime.drops else {}
         if runtime.by_documents:  # each sample is one, which takes the most work and memory
             real["document_ends"] = torch.full((data.micro_batch_size, 1), data.seq_length)
-        with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer:
+        with fake_tensors(watch.waited, gloo=not on_gpu) as watch.answer, ExitStack() as ends:
             chunks = build_model(
                 config, runtime.grid, runtime.layout, vocab_size, where.device, runtime.offload, on_gpu=on_gpu
             )
@@ -116,10 +122,13 @@ def run_rank(
             schedule = build_schedule(optimizer, config)
             for chunk in wrapped:
                 chunk.train()
+            ends.callback(dissolve, wrapped, optimizer)
             if fp8:
                 in_fp8(wrapped, fp8, watch)
             batches = [_batches(config, real) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
+            for _, tensor in owned(wrapped, optimizer):  # in the model's order: the allocator gives them memory in it
+                watch.see(tensor)
             with ExitStack() as stack, watch:
                 profile = MemoryProfile(watch, wrapped, optimizer)
 
@@ -152,7 +161,6 @@ def run_rank(
                 begin, end = marks[stretch.first], marks[stretch.first + stretch.passes]
                 timeline = with_growth(timeline, begin, end, stretch.times)
             changes = allocations(history)
-            dissolve(wrapped, optimizer)
         return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat, changes)
 
 

@@ -6,25 +6,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from megatron.context_parallel.layout.grid import Grid
 from megatron.formulas.strategy import Group
 from megatron.platform.remembered import UNKNOWN
 from megatron.platform.simulation import Answer
-from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.simulator.dry_run.kernels import bytes_of, host_copy, kernel, moves_nothing
+from megatron.simulator.dry_run.transfers import STAGES, communicates, sent, transfer
 from megatron.training.report.memory import TensorMeter
 
-aten = torch.ops.aten
-STAGES = "pp"  # stands for the pipeline's group among the names of groups
 WHERE = torch.ops.prim.device.default
 
 
@@ -60,7 +55,7 @@ class Recorder(TensorMeter):
         kwargs = kwargs or {}
         if func is WHERE:  # half of all that fake tensors ask
             return self._call(func, args, kwargs)
-        self._settle()
+        self.settle()
         out = self._call(func, args, kwargs)
         self.see_all(out)
         if not self.quiet:
@@ -84,7 +79,7 @@ class Recorder(TensorMeter):
 
     def written(self, to: Tensor) -> None:
         """An operation would write into ``to``, and is somebody else's to record: it need not be called."""
-        self._settle()
+        self.settle()
         self.see(to)
 
     def price(self, kernel: Kernel) -> None:
@@ -95,6 +90,20 @@ class Recorder(TensorMeter):
     def mark(self, phase: str) -> None:
         """A phase begins."""
         self.trace.events.append(Phase(phase))
+
+    @property
+    def plain(self) -> bool:
+        """Whether operations are recorded as they are, each for itself."""
+        return self.history is not None and not self.quiet and not self.attention and self._deferred is None
+
+    @property
+    def under_way(self) -> dict[int, int]:
+        """Tickets of collectives that nobody has waited for."""
+        return dict(self._of_collective)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Storages, events, changes of memory and tickets so far."""
+        return self._count, len(self.trace.events), len(self.history.events), self.tickets
 
     def ticket(self) -> int:
         self.tickets += 1
@@ -148,17 +157,17 @@ class Recorder(TensorMeter):
 
     def fused(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run ``function`` as the one kernel that it is on a GPU: what it makes on its way takes no memory."""
-        self._settle()
+        self.settle()
         device = self._levels["device"]
         high, peak, begin = device.high, device.peak, len(self.history.events) if self.history else 0
         with self.hushed():
             out = function(*args, **kwargs)
         if not self.quiet:
-            self._settle()
+            self.settle()
             device.peak, device.high = peak, max(high, device.now)
             self._forget_passing(begin)
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
-            size = _bytes([getattr(x, "_local_tensor", x) for x in tensors])
+            size = bytes_of([getattr(x, "_local_tensor", x) for x in tensors])
             self.trace.events.append(Kernel(function.__name__, "memory", 0.0, size))
         return out
 
@@ -186,184 +195,3 @@ class Recorder(TensorMeter):
         ticket = None if functional else self.ticket()
         self._of_collective[self._collectives] = ticket
         self.trace.events.append(Transfer(kind, axis, placement, sent(kind, size, placement.size), ticket))
-
-
-def sent(kind: Collective, size: int, ranks: int) -> int:
-    """Bytes a rank sends of a whole of ``size`` bytes; see :class:`Transfer`."""
-    if kind in ("all_gather", "reduce_scatter"):
-        return size * (ranks - 1) // ranks
-    if kind == "all_reduce":
-        return 2 * size * (ranks - 1) // ranks
-    return size
-
-
-def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup, int] | None:
-    """(kind, group, bytes) of a communication operation; of gathers and reductions, the bytes of the whole."""
-    name = func._schema.name.split("::")[1]
-    if name in ("barrier", "monitored_barrier_", "wait_tensor", "recv_", "recv_any_source_"):
-        return None  # a message is its sender's
-    group = _group(args)
-    if name.startswith(("allreduce", "all_reduce", "reduce_")) and "scatter" not in name:
-        return "all_reduce", group, _bytes(args[0])
-    if "reduce_scatter" in name:
-        return "reduce_scatter", group, _bytes(args[0] if func.namespace == "_c10d_functional" else args[1])
-    if name.startswith(("allgather", "_allgather", "all_gather")):
-        return "all_gather", group, _bytes(out if func.namespace == "_c10d_functional" else args[0])
-    if name.startswith(("alltoall", "all_to_all")):
-        return "all_to_all", group, _sent_to_others(args, group)
-    if name.startswith("broadcast"):
-        root = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
-        return "broadcast", group, _bytes(args[0]) if group.rank() == root else 0
-    if name == "send":
-        return "p2p", group, _bytes(args[0])
-    raise NotImplementedError(f"{func} is not known to the recorder")
-
-
-def _sent_to_others(args: tuple, group: ProcessGroup) -> int:
-    """alltoall_base_(out, in, group, out sizes, in sizes) or alltoall_(outs, ins, group)."""
-    source = args[1]
-    if isinstance(source, (list, tuple)):
-        return _bytes([x for rank, x in enumerate(source) if rank != group.rank()])
-    sizes, total = args[4] if len(args) > 4 else [], _bytes(source)
-    if not sizes:
-        return total * (group.size() - 1) // group.size()
-    return total * (sum(sizes) - sizes[group.rank()]) // max(sum(sizes), 1)
-
-
-def _group(args: tuple) -> ProcessGroup:
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject):
-            try:
-                return ProcessGroup.unbox(arg)
-            except RuntimeError:  # a reduction's operator
-                continue
-    return dist.distributed_c10d._resolve_process_group([x for x in args if isinstance(x, str)][-1])
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors_in(tensors))
-
-
-def tensors_in(things: Any) -> list[Tensor]:
-    """All tensors in what an operation is given or returns."""
-    if isinstance(things, Tensor):
-        return [things]
-    if isinstance(things, tuple | list):
-        return [x for thing in things for x in ((thing,) if isinstance(thing, Tensor) else tensors_in(thing))]
-    return [x for x in tree_leaves(things) if isinstance(x, Tensor)] if isinstance(things, dict) else []
-
-
-@cache
-def called(func: Any) -> str:
-    """An operation's name in the trace."""
-    return func._schema.name.removeprefix("aten::")
-
-
-def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
-    """The axis that each of this rank's process groups belongs to, by the group's name."""
-    from megatron.core import parallel_state as ps
-
-    tensor, ulysses, ring = grid.tensor.size, grid.ulysses.size, grid.ring.size
-    context = ulysses * ring
-    dp, pp = Group(context * grid.data.size, tensor), Group(grid.pipeline.size, tensor * context * grid.data.size)
-    named = [
-        ("pp", grid.pipeline.group, pp),
-        ("dp", grid.data.group, Group(grid.data.size, tensor * context)),
-        ("dp", ps.get_data_parallel_group(with_context_parallel=True), dp),
-        ("tp", grid.tensor.group, Group(tensor)),
-        ("ulysses", grid.ulysses.group, Group(ulysses, tensor)),
-        ("ring", grid.ring.group, Group(ring, tensor * ulysses)),
-    ]
-    found = {group.group_name: (axis, placement) for axis, group, placement in named if group is not None}
-    found[STAGES] = ("pp", pp)
-    for group in (ps.get_embedding_group(check_initialized=False),):
-        if group is not None and group.group_name not in found:
-            found[group.group_name] = ("pp", Group(group.size(), pp.stride * max(1, pp.size - 1)))
-    return found
-
-
-MOVES_NOTHING = (
-    aten._local_scalar_dense.default,
-    aten.new_empty.default,
-    aten.empty_like.default,
-    aten._unsafe_view.default,
-    aten._reshape_alias.default,
-    aten.lift_fresh.default,
-)
-
-
-@cache
-def communicates(func: Any) -> bool:
-    return func.namespace in ("c10d", "_c10d_functional")
-
-
-@cache
-def moves_nothing(func: Any) -> bool:
-    """Whether an operation only makes views or memory."""
-    if func.namespace == "prim" or func._schema.name.startswith(("aten::empty", "aten::detach", "aten::set_")):
-        return True
-    if func in MOVES_NOTHING:
-        return True
-    returned = func._schema.returns
-    return bool(returned) and all(x.alias_info is not None and not x.alias_info.is_write for x in returned)
-
-
-def host_copy(func: Any, args: tuple, out: Any) -> HostCopy | None:
-    """A copy between a host buffer and the device."""
-    if func is aten.copy_.default:
-        to, source = args[0], args[1]
-    elif func is aten.clone.default:
-        to, source = out, args[0]
-    else:
-        return None
-    there, here = in_host(to), in_host(source)
-    if there == here:
-        return None
-    return HostCopy("to_host" if there else "to_device", to.numel() * to.element_size())
-
-
-def in_host(x: Tensor) -> bool:
-    x = getattr(x, "_local_tensor", x)
-    return torch._C._has_storage(x) and getattr(x.untyped_storage(), "is_host_buffer", False)
-
-
-# Of every overload: into a given sum, in place, of narrow matrices into a wide sum. The place of the first matrix.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
-GEMMS = {
-    getattr(getattr(aten, name), overload): first
-    for name, first in PRODUCTS.items()
-    for overload in getattr(aten, name).overloads()
-}
-WRITES_ALONE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar)
-ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
-
-
-def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
-    """Work of the compute stream."""
-    name = called(func)
-    given = [value for name, value in kwargs.items() if name != "out"]  # which is what is returned
-    tensors = [getattr(x, "_local_tensor", x) for x in tensors_in((args, given, out))]
-    size = sum(x.numel() * x.element_size() for x in tensors)
-    if not size:
-        return None
-    if func in WRITES_ALONE:  # what is written over is not read
-        size -= tensors[0].numel() * tensors[0].element_size()
-    if func in GEMMS:
-        a, b = args[GEMMS[func] : GEMMS[func] + 2]
-        shape = (1 if a.dim() == 2 else a.size(0), a.size(-2), b.size(-1), a.size(-1))
-        return Kernel(name, "gemm", 2.0 * prod(shape), size, shape, a.element_size())
-    if name.startswith(ATTENTION):
-        return _attention(func, name, args, kwargs, size)
-    return Kernel(name, "memory", 0.0, size, itemsize=tensors[-1].element_size())
-
-
-def _attention(func: Any, name: str, args: tuple, kwargs: dict, size: int) -> Kernel:
-    """Forward: (q, k, v, ...); backward: (dout, q, k, v, ...), all [b, heads, s, d]."""
-    given = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
-    q, k = given["query"], given["key"]
-    backward = "backward" in name
-    batch, heads, rows, head_dim = q.shape
-    keys, causal = k.size(2), bool(given.get("is_causal", False))
-    pairs = rows * (rows + 1) / 2 if causal else rows * keys
-    flops = (10.0 if backward else 4.0) * batch * heads * head_dim * pairs
-    return Kernel(name, "attention", flops, size, (rows, keys, batch * heads, head_dim), q.element_size(), backward)

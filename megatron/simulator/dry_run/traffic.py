@@ -133,5 +133,6 @@ def _bytes_of(
         made.append(TrafficRecorder(*args, **kwargs))
         return made[0]
 
-    run_rank(config, world_size, rank, vocab_size, machine=machine, recorder=recorder, fused_rope=fused_rope)
+    how = {"machine": machine, "fused_rope": fused_rope}
+    run_rank(config, world_size, rank, vocab_size, recorder=recorder, every_chunk=True, **how)
     return made[0].bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +19,14 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 METERED_STEPS = 2
+
+GONE = weakref.ref(type("Gone", (), {})())
+"""Of a storage that has ended, or never was."""
 
 Place = Literal["device", "host", "elsewhere"]  # elsewhere: ordinary CPU tensors of a run on a GPU
 
@@ -110,9 +114,10 @@ class TensorMeter(TorchDispatchMode):
         return self._settled("host").peak
 
     def __enter__(self) -> TensorMeter:
-        for thing in gc.get_objects():
-            if issubclass(type(thing), self.before):  # isinstance would ask lazy modules for their class
-                self.see(thing)
+        # isinstance would ask lazy modules for their class
+        there = [thing for thing in gc.get_objects() if issubclass(type(thing), self.before)]
+        for tensor in sorted(there, key=_order):  # the collector's order is another in each process
+            self.see(tensor)
         if self.resized:
             self._watch = patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
             self._watch.start()
@@ -129,7 +134,7 @@ class TensorMeter(TorchDispatchMode):
             out = resize(storage, size)
             block = self.live.get(storage._cdata)
             if block is not None:
-                self._settle()
+                self.settle()
                 self._resize(block, storage.nbytes())
                 self._settle_peaks()
             return out
@@ -137,7 +142,7 @@ class TensorMeter(TorchDispatchMode):
         return resize_and_tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self._settle()
+        self.settle()
         out = func(*args, **(kwargs or {}))
         self.see_all(out)
         return out
@@ -170,6 +175,44 @@ class TensorMeter(TorchDispatchMode):
             self._look(block)
         return block
 
+    def count(
+        self,
+        changes: Sequence[tuple[int, int]],
+        given: Sequence[Block | None],
+        blocks: int,
+        made: Mapping[int, torch.UntypedStorage],
+        high: int,
+    ) -> None:
+        """Count what operations have done that nobody called, on the compute device.
+
+        Args:
+            changes: (number of a new block, or ``~place`` of one that was ``given`` and ends; change of its bytes).
+            blocks: how many new ones there are.
+            made: storages of those that stay, by their number.
+            high: most bytes meanwhile, beyond those before.
+        """
+        self.settle()
+        when, first = time.perf_counter(), self._count
+        new = [Block(first + number, 0, "device", GONE) for number in range(blocks)]
+        self._count += blocks
+        ended = {place: given[~place] for place, _ in changes if place < 0}
+        if self.history is not None:
+            self.history.blocks += new
+            self.history.events += [
+                (when, (first + place if place >= 0 else ended[place].number), change) for place, change in changes
+            ]
+        for block in ended.values():
+            del self.live[block.storage()._cdata]
+            block.size = 0
+        for number, storage in made.items():
+            block, key = new[number], storage._cdata
+            block.size, block.storage = storage.nbytes(), weakref.ref(storage, partial(self._gone, key))
+            self.live[key] = block
+        level = self._levels["device"]
+        level.add(high)
+        level.add(sum(change for _, change in changes) - high)
+        self._settle_peaks()
+
     def _resize(self, block: Block, size: int) -> None:
         self._levels[block.place].add(size - block.size)
         if self.history is not None:
@@ -186,7 +229,7 @@ class TensorMeter(TorchDispatchMode):
             host.add(block.size)
             host.high = max(host.high, high)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Let new blocks count towards the peaks. Not sooner: their maker marks them after the operation is over."""
         if self._new:
             for block, high in self._new:
@@ -199,7 +242,7 @@ class TensorMeter(TorchDispatchMode):
             level.settle()
 
     def _settled(self, place: Place) -> Level:
-        self._settle()
+        self.settle()
         return self._levels[place]
 
     def _gone(self, key: int, _: weakref.ref) -> None:
@@ -208,6 +251,15 @@ class TensorMeter(TorchDispatchMode):
             for other, high in self._new:
                 self._look(other, high)
             self._resize(block, 0)
+
+
+def _order(tensor: torch.Tensor) -> tuple:
+    """The largest first; equal ones by what else tells them apart."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    stored = tensor.layout == torch.strided and torch._C._has_storage(tensor)
+    if not stored or is_lazy(tensor):
+        return (0,)
+    return -tensor.untyped_storage().nbytes(), str(tensor.dtype), tuple(tensor.shape)
 
 
 class PeakBytes:

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few chunks stand for all of a dry run's: event by event and byte by byte what all of them do."""
+
+import pytest
+import torch
+
+from megatron.platform.simulation import fake_tensors
+from megatron.simulator.cost.trace import Kernel, Transfer, Wait
+from megatron.simulator.dry_run import dry_run
+from megatron.simulator.dry_run.alike import Alike, Unlike
+from megatron.simulator.dry_run.dry_run import run_job
+from megatron.simulator.dry_run.one_rank import run_rank
+from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.machines.machine_file import load
+from megatron.training.arguments.parser import parse
+from tests.distributed.training_runs import LLAMA
+
+TINY = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 8 --seq-length 640 --max-position-embeddings 672 "
+    "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 300 "
+    "--fpdt --fpdt-chunk-size 64"
+)
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+GQA = "--bf16 --group-query-attention --num-query-groups 2"
+CASES = {  # processes, flags
+    "by queries": (1, GQA),
+    "by keys": (1, "--bf16"),
+    "ulysses, streamed, ZeRO 3": (
+        4,
+        f"{GQA} --ulysses-parallel-size 4 --zero-stage 3 --fpdt-stream-hidden {RECOMPUTE}",
+    ),
+    "two layers, streamed": (1, f"{GQA} --num-layers 2 --zero-stage 1 --fpdt-stream-hidden"),
+    "zigzag": (2, f"{GQA} --ring-parallel-size 2 {RECOMPUTE}"),
+    "contiguous": (2, f"{GQA} --ring-parallel-size 2 --context-parallel-balance contiguous {RECOMPUTE}"),
+    "usp on the device": (4, "--bf16 --ring-parallel-size 2 --ulysses-parallel-size 2 --no-fpdt-offload"),
+    "on the device": (1, f"{GQA} --no-fpdt-offload {RECOMPUTE}"),
+    "TP": (
+        4,
+        "--bf16 --tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --zero-stage 1 "
+        f"--offload-checkpoints {RECOMPUTE}",
+    ),
+    "window": (1, "--bf16 --window-size 200,0"),
+    "dropout": (2, "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1 --ulysses-parallel-size 2"),
+    "dropout of hidden states": (2, "--bf16 --hidden-dropout 0.1 --ulysses-parallel-size 2"),
+    "documents": (2, "--bf16 --reset-attention-mask --reset-position-ids --ulysses-parallel-size 2"),
+    "fp32": (1, ""),
+    "uneven": (
+        3,
+        "--bf16 --num-attention-heads 6 --hidden-size 96 --ring-parallel-size 3 --seq-length 672 --fpdt-chunk-size 96",
+    ),
+    "pipeline": (
+        4,
+        f"--bf16 --num-layers 2 --ring-parallel-size 2 --pipeline-model-parallel-size 2 {RECOMPUTE} "
+        "--global-batch-size 4",
+    ),
+    "more ranks than keys": (
+        8,
+        f"{GQA} --ulysses-parallel-size 8 --micro-batch-size 2 --global-batch-size 2",
+    ),
+}
+USUAL = [("zigzag", "A100-80G")]
+
+
+def told(step):
+    """All of a step but when its memory changed, which is by this machine's clock."""
+    changes = [change for _, *change in step.profile["events"]]
+    phases = [name for name, _ in step.profile["phases"]]
+    memory = step.peaks, step.host_peak, step.profile["start"], changes, phases
+    return step.trace.events, step.allocations, memory
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        pytest.param(name, gpu, marks=() if (name, gpu) in USUAL else pytest.mark.full)
+        for name in CASES
+        for gpu in ("A100-80G", None)
+    ],
+)
+def test_a_few_chunks_stand_for_all(name, gpu, monkeypatch):
+    written = []
+    again = Alike._again
+    monkeypatch.setattr(Alike, "_again", lambda *args: (written.append(args[1]), again(*args))[1])
+    ranks, flags = CASES[name]
+    machine = gpu and load(gpu)
+    if "--zero-stage 3" in flags:  # a mesh of eight bytes stays in PyTorch's caches from a process's first run on
+        run_rank(config_of(flags, ranks), ranks, ranks - 1, 301, machine=machine)
+    few, every = (
+        run_rank(config_of(flags, ranks), ranks, ranks - 1, 301, machine=machine, every_chunk=every)
+        for every in (False, True)
+    )
+    assert len(written) > 10
+    assert told(few) == told(every)
+
+
+def config_of(flags, ranks):
+    return parse(f"{TINY} {flags}".split(), LLAMA, ranks)
+
+
+@pytest.fixture
+def recorder():
+    with fake_tensors() as answer:
+        recorder = Recorder({}, before=torch._subclasses.fake_tensor.FakeTensor)
+        recorder.answer = answer
+        with recorder:
+            yield recorder
+
+
+class Owner:
+    """Whose calls are alike."""
+
+
+def state_of(recorder):
+    """What a recorder has seen, and what there is now."""
+    changes = [change for _, *change in recorder.history.events]
+    live = sorted((block.number, block.size) for block in recorder.live.values())
+    return recorder.trace.events, changes, live, recorder.peak, recorder.tickets
+
+
+def calls(recorder, count, *, alike):
+    """A program whose state holds a sum, of which each call lets the last go; its tensors."""
+    owner, known = Owner(), Alike(recorder)
+    state, x = [torch.empty(8, dtype=torch.bfloat16)], torch.empty(4, 8)
+    seen = []
+
+    def run():
+        state[0] = (state[0].float() + x.exp().sum(0)).to(torch.bfloat16)
+        return state[0], x, x[1:3], None
+
+    def put(outs):
+        state[0] = outs[0]
+
+    for _ in range(count):
+        outs = known.call(owner, (), [state[0], x], run, put) if alike else run()
+        assert outs[0] is state[0] and outs[1] is x and outs[3] is None
+        assert outs[2].untyped_storage()._cdata == x.untyped_storage()._cdata and outs[2].shape == (2, 8)
+        assert outs[2].storage_offset() == 8 and state[0].dtype == torch.bfloat16
+        seen.append(outs[0].untyped_storage().nbytes())
+        del outs
+    assert seen == [16] * count
+    return state, x
+
+
+def test_what_is_written_down_is_what_happens(recorder, monkeypatch):
+    ran = []
+    exp = torch.Tensor.exp
+    monkeypatch.setattr(torch.Tensor, "exp", lambda x: (ran.append(1), exp(x))[1])
+    found = []
+    for alike in (True, False):
+        begin = recorder.counts()
+        kept = calls(recorder, 6, alike=alike)
+        first, events, changes, tickets = begin
+        counts = recorder.counts()
+        found.append(
+            (
+                recorder.trace.events[events:],
+                [(number - first, change) for _, number, change in recorder.history.events[changes:]],
+                [now - then for now, then in zip(counts, begin)],
+                sum(block.size for block in recorder.live.values()),
+            )
+        )
+        del kept
+    assert found[0] == found[1]
+    assert len(ran) == 2 + 6  # the first two, and all
+    assert not recorder.live
+
+
+def test_a_tensor_that_should_have_ended_is_noticed(recorder):
+    known, owner = Alike(recorder), Owner()
+    state, kept = [torch.empty(8)], []
+
+    def run():
+        state[0] = state[0].exp()
+        return (state[0],)
+
+    def put(outs):
+        state[0] = outs[0]
+
+    for _ in range(4):
+        known.call(owner, (), [state[0]], run, put)
+    kept.append(state[0])
+    with pytest.raises(Unlike, match="let go of other tensors"):
+        known.call(owner, (), [state[0]], run, put)
+
+
+def test_what_differs_runs(recorder):
+    """Another shape, another tensor in the same place, another owner, and a call that keeps what it makes."""
+    known, owners = Alike(recorder), [Owner(), Owner()]
+    ran, kept = [], []
+
+    def run(x, keeps):
+        ran.append(1)
+        kept.extend([x.exp()] * keeps)
+        return (x + 1,)
+
+    def runs(x, owner=owners[0], keeps=False, times=3):
+        del ran[:]
+        for _ in range(times):
+            known.call(owner, (keeps,), [x], lambda: run(x, keeps))
+        return len(ran)
+
+    x = torch.empty(4, 8)
+    assert runs(x) == 2
+    assert runs(x) == 0
+    assert runs(x[1:]) == 2
+    assert runs(x[:3]) == 0  # where it begins does not matter
+    assert runs(x, owners[1]) == 2
+    assert runs(x, keeps=True) == 3
+    with recorder.hushed():
+        assert runs(x) == 3
+
+
+def test_views_of_what_is_given_move_with_it(recorder):
+    known, owner, x = Alike(recorder), Owner(), torch.empty(9, 8)
+
+    def begins(*given):
+        """Of a view of the last tensor, how far it is from where it should be."""
+        (out,) = known.call(owner, (), list(given), lambda: (given[-1][1:, 2:],))
+        assert out.untyped_storage()._cdata == x.untyped_storage()._cdata and out.shape == (1, 6)
+        return out.storage_offset() - given[-1].storage_offset()
+
+    assert [begins(x[row : row + 2]) for row in range(6)] == [10] * 6
+    assert [begins(x[row : row + 2], x[row + 2 : row + 4]) for row in range(5)] == [10] * 5
+    assert [begins(x[row : row + 2], x[7:9]) for row in range(5)] == [10] * 5  # not as far apart
+
+
+def test_tickets_go_on(recorder):
+    known, owner = Alike(recorder), Owner()
+
+    def run():
+        ticket = recorder.copy("to_host", 5)
+        recorder.price(Kernel("other", "memory", 0.0, 1.0))
+        recorder.wait(ticket)
+        return ()
+
+    for _ in range(4):
+        known.call(owner, (), [], run)
+    events = recorder.trace.events
+    assert [event.ticket for event in events if hasattr(event, "ticket")] == [1, 2, 3, 4] and recorder.tickets == 4
+    assert [event.tickets for event in events if isinstance(event, Wait)] == [(1,), (2,), (3,), (4,)]
+    assert not any(isinstance(event, Transfer) for event in events)
+
+    def waits():
+        recorder.wait(1)
+        return ()
+
+    for _ in range(3):  # for what began before it: that is no ticket of its own
+        known.call(owner, ("waits",), [], waits)
+    assert [event.tickets for event in events[-3:]] == [(1,)] * 3
+
+
+@pytest.mark.full
+def test_where_a_few_do_not_stand_for_all_every_chunk_runs(monkeypatch):
+    machine = load("A100-80G")
+    job = config_of(GQA, 1), 1, 0, 301, machine, False
+    expected = run_job(job)[0]
+    again, held = Alike._again, []
+
+    def holds(self, effect, given, *others):
+        held.extend(x for x in given if x is not None)  # nothing that a call lets go of ends
+        return again(self, effect, given, *others)
+
+    monkeypatch.setattr(Alike, "_again", holds)
+    tried = []
+
+    def tells(*args, every_chunk, **how):
+        tried.append(every_chunk)
+        held.clear()
+        return run_rank(*args, every_chunk=every_chunk, **how)
+
+    monkeypatch.setattr(dry_run, "run_rank", tells)
+    found = run_job(job)[0]
+    assert tried == [False, True]
+    assert found == expected
