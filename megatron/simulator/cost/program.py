@@ -26,9 +26,14 @@ RMS_NORM, SWIGLU, CROSS_ENTROPY = (9.0, 6.0), (10 / 6, 18 / 10), (18 / 46, 22 / 
 FUSED_CROSS_ENTROPY = (6 / 46, 4 / 26)  # one kernel a pass: torch.compile's, Triton's, Transformer Engine's
 # A tensor that is cast for an FP8 product: read in bf16, written as it is and transposed.
 CAST_BYTES = BF16 + 2
-# Seconds of a layer's pass that the host needs to launch it, hidden behind the GPU unless that is faster: about 60
-# launches of eager PyTorch with FSDP's hooks; assumed, as no record is short enough to tell.
-HOST = {"ours": 0.0, "eager": 6e-4, "compiled": 3e-4, "fused": 4e-4}
+# What the host launches for a layer's forward pass, hidden behind the GPU unless that is faster: PyTorch's operations
+# with FSDP's hooks; assumed, as no record is short enough to tell. For the backward pass twice.
+LAUNCHES = {"eager": 60, "compiled": 30, "fused": 40}
+# Of our program, over the kernels of a closed form: counted in dry runs, where they are 1.2 to 1.5 times as many, and
+# more around what travels over Ulysses and rings, whose tensors are packed, unpacked and merged. Within a fourth of 12
+# strategies, FPDT among them.
+OWN_LAUNCHES, AROUND = 1.35, {"ulysses": 8, "ring": 8}
+OWN_ENDS, OWN_OPTIMIZER = (10, 47), (24, 19)  # of the embedding, the loss; of the optimizer, a layer and beside them
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,15 @@ class Program:
     overlap: bool = False
     again: float = 0.0
 
-    @property
-    def host(self) -> float:
-        """Seconds that the host needs for a layer's forward pass; for the backward pass twice."""
-        return HOST[self.runs]
+    def launches(self, segments: Iterable[Segment], *, backward: bool = False) -> float:
+        """What the host launches for a pass of a layer."""
+        if self.runs != "ours":
+            return LAUNCHES[self.runs] * (2 if backward else 1)
+        return sum(map(_own_launches, segments))
+
+    def optimizer_launches(self, layers: int) -> float:
+        """The same of a step's end."""
+        return OWN_OPTIMIZER[0] * layers + OWN_OPTIMIZER[1] if self.runs == "ours" else 0.0
 
 
 OURS = Program()
@@ -85,6 +95,12 @@ def computed_again(forward: Iterable[Segment], program: Program) -> list[Segment
         found += [Segment(plain, count=part.count)] if plain else []
         found += [Segment(products, count=part.count * program.again)] if products else []
     return found
+
+
+def _own_launches(part: Segment) -> float:
+    kernels = OWN_LAUNCHES * sum(kernel.count for kernel in part.kernels)
+    transfers = sum(transfer.count * (1 + AROUND.get(transfer.axis, 0)) for transfer in part.transfers)
+    return part.count * (kernels + transfers + sum(copy.count for copy in part.copies))
 
 
 def host_bound(parts: Parts, seconds: float) -> Parts:
