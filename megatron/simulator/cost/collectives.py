@@ -18,7 +18,7 @@ A machine whose file has no ``collectives`` (a CPU's, one that was measured) has
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log2
 
 from megatron.simulator.cost.placement import Placement, placed
@@ -66,16 +66,27 @@ class Line:
         return self.latency + size * self.rate / kept
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Price:
-    """Seconds by bytes: the fastest of ``lines``; the slowest where they are parts that go ``together``."""
+    """Seconds by bytes: the fastest of ``lines``; the slowest where they are parts that go ``together``.
+
+    Attributes:
+        beyond: bytes from which on it is one line, the ``large`` one: most transfers of training are there.
+    """
 
     lines: tuple[Line, ...]
     together: bool = False
+    large: Line = field(init=False)
+    beyond: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        large = (max if self.together else min)(self.lines, key=lambda line: (line.rate, line.latency))
+        object.__setattr__(self, "large", large)
+        object.__setattr__(self, "beyond", max(_settled(large, line) for line in self.lines))
 
     def __call__(self, size: float) -> float:
-        if len(self.lines) == 1:
-            return self.lines[0](size)
+        if size >= self.beyond:
+            return self.large.latency + size * self.large.rate
         times = [line(size) for line in self.lines]
         return max(times) if self.together else min(times)
 
@@ -83,6 +94,14 @@ class Price:
         """The algorithm that takes this long."""
         pick = max if self.together else min
         return pick(self.lines, key=lambda line: line(size)).name
+
+
+def _settled(large: Line, other: Line) -> float:
+    """Bytes from which on ``large``, whose pipeline is full, is not passed by ``other``."""
+    full = 64.0 * 2 ** len(large.filled) / large.tensor if large.filled else 0.0
+    if other.rate == large.rate:
+        return full
+    return max(full, (large.latency - other.latency) / (other.rate - large.rate))
 
 
 def price_of(kind: str, size: int, stride: int, machine: Machine) -> Price:

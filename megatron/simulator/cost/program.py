@@ -60,7 +60,7 @@ class Program:
         """What the host launches for a pass of a layer."""
         if self.runs != "ours":
             return LAUNCHES[self.runs] * (2 if backward else 1)
-        return sum(map(_own_launches, segments))
+        return own_launches(segments)
 
     def optimizer_launches(self, layers: int) -> float:
         """The same of a step's end."""
@@ -97,10 +97,18 @@ def computed_again(forward: Iterable[Segment], program: Program) -> list[Segment
     return found
 
 
-def _own_launches(part: Segment) -> float:
-    kernels = OWN_LAUNCHES * sum(kernel.count for kernel in part.kernels)
-    transfers = sum(transfer.count * (1 + AROUND.get(transfer.axis, 0)) for transfer in part.transfers)
-    return part.count * (kernels + transfers + sum(copy.count for copy in part.copies))
+def own_launches(segments: Iterable[Segment]) -> float:
+    """Of our program. Of loops alone: a planner asks for it with every layer that it prices."""
+    total = 0.0
+    for part in segments:
+        found = 0.0
+        for kernel in part.kernels:
+            found += kernel.count
+        found *= OWN_LAUNCHES
+        for transfer in part.transfers:
+            found += transfer.count * (1 + AROUND.get(transfer.axis, 0))
+        total += part.count * (found + len(part.copies))
+    return total
 
 
 def host_bound(parts: Parts, seconds: float) -> Parts:
