@@ -21,6 +21,7 @@ from megatron.training.refusal import Refusal
 from tests.unit.formula_runs import LLAMA
 from tests.unit.test_cost import TOY
 from tests.unit.test_estimate_seconds import SHAPE, K, case, flags
+from tools import plan
 
 A100 = load("A100-80G")
 WORK = Workload(Shape(32, 4096, 14336, 32, 8, 128, 128256), 32768, 16)
@@ -106,6 +107,16 @@ def test_the_dry_runs_option_is_read_and_refused(monkeypatch):
         share = "1.5" if word == "below 1" else "0.02"
         with pytest.raises(Refusal, match=word):
             parse(f"{base} {more} --dry-run-jitter {share}".split(), world_size=1)
+
+
+def test_the_planner_tells_mean_and_percentile(capsys):
+    words = "--model llama3-8b --gpus 8 --gpu A100-80G --seq-length 16K --tensor 2 --pipeline 1 --top 1".split()
+    assert plan.main([*words, "--jitter", "0.02", "--seed", "3"]) == 0
+    first = capsys.readouterr().out
+    assert "varies by 2 %" in first and "(seed 3)" in first
+    assert plan.main(words) == 0 and "varies by" not in capsys.readouterr().out
+    for more, word in ((["--jitter", "1.5"], "--jitter 1.5"), (["--fp8-format", "hybrid"], "ask a dry run")):
+        assert plan.main([*words, *more]) == 2 and word in capsys.readouterr().err
 
 
 def test_a_replay_notes_what_it_waits_for():

@@ -68,6 +68,7 @@ class Program:
 
 
 OURS = Program()
+TE = ("ours", "fused")  # whose FP8 layers are Transformer Engine's
 
 
 def as_run(segments: Iterable[Segment], shape: Shape, program: Program, *, linear: bool = True) -> list[Segment]:
@@ -77,10 +78,22 @@ def as_run(segments: Iterable[Segment], shape: Shape, program: Program, *, linea
         return found
     if program.overlap and linear:
         found = _beside_products(found)
-    return [
+    found = [
         replace(part, kernels=tuple(one for kernel in part.kernels for one in _kernels(kernel, shape, program, linear)))
         for part in found
     ]
+    return [_gathered_in_fp8(part) for part in found] if program.fp8 and linear and program.runs in TE else found
+
+
+def _gathered_in_fp8(part: Segment) -> Segment:
+    """What TP gathers, Transformer Engine casts before; what it sums stays in bf16."""
+    if not any(transfer.axis == "tp" and transfer.kind == "all_gather" for transfer in part.transfers):
+        return part
+    halved = (
+        replace(one, bytes=one.bytes / BF16) if one.axis == "tp" and one.kind == "all_gather" else one
+        for one in part.transfers
+    )
+    return replace(part, transfers=tuple(halved))
 
 
 def computed_again(forward: Iterable[Segment], program: Program) -> list[Segment]:

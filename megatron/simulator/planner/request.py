@@ -86,12 +86,16 @@ def _known(config: Config) -> None:
     """Refuse what neither memory nor time are known of."""
     model = config.model
     wrong = {
-        "--fp8-format": model.fp8_format is not None,
         "--position-embedding-type alibi": model.position_embedding_type == "alibi",
         "--hidden-dropout": model.hidden_dropout > 0,
         "--qk-layernorm": model.qk_layernorm,
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
     }
+    if model.fp8_format is not None:
+        raise Refusal(
+            "--fp8-format: the planner does not know its memory: plan without it, then ask a dry run of that plan with "
+            "--fp8-format for time and memory"
+        )
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")
