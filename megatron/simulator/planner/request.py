@@ -61,6 +61,11 @@ class Request:
 
 @lru_cache(maxsize=256)
 def _config(flags: tuple[str, ...], seq_length: int) -> Config:
+    if any(flag.partition("=")[0] == "--fp8-format" for flag in flags):
+        raise Refusal(
+            "--fp8-format: the planner does not know its memory: plan without it, then ask a dry run of that plan with "
+            "--fp8-format for time and memory"
+        )
     defaults = {f"model.{name}": value for name, value in LLAMA.items()}
     read = parse(list(flags), defaults)
     plain = Config()
@@ -92,10 +97,5 @@ def _known(config: Config) -> None:
         f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
         "--embed-layernorm": model.embed_layernorm,
     }
-    if model.fp8_format is not None:
-        raise Refusal(
-            "--fp8-format: the planner does not know its memory: plan without it, then ask a dry run of that plan with "
-            "--fp8-format for time and memory"
-        )
     for flag in (flag for flag, given in wrong.items() if given):
         raise Refusal(f"{flag}: the planner does not know its time and memory: plan without it")
