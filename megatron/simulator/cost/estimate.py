@@ -15,7 +15,7 @@ from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.program import OURS, OWN_ENDS, Program, as_run, computed_again, host_bound
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
-from megatron.simulator.cost.segment import Parts, Segment, add, price
+from megatron.simulator.cost.segment import Parts, Segment, add, price, price_and_launches
 from megatron.simulator.cost.state_operations import (
     States,
     gather_parameters,
@@ -218,8 +218,8 @@ def priced_layer(
 
 def _priced(segments: list[Segment], machine: Machine, program: Program, *, backward: bool = False) -> Parts:
     """Of a pass, which takes at least as long as the host needs to launch it."""
-    launching = machine.dispatch * program.launches(segments, backward=backward) if machine.dispatch else 0.0
-    return host_bound(price(segments, machine), launching)
+    parts, own = price_and_launches(segments, machine)
+    return host_bound(parts, machine.dispatch * program.launches(own, backward=backward))
 
 
 @lru_cache(maxsize=65536)

@@ -29,11 +29,7 @@ CAST_BYTES = BF16 + 2
 # What the host launches for a layer's forward pass, hidden behind the GPU unless that is faster: PyTorch's operations
 # with FSDP's hooks; assumed, as no record is short enough to tell. For the backward pass twice.
 LAUNCHES = {"eager": 60, "compiled": 30, "fused": 40}
-# Of our program, over the kernels of a closed form: counted in dry runs, where they are 1.2 to 1.5 times as many, and
-# more around what travels over Ulysses and rings, whose tensors are packed, unpacked and merged. Within a fourth of 12
-# strategies, FPDT among them.
-OWN_LAUNCHES, AROUND = 1.35, {"ulysses": 8, "ring": 8}
-OWN_ENDS, OWN_OPTIMIZER = (10, 47), (24, 19)  # of the embedding, the loss; of the optimizer, a layer and beside them
+OWN_ENDS, OWN_OPTIMIZER = (10, 47), (24, 19)  # ours: embedding, loss; optimizer, a layer and beside them
 
 
 @dataclass(frozen=True)
@@ -56,11 +52,9 @@ class Program:
     overlap: bool = False
     again: float = 0.0
 
-    def launches(self, segments: Iterable[Segment], *, backward: bool = False) -> float:
-        """What the host launches for a pass of a layer."""
-        if self.runs != "ours":
-            return LAUNCHES[self.runs] * (2 if backward else 1)
-        return own_launches(segments)
+    def launches(self, own: float, *, backward: bool = False) -> float:
+        """What the host launches for a pass of a layer; ``own``: for our program."""
+        return own if self.runs == "ours" else LAUNCHES[self.runs] * (2 if backward else 1)
 
     def optimizer_launches(self, layers: int) -> float:
         """The same of a step's end."""
@@ -108,20 +102,6 @@ def computed_again(forward: Iterable[Segment], program: Program) -> list[Segment
         found += [Segment(plain, count=part.count)] if plain else []
         found += [Segment(products, count=part.count * program.again)] if products else []
     return found
-
-
-def own_launches(segments: Iterable[Segment]) -> float:
-    """Of our program. Of loops alone: a planner asks for it with every layer that it prices."""
-    total = 0.0
-    for part in segments:
-        found = 0.0
-        for kernel in part.kernels:
-            found += kernel.count
-        found *= OWN_LAUNCHES
-        for transfer in part.transfers:
-            found += transfer.count * (1 + AROUND.get(transfer.axis, 0))
-        total += part.count * (found + len(part.copies))
-    return total
 
 
 def host_bound(parts: Parts, seconds: float) -> Parts:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log
 from typing import TYPE_CHECKING
@@ -152,16 +152,8 @@ class Machine:
     dispatch: float = 0.0
 
     def __post_init__(self) -> None:
-        # Prices of transfers (cost/seconds.py), and the hash: over all figures it would take longer than a price.
+        # Prices of transfers (cost/seconds.py): fewer to look up than in a cache that machines are keys of.
         object.__setattr__(self, "prices", {})
-        told = tuple(getattr(self, one.name) for one in fields(self) if one.hash is not False)
-        object.__setattr__(self, "_hash", hash(told))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple:  # hashes of text differ between processes
-        return _again, tuple(getattr(self, one.name) for one in fields(self))
 
     def attention_share(self, head_size: int = 128) -> float:
         """Of the attention rates, by the kernel that runs plain tiles of such heads in bf16."""
@@ -182,10 +174,6 @@ class Machine:
     def usable_memory(self) -> float:
         """Bytes that a training program can fill."""
         return self.memory - self.reserved
-
-
-def _again(*values: object) -> Machine:
-    return Machine(*values)
 
 
 def _choose(
