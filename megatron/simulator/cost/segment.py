@@ -28,8 +28,8 @@ Parts = dict[str, float]
 """Seconds by what they went to: a kind of kernel, an axis that was waited for, ``host``."""
 
 
-# What the host launches of our program, over the kernels of a closed form: counted in dry runs, 1.2 to 1.5 times as many,
-# and more around what travels over Ulysses and rings, whose tensors are packed, unpacked and merged.
+# What the host launches of our program, over the kernels of a closed form: counted in dry runs, 1.2 to 1.5 times as
+# many, and more around what travels over Ulysses and rings, whose tensors are packed, unpacked and merged.
 # Within a fourth of 12 strategies, FPDT among them.
 OWN_LAUNCHES, AROUND = 1.35, {"ulysses": 9, "ring": 9}
 
