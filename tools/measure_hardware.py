@@ -7,6 +7,10 @@
 
 Measured: matrix products and attention by size, memory, copies to the host, and what the processes of a node send each
 other: by default one a GPU, or two on a CPU. Under torchrun over several nodes, also the network between them.
+
+    python tools/measure_hardware.py --output mine.json --extends H100-80G --nccl-tests all_reduce.log all_gather.log
+
+Nothing is measured: links, network and NCCL's algorithms as these outputs of nccl-tests say, all else as H100-80G.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ RESERVED = 64 * 1024  # bytes kept on the disk from the start: what is measured 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.nccl_tests:
+        from tools.nccl_figures import import_logs
+
+        return import_logs(args)
     import torch.distributed as dist  # what is late here lets --help answer at once
 
     from tools import hardware_figures as hardware
@@ -69,7 +77,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gemm-sizes", type=int, nargs="+", metavar="N", help="of square products")
     parser.add_argument("--attention-lengths", type=int, nargs="+", metavar="N", help="sequence lengths")
     parser.add_argument("--message-mib", type=float, metavar="MIB", help="large message of a collective")
+    parser.add_argument(
+        "--nccl-tests", nargs="+", metavar="[KIND=]FILE", help="outputs of nccl-tests to read; nothing is measured"
+    )
+    parser.add_argument("--extends", metavar="NAME", help="with --nccl-tests: the machine that has all other figures")
     args = parser.parse_args(argv)
+    if bool(args.nccl_tests) != bool(args.extends):
+        parser.error("--nccl-tests and --extends go together: give both, or neither")
     for name in ("processes", "timeout", "message_mib"):
         if (value := getattr(args, name)) is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} {value}: give a number above 0")

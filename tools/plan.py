@@ -23,6 +23,9 @@ from pathlib import Path
 from rich.console import Console
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.simulator.cost.jitter import Jitter
+from megatron.simulator.cost.jitter import told as spread_words
+from megatron.simulator.cost.unequal import step_spread
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import limits as plan_limits
 from megatron.simulator.planner.offers import Offer, offers, offers_table, run_words
@@ -90,6 +93,11 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     top, problem, found = tokens(args.top, "--top"), offer.problem, offer.found
     told, winner = Report(request, problem, offer.plans, offer.run), offer.plan
     console.print(told.table(top))
+    if args.jitter:
+        jitter = Jitter(args.jitter, args.seed)
+        for number, plan in enumerate(offer.plans[: min(top, 3)], 1):
+            varied = step_spread(problem.workload, plan.strategy, problem.machine, jitter)
+            console.print(f"{number}: {spread_words(varied, jitter)}.")
     if not found.plans:
         console.print(f"Nothing leaves the --margin of {gib(problem.spare)}: these plans fit with less.")
     for plan in found.tight[:3] if found.plans else ():

@@ -47,6 +47,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     found.add_argument("--output", metavar="FILE.png", help="draw time and memory of all plans")
     found.add_argument("--html", metavar="FILE", help="write a page with all plans, to sort, filter and look at")
     found.add_argument("--confirm", action="store_true", help="one simulated step of the winner, by the real program")
+    found.add_argument(
+        "--jitter", type=float, default=0.0, metavar="SHARE",
+        help="ranks' compute varies by this, standard deviation over mean: a step's mean and 95th percentile",
+    )  # fmt: skip
+    found.add_argument("--seed", type=int, default=1234, metavar="N", help="of --jitter (1234)")
     run = found.add_argument_group("a whole run")
     run.add_argument("--train-tokens", metavar="N", help="to train on: its days and GPU-hours; 15T, 300B (1000s)")
     run.add_argument("--prices", type=Path, metavar="FILE", help="JSON, currency and gpu_hour by GPU: its money")
@@ -91,6 +96,8 @@ def asked(args: argparse.Namespace, flags: list[str]) -> tuple[Request, list[Pro
         raise Refusal("give either --seq-length N or --longest")
     if args.longest and len(args.gpus) * len(args.gpu) > 1:
         raise Refusal("--longest: give one --gpus and one --gpu")
+    if not 0 <= args.jitter < 1:
+        raise Refusal(f"--jitter {args.jitter:g}: give a share from 0 to below 1, such as 0.02")
     if args.no_fpdt and args.fpdt_chunk:
         raise Refusal("--no-fpdt and --fpdt-chunk exclude each other: leave one out")
     window = 0 if args.window == "0" else tokens(args.window, "--window")

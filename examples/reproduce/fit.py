@@ -86,7 +86,7 @@ FITS = {
     "genslm-a100": Fit(
         ("gemm", "attention", "network"),
         {"throughput, new": simulated(genslm.throughput_rows, frameworks=("new",))},
-        by_hand=("width and heads", "old framework: OLD"),
+        by_hand=("width and heads", "two sequences a step", "old framework: OLD"),
     ),
 }
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import sqrt
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
@@ -66,11 +66,6 @@ class Group(NamedTuple):
 
     size: int
     stride: int = 1
-
-    def on_nodes(self, gpus: int) -> tuple[int, int]:
-        """(ranks of the group on one node of ``gpus``, nodes it spans)."""
-        together = min(self.size, max(1, gpus // self.stride))
-        return together, ceil(self.size / together)
 
 
 @hashed_once

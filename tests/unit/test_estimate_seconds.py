@@ -10,6 +10,7 @@ import pytest
 
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.cost.program import Program
 from megatron.simulator.dry_run.dry_run import dry_run
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
@@ -85,6 +86,39 @@ def test_heads_of_256_run_on_the_kernel_that_takes_them(gpu: str) -> None:
     wide = case("heads of 256", 16 * K, zero=0)
     shape = replace(SHAPE, heads=16, kv_heads=4, head_dim=256)
     test_a_step_takes_as_long_as_its_dry_run(replace(wide, workload=replace(wide.workload, shape=shape)), gpu)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *(pytest.param(one, marks=pytest.mark.full) for one in ("tensorwise", "blockwise"))]
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case("tensor", 16 * K, tensor=4, zero=0),
+        *(
+            pytest.param(one, marks=pytest.mark.full, id=one.name)
+            for one in (CASES[0], case("ulysses", 32 * K, ulysses=4), case("full", 16 * K, zero=0, recompute="full"))
+        ),
+    ],
+)
+def test_in_fp8_a_step_takes_as_long_as_its_dry_run(case: Case, recipe: str) -> None:
+    """--fp8-format: Transformer Engine's layers on H100, by each of its recipes there."""
+    machine, ranks = load("H100-80G"), case.strategy.ranks
+    given = [
+        "--fp8-format",
+        "hybrid",
+        "--fp8-recipe",
+        recipe,
+        "--dry-run",
+        "--gpu",
+        "H100-80G",
+        "--world-size",
+        str(ranks),
+    ]
+    config = parse([*flags(case), *given], dict(LLAMA), ranks)
+    found = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
+    told, plain = (estimate(case.workload, case.strategy, machine, Program(fp8=fp8)) for fp8 in (True, False))
+    assert told.seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE) and told.seconds < 0.95 * plain.seconds
 
 
 @pytest.mark.full

@@ -228,6 +228,7 @@ SHOWN = {
     "eval_stride",
     "tests/distributed/test_evaluation.py": "eval_output",
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
+    "tests/unit/test_jitter.py": "dry_run_jitter",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
     "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "

@@ -13,9 +13,9 @@ from functools import lru_cache
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer
-from megatron.simulator.cost.program import OURS, Program, as_run, computed_again, host_bound
+from megatron.simulator.cost.program import OURS, OWN_ENDS, Program, as_run, computed_again, host_bound
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
-from megatron.simulator.cost.segment import Parts, add, price
+from megatron.simulator.cost.segment import Parts, Segment, add, price, price_and_launches
 from megatron.simulator.cost.state_operations import (
     States,
     gather_parameters,
@@ -37,7 +37,7 @@ class Estimate:
         seconds: of a step.
         parts: seconds by what they went to, adding up to ``seconds``: ``gemm``, ``attention``, ``memory`` (norms,
             activations, copies on the device), ``optimizer``; waiting for ``tp``, ``ulysses``, ``ring``, ``dp``, ``pp``
-            or ``host``; ``bubble`` of the pipeline; ``launching``, where a program's host is slower than the GPU.
+            or ``host``; ``bubble`` of the pipeline; ``launching``, where the host is slower than the GPU.
         flops: of the model in a step, all ranks together: causal, without recompute.
         mfu: ``flops`` over what the GPUs' data sheet would do in the time.
         mfu_full_mask_with_recompute: the same as older papers count: the full mask, and recompute as work.
@@ -117,6 +117,9 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     for transfer in sum_shared_gradients(shape, strategy, held):
         total[transfer.axis] = total.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
     total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all), machine)
+    if "launching" in total:  # else the host is ahead by now
+        launching = machine.dispatch * program.optimizer_launches(held.layers)
+        total["launching"] += max(0.0, launching - total["optimizer"])
     return total
 
 
@@ -210,10 +213,13 @@ def priced_layer(
     """Of a micro-batch: a layer's forward and backward pass."""
     forward, backward = (as_run(part, workload.shape, program) for part in layer(workload, strategy))
     backward = computed_again(forward, program) + backward
-    return (
-        host_bound(price(forward, machine), program.host),
-        host_bound(price(backward, machine), 2 * program.host),
-    )
+    return _priced(forward, machine, program), _priced(backward, machine, program, backward=True)
+
+
+def _priced(segments: list[Segment], machine: Machine, program: Program, *, backward: bool = False) -> Parts:
+    """Of a pass, which takes at least as long as the host needs to launch it."""
+    parts, own = price_and_launches(segments, machine)
+    return host_bound(parts, machine.dispatch * program.launches(own, backward=backward))
 
 
 @lru_cache(maxsize=65536)
@@ -222,4 +228,7 @@ def priced_ends(
 ) -> tuple[Parts, Parts]:
     """Of a micro-batch: the embedding's both passes, the loss' both."""
     first, last = (as_run(part, workload.shape, program, linear=False) for part in ends(workload, strategy))
-    return price(first, machine), price(last, machine)
+    launched = OWN_ENDS if program.runs == "ours" else (0, 0)
+    return tuple(
+        host_bound(price(part, machine), machine.dispatch * count) for part, count in zip((first, last), launched)
+    )

@@ -26,9 +26,10 @@ RMS_NORM, SWIGLU, CROSS_ENTROPY = (9.0, 6.0), (10 / 6, 18 / 10), (18 / 46, 22 / 
 FUSED_CROSS_ENTROPY = (6 / 46, 4 / 26)  # one kernel a pass: torch.compile's, Triton's, Transformer Engine's
 # A tensor that is cast for an FP8 product: read in bf16, written as it is and transposed.
 CAST_BYTES = BF16 + 2
-# Seconds of a layer's pass that the host needs to launch it, hidden behind the GPU unless that is faster: about 60
-# launches of eager PyTorch with FSDP's hooks; assumed, as no record is short enough to tell.
-HOST = {"ours": 0.0, "eager": 6e-4, "compiled": 3e-4, "fused": 4e-4}
+# What the host launches for a layer's forward pass, hidden behind the GPU unless that is faster: PyTorch's operations
+# with FSDP's hooks; assumed, as no record is short enough to tell. For the backward pass twice.
+LAUNCHES = {"eager": 60, "compiled": 30, "fused": 40}
+OWN_ENDS, OWN_OPTIMIZER = (10, 47), (24, 19)  # ours: embedding, loss; optimizer, a layer and beside them
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,17 @@ class Program:
     overlap: bool = False
     again: float = 0.0
 
-    @property
-    def host(self) -> float:
-        """Seconds that the host needs for a layer's forward pass; for the backward pass twice."""
-        return HOST[self.runs]
+    def launches(self, own: float, *, backward: bool = False) -> float:
+        """What the host launches for a pass of a layer; ``own``: for our program."""
+        return own if self.runs == "ours" else LAUNCHES[self.runs] * (2 if backward else 1)
+
+    def optimizer_launches(self, layers: int) -> float:
+        """The same of a step's end."""
+        return OWN_OPTIMIZER[0] * layers + OWN_OPTIMIZER[1] if self.runs == "ours" else 0.0
 
 
 OURS = Program()
+TE = ("ours", "fused")  # whose FP8 layers are Transformer Engine's
 
 
 def as_run(segments: Iterable[Segment], shape: Shape, program: Program, *, linear: bool = True) -> list[Segment]:
@@ -67,10 +72,22 @@ def as_run(segments: Iterable[Segment], shape: Shape, program: Program, *, linea
         return found
     if program.overlap and linear:
         found = _beside_products(found)
-    return [
+    found = [
         replace(part, kernels=tuple(one for kernel in part.kernels for one in _kernels(kernel, shape, program, linear)))
         for part in found
     ]
+    return [_gathered_in_fp8(part) for part in found] if program.fp8 and linear and program.runs in TE else found
+
+
+def _gathered_in_fp8(part: Segment) -> Segment:
+    """What TP gathers, Transformer Engine casts before; what it sums stays in bf16."""
+    if not any(transfer.axis == "tp" and transfer.kind == "all_gather" for transfer in part.transfers):
+        return part
+    halved = (
+        replace(one, bytes=one.bytes / BF16) if one.axis == "tp" and one.kind == "all_gather" else one
+        for one in part.transfers
+    )
+    return replace(part, transfers=tuple(halved))
 
 
 def computed_again(forward: Iterable[Segment], program: Program) -> list[Segment]:

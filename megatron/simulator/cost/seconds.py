@@ -9,21 +9,13 @@ over that mean describes measured products of all shapes between 256 and 4096. T
 number of keys that a query sees on average: the length of a causal tile, twice that of a full one, and less under
 masks. That is how often a flash kernel goes round its inner loop.
 
-**Transfers** depend on where the ranks of the group sit:
-
-- all_gather, reduce_scatter, all_reduce, broadcast go round rings. Every rank's bytes cross every edge. Between nodes,
-  the k ranks of a node run k rings through k network cards, so that the edges get k times a card's bandwidth.
-  Latency: a step an edge; all_reduce takes a tree, up and down, of which only log2(nodes) steps are between nodes.
-- all_to_all: what stays in the node and what leaves it go at the same time, the latter through the GPU's own card.
-  Between two ranks of a node it is a send and a receive.
-- p2p, a ring's hop or a pipeline's: its slowest edge.
+**Transfers** depend on their size and on where the ranks of the group sit: collectives.py.
 """
 
 from __future__ import annotations
 
-from math import log2
-
 from megatron.decisions.kernels import preferred
+from megatron.simulator.cost.collectives import price_of
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Machine
 
@@ -90,37 +82,16 @@ def attention_rate(kernel: Kernel, machine: Machine) -> float:
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     """Seconds of all ``count`` repetitions; none for a group of one."""
-    ranks = transfer.group.size
+    ranks, stride = transfer.group.size, transfer.group.stride
     if ranks <= 1:
         return 0.0
-    together, nodes = transfer.group.on_nodes(machine.gpus)
-    kind, size = transfer.kind, transfer.bytes
-    calibration, link, network = machine.calibration, machine.link, machine.network
-    outside = network.bandwidth * calibration.network
-    if kind == "all_to_all":
-        within = (together - 1) / (ranks - 1)
-        share = calibration.all_to_all if together > 2 else calibration.p2p
-        took = within * size / (link.bandwidth * share) + (together - 1) * link.latency
-        if nodes > 1:
-            leaves = (1 - within) * size / (outside * calibration.network_all_to_all)
-            leaves += (ranks - together) * network.latency
-            took = max(took, leaves)
-    elif kind == "p2p":
-        if nodes > 1:
-            took = size / outside + network.latency
-        else:
-            took = size / (link.bandwidth * calibration.p2p) + link.latency
-    else:
-        bandwidth = link.bandwidth * calibration.link
-        if nodes > 1:
-            cards = together if transfer.group.stride == 1 else max(1.0, together * calibration.interleaved)
-            bandwidth = min(bandwidth, cards * outside)
-        if kind == "all_reduce":
-            latency = 2 * ((together - 1) * link.latency + log2(nodes) * network.latency)
-        else:
-            latency = (ranks - nodes) * link.latency + (nodes - 1) * network.latency
-        took = size / bandwidth + latency
-    return transfer.count * (machine.collective + took)
+    key = transfer.kind, ranks, stride
+    price = machine.prices.get(key)
+    if price is None:
+        price = machine.prices[key] = price_of(*key, machine)
+    if transfer.bytes >= price.beyond:
+        return transfer.count * (price.large.latency + transfer.bytes * price.large.rate)
+    return transfer.count * price(transfer.bytes)
 
 
 def copy_seconds(copy: HostCopy, machine: Machine) -> float:

@@ -16,6 +16,7 @@ def simulate(config: Config) -> int:
     """--dry-run: one step of this program on a simulated cluster; returns the exit code, 1 where it does not fit."""
     from rich.console import Console
 
+    from megatron.simulator.cost.jitter import Jitter
     from megatron.simulator.dry_run.dry_run import dry_run
     from megatron.simulator.dry_run.report import check_output, show, write
     from megatron.simulator.dry_run.vocabulary import vocabulary_of
@@ -37,7 +38,7 @@ def simulate(config: Config) -> int:
             every_layer=simulation.dry_run_every_layer,
             workers=os.cpu_count() or 1,
         )
-    show(result, console)
+    show(result, console, Jitter(simulation.dry_run_jitter, config.run.seed) if simulation.dry_run_jitter else None)
     console.print(f" > simulated in {time.perf_counter() - started:.1f} s")
     if simulation.dry_run_json:
         try:

@@ -7,16 +7,21 @@ the compute that precedes it in the trace. With a ticket it runs beside compute 
 one compute waits at once. While a transfer runs beside compute, NCCL's kernels take part of the device: that part of
 its time (1 - ``calibration.overlap``) compute stands still, and counts as waiting for the transfer's axis.
 
-One rank is replayed: others are as fast, and ready when it is.
+The host launches everything in that order too, each in ``Machine.dispatch`` seconds, and as far ahead of the device
+as it gets: where it falls behind, compute stands still for ``launching``.
+
+One rank is replayed: others are as fast, and ready when it is. :attr:`Replay.waits` says after how much compute it
+waited for whom, from which cost/jitter.py tells what unequal ranks lose.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rich.table import Table
 
+from megatron.simulator.cost.jitter import Waits
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.trace import Event, HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.simulator.dry_run.steady import Repeat
@@ -44,9 +49,10 @@ class Replay:
         seconds: of the step; it ends when all streams have.
         busy: seconds of work by stream.
         exposed: where the step's seconds go: compute by kind (gemm, attention, memory), else what compute waited for
-            (an axis, ``host load``, ``host store``). They add up to ``seconds``.
+            (an axis, ``host load``, ``host store``, ``launching``). They add up to ``seconds``.
         phases: when each began.
         spans: in the order of the trace; none if they were not kept.
+        waits: compute between collectives that it waited for.
     """
 
     seconds: float
@@ -54,6 +60,7 @@ class Replay:
     exposed: dict[str, float]
     phases: list[tuple[str, float]]
     spans: list[Interval]
+    waits: Waits = field(default_factory=Waits)
 
     def mfu(self, model_flops: float, peak: float) -> float:
         """Share of ``peak`` FLOP/s that the model's FLOPs of this rank make: no recompute, by convention."""
@@ -94,6 +101,8 @@ class Standing:
     ahead: dict[str | int, float]  # seconds until streams, and tickets, are done
     busy: dict[str, float]
     exposed: dict[str, float]
+    host: float
+    waits: Waits
 
 
 class Player:
@@ -103,10 +112,16 @@ class Player:
         self.machine, self.keep_spans = machine, keep_spans
         self.felt = 1.0 - machine.calibration.overlap
         self.now = 0.0  # of the compute stream
+        self.host = (
+            -machine.dispatch
+        )  # when the host has launched what was played; the first is there as the step begins
+        self.worked = 0.0  # seconds of compute since a collective was waited for
+        self.waits = Waits()
         self.free: dict[str, float] = {}
         self.busy: dict[str, float] = {"compute": 0.0}
         self.exposed: dict[str, float] = {}
         self.done: dict[int, tuple[float, str]] = {}
+        self.ranks: dict[int, int] = {}  # of the groups of tickets
         self.phases: list[tuple[str, float]] = []
         self.spans: list[Interval] = []
 
@@ -119,18 +134,22 @@ class Player:
                 self._move(event, tickets)
             elif isinstance(event, Wait):
                 self._wait(sorted(ended(ticket + tickets, self.done) for ticket in event.tickets))
+                self._met(max((self.ranks.get(ticket + tickets, 0) for ticket in event.tickets), default=0))
             elif isinstance(event, Phase):
                 self.phases.append((event.name, self.now))
 
     def finish(self) -> Replay:
         self._wait(sorted((end, stream) for stream, end in self.free.items()))  # what nobody has waited for
-        return Replay(self.now, self.busy, self.exposed, self.phases, self.spans)
+        self.waits.add(1, self.worked)
+        return Replay(self.now, self.busy, self.exposed, self.phases, self.spans, self.waits)
 
     def standing(self, tickets: int) -> Standing:
         """``tickets`` is taken off those that are not yet done."""
         ahead: dict[str | int, float] = {stream: end - self.now for stream, end in self.free.items() if end > self.now}
         ahead |= {ticket - tickets: end - self.now for ticket, (end, _) in self.done.items() if end > self.now}
-        return Standing(self.now, ahead, dict(self.busy), dict(self.exposed))
+        if self.host > self.now:
+            ahead["launching"] = self.host - self.now
+        return Standing(self.now, ahead, dict(self.busy), dict(self.exposed), self.host, self.waits.scaled(1.0))
 
     def settled(self, before: Standing, tickets: int) -> bool:
         """Whether all that is under way stands to compute as it did then."""
@@ -145,29 +164,49 @@ class Player:
             for name, seconds in total.items():
                 total[name] = seconds + times * (seconds - then.get(name, 0.0))
         self.now += took
+        self.host += times * (self.host - before.host)
+        self.waits.grow(before.waits, times)
         self.free = {stream: end + took for stream, end in self.free.items()}
         self.done = {ticket + times * tickets: (end + took, stream) for ticket, (end, stream) in self.done.items()}
+        self.ranks = {ticket + times * tickets: ranks for ticket, ranks in self.ranks.items()}
 
     def _compute(self, kernel: Kernel) -> None:
-        took, begin = kernel_seconds(kernel, self.machine), self.now
+        took = kernel_seconds(kernel, self.machine)
+        self.host += kernel.count * self.machine.dispatch
+        late = self.host + took / kernel.count - (self.now + took)  # the last of them begins when it is launched
+        self._pass("launching", late)
+        begin = self.now
         self.busy["compute"] += took
+        self.worked += took
         self._pass(kernel.kind, took)
         if self.keep_spans:
             self.spans.append(Interval("compute", kernel.kind, begin, self.now, kernel.name))
+
+    def _met(self, ranks: int) -> None:
+        """Compute has waited for a collective of ``ranks``; 0: for none."""
+        if ranks > 1:
+            self.waits.add(ranks, self.worked)
+            self.worked = 0.0
 
     def _move(self, event: Transfer | HostCopy, tickets: int) -> None:
         if isinstance(event, Transfer):
             took, stream, name = transfer_seconds(event, self.machine), event.axis, event.kind
         else:
             took, stream, name = copy_seconds(event, self.machine), HOST[event.direction], event.direction
-        begin = max(self.now, self.free.get(stream, 0.0))
+        self.host += event.count * self.machine.dispatch
+        if event.ticket is None:
+            self._pass("launching", self.host - self.now)
+        begin = max(self.now, self.host, self.free.get(stream, 0.0))
         end = self.free[stream] = begin + took
         self.busy[stream] = self.busy.get(stream, 0.0) + took
         if self.keep_spans and took:
             self.spans.append(Interval(stream, stream, begin, end, name))
+        ranks = event.group.size if isinstance(event, Transfer) and event.axis != "pp" else 0
         if event.ticket is None:
             self._wait([(end, stream)])
+            self._met(ranks)
             return
+        self.ranks[event.ticket + tickets] = ranks
         self.done[event.ticket + tickets] = (end, stream)
         if isinstance(event, Transfer):
             self._pass(stream, self.felt * took)

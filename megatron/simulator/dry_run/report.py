@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron.simulator.cost.jitter import Jitter, spread, told
 from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
@@ -20,8 +21,9 @@ from megatron.training.refusal import Refusal
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
 
 
-def show(result: DryRun, console: Console) -> None:
-    """Memory, communication and time of every rank that ran."""
+def show(result: DryRun, console: Console, jitter: Jitter | None = None) -> None:
+    """Memory, communication and time of every rank that ran; with ``jitter`` also of a step whose ranks are not equally
+    fast."""
     console.print(_memory(result))
     console.print(_communication(result))
     if result.machine is None:
@@ -32,6 +34,8 @@ def show(result: DryRun, console: Console) -> None:
         f" > a step takes {duration(result.predicted_seconds)} on {result.world_size} x {result.machine.name} "
         f"(simulated), MFU {100 * result.mfu:.1f} %{' of the bf16 peak' if result.config.model.fp8_format else ''}"
     )
+    if jitter:
+        console.print(f" > {unequal(result, jitter)}")
     if result.machine.is_gpu:
         own = runtime_memory(result.config, result.world_size, result.machine)
         console.print(
@@ -45,6 +49,13 @@ def show(result: DryRun, console: Console) -> None:
         fullest = max(report.figures.device_peak for report in result.ranks)
         left = result.machine.usable_memory - fullest
         console.print(f" > it fits, with {readable(left)} of device memory to spare")
+
+
+def unequal(result: DryRun, jitter: Jitter) -> str:
+    """A step on ranks that vary; what ran stands for the whole step, as long as that takes."""
+    slowest = max(result.ranks, key=lambda report: report.figures.seconds["step"]).replayed
+    waits = slowest.waits.scaled(result.predicted_seconds / slowest.seconds)
+    return told(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
 
 
 def _memory(result: DryRun) -> Table:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.decisions.kernels import plain_kernel
 from megatron.formulas.frozen import hashed_once
+from megatron.simulator.machines.collectives import Collectives
 
 if TYPE_CHECKING:
     import torch
@@ -78,8 +79,8 @@ class Calibration:
         overlap: of a transfer beside compute that compute does not feel; the rest stops it, for NCCL's kernels take
             multiprocessors and memory bandwidth. Copies to and from the host take neither.
         network_all_to_all: of what ``network`` leaves, for all_to_all between nodes.
-        interleaved: of the network cards that a collective's ranks on a node have (at least one is used), where the
-            ranks of the group are not neighbours, such as DP beside TP.
+        interleaved: of the network cards that a collective's ranks on a node have beyond the first, where these ranks
+            are not neighbours, such as DP beside TP. 0: one card.
         fp8: of what FP8's peak promises over the rate in bf16.
     """
 
@@ -120,6 +121,8 @@ class Machine:
         kernels: share of the attention rates that each attention kernel gets; 1 where a name is missing.
         attention_kernel: that runs wherever it can; ``auto``: the first that PyTorch brings for the capability.
         power: watts; None: the rates are those of the limit that it runs under.
+        collectives: what NCCL can choose from; None: rings at one rate, with the links' latency.
+        dispatch: seconds in which the host launches a kernel or a transfer; 0: as fast as the device needs them.
     """
 
     name: str
@@ -145,6 +148,12 @@ class Machine:
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
     attention_kernel: str = "auto"
     power: Power | None = None
+    collectives: Collectives | None = None
+    dispatch: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Prices of transfers (cost/seconds.py): fewer to look up than in a cache that machines are keys of.
+        object.__setattr__(self, "prices", {})
 
     def attention_share(self, head_size: int = 128) -> float:
         """Of the attention rates, by the kernel that runs plain tiles of such heads in bf16."""

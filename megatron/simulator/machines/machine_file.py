@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megatron.simulator.machines.collectives import GENERATIONS, WAYS, Collectives, Way
 from megatron.simulator.machines.json_file import read_json
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Power, Rate
 from megatron.training.refusal import Refusal
@@ -19,7 +20,8 @@ Json = dict[str, Any]
 
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
 OPTIONAL = (
-    "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel", "power"
+    "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel", "power",
+    "collectives", "dispatch",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
 KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
@@ -147,7 +149,7 @@ def text(path: Path, name: str, value: Any) -> str:
 
 
 def share(path: Path, name: str, value: Any) -> float:
-    if not 0 <= number(path, name, value, above=not name.endswith("overlap")) <= 2:
+    if not 0 <= number(path, name, value, above=not name.endswith(("overlap", "interleaved"))) <= 2:
         raise Refusal(f"{path}: {name}: is a share of another figure, at most 2, not {value!r}")
     return float(value)
 
@@ -209,6 +211,35 @@ def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = (
     return read
 
 
+def limits(path: Path, name: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) != 3:
+        raise Refusal(f"{path}: {name}: must be three rates, in a node, on two nodes and on more, not {value!r}")
+    return tuple(number(path, name, item) for item in value)
+
+
+def collectives(path: Path, name: str, value: Any) -> Collectives:
+    """A generation, and what differs from it: an algorithm's figures, or null where NCCL cannot choose it."""
+    if not isinstance(value, dict) or value.get("generation") not in GENERATIONS:
+        raise Refusal(f"{path}: {name}.generation: must be {', '.join(GENERATIONS)}")
+    refuse_unknown(path, f"{name}.", value, ["generation", "post", *WAYS])
+    base, given = GENERATIONS[value["generation"]], {}
+    for key, item in value.items():
+        where = f"{name}.{key}"
+        if key == "post":
+            given[key] = seconds(path, where, item)
+        elif key in WAYS and item is None:
+            if not key.endswith("128") and not key.startswith(("nvls", "pat")):
+                raise Refusal(f"{path}: {where}: NCCL always has it")
+            given[key] = None
+        elif key in WAYS:
+            if not isinstance(item, dict):
+                raise Refusal(f"{path}: {where}: must be an object with {', '.join(WAY)}, not {item!r}")
+            refuse_unknown(path, f"{where}.", item, list(WAY))
+            found = {part: WAY[part](path, f"{where}.{part}", figure) for part, figure in item.items()}
+            given[key] = replace(getattr(base, key) or Way(0.0, 0.0, 0.0), **found)
+    return replace(base, **given)
+
+
 def notes(path: Path, name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise Refusal(f"{path}: {name}: must be an object, field by field, not {value!r}")
@@ -216,6 +247,7 @@ def notes(path: Path, name: str, value: Any) -> dict[str, str]:
 
 
 LINK = record(Link, {"bandwidth": number, "latency": seconds, "name": text}, ("bandwidth", "latency"))
+WAY = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
 READERS: dict[str, Callable] = {
     "name": text,
     "memory": number,
@@ -239,5 +271,7 @@ READERS: dict[str, Callable] = {
     "kernels": kernel_shares,
     "attention_kernel": kernel_name,
     "power": record(Power, {"limit": number, "rated": number, "idle": seconds}, ("limit", "rated", "idle")),
+    "collectives": collectives,
+    "dispatch": seconds,
     "calibration": record(Calibration, {f.name: share for f in fields(Calibration)}),
 }

@@ -61,6 +61,11 @@ class Request:
 
 @lru_cache(maxsize=256)
 def _config(flags: tuple[str, ...], seq_length: int) -> Config:
+    if any(flag.partition("=")[0] == "--fp8-format" for flag in flags):
+        raise Refusal(
+            "--fp8-format: the planner does not know its memory: plan without it, then ask a dry run of that plan with "
+            "--fp8-format for time and memory"
+        )
     defaults = {f"model.{name}": value for name, value in LLAMA.items()}
     read = parse(list(flags), defaults)
     plain = Config()
@@ -86,7 +91,6 @@ def _known(config: Config) -> None:
     """Refuse what neither memory nor time are known of."""
     model = config.model
     wrong = {
-        "--fp8-format": model.fp8_format is not None,
         "--position-embedding-type alibi": model.position_embedding_type == "alibi",
         "--hidden-dropout": model.hidden_dropout > 0,
         "--qk-layernorm": model.qk_layernorm,

@@ -25,6 +25,7 @@ PARTS = {
     "pp": "waiting for neighbours in the pipeline",
     "host": "waiting for copies to and from the host",
     "bubble": "the pipeline's bubble",
+    "launching": "waiting for the host to launch kernels",
 }
 AXES = {"tensor": "TP", "ulysses": "Ulysses", "ring": "Ring", "data": "DP", "pipeline": "PP"}
 KINDS = {

@@ -32,11 +32,16 @@ def settle(config: Config, started: int) -> Config:
             "--dry-run-json": simulation.dry_run_json,
             "--gpu": simulation.gpu and not config.parallel.elastic,
             "--dry-run-every-layer": simulation.dry_run_every_layer,
+            "--dry-run-jitter": simulation.dry_run_jitter,
         }
         for flag in (flag for flag, value in given.items() if value):
             more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
             raise Refusal(f"{flag} does nothing without --dry-run: add --dry-run{more}, or leave it out")
         return config
+    if simulation.dry_run_jitter and not simulation.gpu:
+        raise Refusal("--dry-run-jitter: it is about the time of a step: add --gpu NAME, or leave it out")
+    if not 0 <= simulation.dry_run_jitter < 1:
+        raise Refusal(f"--dry-run-jitter {simulation.dry_run_jitter:g}: give a share from 0 to below 1, such as 0.02")
     if simulation.world_size is not None and simulation.world_size < 1:
         raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
     config = deepcopy(config)

@@ -137,4 +137,7 @@ class SimulationConfig:
         type=str,
     )
     dry_run_json: str | None = flag(None, "--dry-run: file for the result, with pictures beside it", type=str)
+    dry_run_jitter: float = flag(
+        0.0, "--dry-run: compute of ranks varies by this share (standard deviation over mean), drawn by --seed"
+    )
     dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, in place of a few that stand for all")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives by size and place: which of NCCL's algorithms, how long, and against what nccl-tests measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.formulas.strategy import Group, Strategy
+from megatron.simulator.cost.collectives import price_of
+from megatron.simulator.cost.nccl_tests import beside, fields, read_runs
+from megatron.simulator.cost.operations import collective
+from megatron.simulator.cost.placement import Placement, placed
+from megatron.simulator.cost.seconds import transfer_seconds
+from megatron.simulator.machines.machine_file import known, load
+from megatron.training.refusal import Refusal
+from tools import measure_hardware
+
+LOGS = Path(__file__).resolve().parents[2] / "examples" / "reproduce" / "published" / "nccl_tests"
+A100, H100, B200 = (load(name) for name in ("A100-80G", "H100-80G", "B200-192G"))
+MIB = 2**20
+
+
+def reduce_by(machine, ranks: int, size: float, stride: int = 1) -> str:
+    """The algorithm of an all_reduce of ``size`` bytes of tensor."""
+    sent = collective("all_reduce", "dp", Group(ranks, stride), size).bytes
+    return price_of("all_reduce", ranks, stride, machine).chosen(sent)
+
+
+def test_the_algorithm_is_chosen_by_size_place_and_generation():
+    """In a node of H100 LL up to 1 MB and NVLS from 2 MB on, as NCCL_DEBUG=INFO said there (nccl-tests issue 309)."""
+    assert reduce_by(H100, 8, MIB // 8).endswith(" ll") and reduce_by(H100, 8, 64 * MIB) == "nvls"
+    assert reduce_by(H100, 16, 1024) == "tree ll" and reduce_by(H100, 16, MIB) == "tree ll128"
+    assert reduce_by(H100, 16, 1024 * MIB) == "nvls tree" == reduce_by(B200, 64, 1024 * MIB)
+    assert reduce_by(A100, 8, 1024 * MIB) == "ring simple"  # no NVLS before Hopper
+    assert reduce_by(H100, 2, 1024 * MIB) == "ring simple"  # of two there is nothing for the switch to sum
+    assert reduce_by(H100, 16, 1024 * MIB, stride=8) in ("ring simple", "tree simple")  # one GPU a node: no NVLS
+    gather = {size: price_of("all_gather", 8, 1, H100).chosen(size) for size in (1024, MIB, 1024 * MIB)}
+    assert list(gather.values()) == ["ring ll", "ring ll", "ring simple"]
+    assert price_of("all_gather", 64, 8, H100).chosen(MIB) == "pat"  # as many hops as rings, but log2 at a time
+    assert {line.name for line in price_of("all_reduce", 8, 1, load("L20-48G")).lines}.isdisjoint(
+        {"ring ll128", "tree ll128", "nvls"}
+    )
+
+
+@pytest.mark.parametrize("machine", [load(name) for name in known()], ids=known())
+@pytest.mark.parametrize("ranks, stride", [(2, 1), (8, 1), (16, 1), (12, 1), (16, 8), (64, 2), (1024, 1)])
+def test_more_bytes_take_longer_and_the_ends_are_latency_and_bandwidth(machine, ranks, stride):
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        price = price_of(kind, ranks, stride, machine)
+        times = [price(2.0 ** (power / 4)) for power in range(160)]
+        assert all(low <= high * (1 + 1e-12) for low, high in zip(times, times[1:])), kind
+        latency = (max if price.together else min)(line.latency for line in price.lines)
+        assert price(0) == pytest.approx(latency) and price(1.0) == pytest.approx(latency, rel=1e-3)
+        rates = [line.rate for line in price.lines]
+        assert price(1e15) == pytest.approx(1e15 * (max if price.together else min)(rates), rel=1e-2)
+
+
+def test_groups_are_placed_on_nodes_of_eight():
+    assert placed(8, 1, 8) == (1, 8, 8, True) and placed(4, 2, 8) == (1, 4, 4, False)
+    assert placed(16, 1, 8) == (2, 8, 8, True)  # DP over two nodes: eight cards
+    assert placed(16, 2, 8) == (4, 4, 4, False)  # DP beside TP 2: four of eight GPUs a node
+    assert placed(4, 8, 8) == (4, 1, 1, True) == placed(4, 16, 8)  # PP across nodes, one GPU of each
+    assert placed(12, 1, 8) == (2, 4, 8, True)  # 8 + 4, and its neighbour 4 + 8: four cards
+    assert placed(20, 1, 8) == (3, 4, 8, True)  # 8 + 8 + 4, and 4 + 8 + 8
+    assert placed(6, 2, 8) == (2, 2, 4, False) and placed(3, 1, 8) == (1, 3, 3, True)
+    assert Placement(2, 4, 4, True).cards(0.0) == 4 and Placement(2, 4, 4, False).cards(0.0) == 1
+    assert Placement(2, 4, 4, False).cards(0.5) == 2.5 and Placement(2, 1, 1, True).cards(0.0) == 1
+
+
+def test_which_axis_crosses_which_link():
+    """TP 2 x Ulysses 4 x Ring 2 x DP 2 x PP 2 on eight nodes: only the first two stay inside."""
+    grid = Strategy(tensor=2, ulysses=4, ring=2, data=2, pipeline=2)
+    found = {
+        axis: placed(*((g := grid.group(axis)).size, g.stride), 8) for axis in ("tp", "ulysses", "ring", "dp", "pp")
+    }
+    assert {axis: where.nodes for axis, where in found.items()} == {"tp": 1, "ulysses": 1, "ring": 2, "dp": 4, "pp": 2}
+    assert found["dp"].fewest == 4 and not found["dp"].neighbours
+    # Of 16 ranks on 2 nodes 8 of 15 parts of an all_to_all leave, by one card; an even ring uses all of them.
+    apart = transfer_seconds(collective("all_to_all", "ulysses", Group(16), 1e9), A100)
+    network = A100.network.bandwidth * A100.calibration.network
+    assert apart == pytest.approx(1e9 * 8 / 16 / network, rel=1e-2)
+    uneven, even = (price_of("all_gather", ranks, 1, A100)(1e10) for ranks in (12, 16))
+    assert uneven == pytest.approx(2 * even, rel=0.01)  # four cards, not eight
+
+
+@pytest.mark.parametrize(
+    "log, machine, typical, worst",
+    [("h100_8", H100, 0.09, 0.17), ("h100_16", H100, 0.08, 0.24), ("h100_32", H100, 0.10, 0.36),
+     ("h100_64", H100, 0.25, 0.57), ("a100_8", A100, 0.30, 0.56)],
+)  # fmt: skip
+def test_against_published_nccl_tests(log, machine, typical, worst):
+    """Nothing is fitted to any of them but NVLS' two shares. Furthest off: 2 to 16 MB on 64 GPUs, where it measured a
+    jump that NCCL's own table does not have; and A100's small messages, eight of them launched by one thread."""
+    (run,) = read_runs(LOGS / f"{log}.txt", "all_reduce")
+    errors = [abs(ours / took - 1) for _, took, ours, _ in beside(run, machine)]
+    assert sum(errors) / len(errors) < typical and max(errors) < worst
+    assert errors[-1] < 0.12  # the largest message
+
+
+def test_nccl_tests_output_is_read_with_what_mpirun_puts_between(tmp_path):
+    (run,) = read_runs(LOGS / "h100_16.txt")
+    assert (run.kind, run.ranks, run.nodes, len(run.rows)) == ("all_reduce", 16, 2, 32)
+    assert run.rows[-1] == pytest.approx((2 * 17179869184 * 15 / 16, 68652e-6))
+    assert run.bus == pytest.approx(469.2e9, rel=1e-3)
+    (gather,) = read_runs(LOGS / "h100_16_gather.txt", "all_gather")  # srun's labels; no ranks, no name of the test
+    assert (gather.kind, gather.ranks, gather.nodes) == ("all_gather", 16, 0)
+    with pytest.raises(Refusal, match="KIND="):
+        read_runs(LOGS / "h100_16_gather.txt")
+    with pytest.raises(Refusal, match="no table"):
+        read_runs(LOGS.parent / "README.md")
+    with pytest.raises(Refusal, match="other bus bandwidths"):
+        read_runs(LOGS / "h100_16.txt", "reduce_scatter")
+    with pytest.raises(Refusal, match="cannot be read"):
+        read_runs(tmp_path / "none.txt")
+
+
+def test_a_machine_from_logs_is_as_fast_as_they_say(tmp_path, capsys):
+    mine = tmp_path / "mine.json"
+    given = [f"all_reduce={LOGS / 'h100_8.txt'}", *(str(LOGS / f"h100_{ranks}.txt") for ranks in (16, 32))]
+    words = ["--output", str(mine), "--extends", "A100-80G", "--nccl-tests"]
+    assert measure_hardware.main([*words, *given]) == 2 and "more than twice" in capsys.readouterr().err
+    assert not mine.exists()
+    words[3] = "H100-80G"
+    assert measure_hardware.main([*words, *given]) == 0 and "tree ll" in capsys.readouterr().out
+    machine = load(mine)
+    assert all(name in machine.sources for name in ("calibration.network", "collectives"))
+    for log in ("h100_8", "h100_16", "h100_32"):
+        (run,) = read_runs(LOGS / f"{log}.txt", "all_reduce")
+        rows = beside(run, machine)
+        assert rows[-1][2] == pytest.approx(rows[-1][1], rel=0.01), log
+        if log != "h100_8":
+            assert rows[0][2] == pytest.approx(rows[0][1], rel=0.02), log
+    (run,) = read_runs(LOGS / "h100_16_gather.txt", "all_gather")
+    assert fields([run], H100) == {"calibration": {"network": pytest.approx(0.4727, rel=1e-3)}}
+
+
+def test_a_machine_file_may_change_an_algorithm_and_is_told_what_is_wrong(tmp_path):
+    def write(**ways) -> Path:
+        path = tmp_path / "mine.json"
+        path.write_text(json.dumps({"extends": "H100-80G", "collectives": ways}))
+        return path
+
+    slow = load(write(ring_simple={"step": 34e-6}))
+    assert slow.collectives.ring_simple.step == 34e-6 and slow.collectives.ring_ll == H100.collectives.ring_ll
+    assert reduce_by(load(write(nvls=None)), 8, 64 * MIB) != "nvls"
+    wrong = {
+        "generation": {"generation": "volta"},
+        "ring_ll3": {"ring_ll3": {}},
+        "ring_ll.steps": {"ring_ll": {"steps": 1}},
+        "ring_ll.step": {"ring_ll": {"step": -1}},
+        "ring_ll.limits": {"ring_ll": {"limits": [1]}},
+        "tree_ll": {"tree_ll": None},
+    }
+    for field, ways in wrong.items():
+        with pytest.raises(Refusal, match=f"collectives.{field}"):
+            load(write(**ways))
+    assert load("A100-40G").collectives is not None and replace(A100, collectives=None).collectives is None
+
+
+def test_a_price_is_kept():
+    transfer = collective("all_reduce", "dp", Group(16), 1e8)
+    machine = replace(H100)
+    assert machine.prices == {} and transfer_seconds(transfer, machine) > 0
+    kept = machine.prices["all_reduce", 16, 1]
+    transfer_seconds(transfer, machine)
+    assert machine.prices["all_reduce", 16, 1] is kept and replace(machine).prices == {}
+    best = float("inf")
+    for _ in range(20):
+        start = time.process_time()
+        for _ in range(500):
+            transfer_seconds(transfer, machine)
+        best = min(best, (time.process_time() - start) / 500)
+    assert best < 20e-6  # 3 on a quiet core

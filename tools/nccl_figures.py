@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tools/measure_hardware.py --nccl-tests``: a machine's file from outputs of nccl-tests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.simulator.cost.nccl_tests import KINDS, Run, beside, fields, read_runs
+from megatron.simulator.machines.machine import Machine
+from megatron.simulator.machines.machine_file import load
+from megatron.training.data.text_files import whole_files
+from megatron.training.refusal import Refusal
+
+
+def import_logs(args: argparse.Namespace) -> int:
+    """Writes the file, prints what it says beside what was measured; returns the exit code."""
+    try:
+        machine = load(args.extends)
+        runs = [run for given in args.nccl_tests for run in read_runs(*_file(given))]
+        raw = {"extends": _base(args.extends), "name": Path(args.output).stem} | fields(runs, machine)
+        raw["sources"] = _sources(raw, [_file(given)[0] for given in args.nccl_tests])
+        with whole_files([args.output], args.overwrite) as (name,):
+            Path(name).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    show(runs, machine, load(args.output))
+    print(f"written: {args.output}; use it as --gpu {args.output}")
+    return 0
+
+
+def _file(given: str) -> tuple[str, str | None]:
+    kind, _, path = given.partition("=")
+    return (path, kind) if path and kind in KINDS else (given, None)
+
+
+def _base(extends: str) -> str:
+    return str(Path(extends).resolve()) if extends.endswith(".json") else extends
+
+
+def _sources(raw: dict[str, Any], files: list[str]) -> dict[str, str]:
+    said = f"nccl-tests: {', '.join(files)}"
+    found = {f"calibration.{name}": said for name in raw.get("calibration", {})}
+    return found | ({"collectives": f"NCCL's tuning table; {said}"} if "collectives" in raw else {})
+
+
+def show(runs: list[Run], before: Machine, after: Machine) -> None:
+    table = Table("", "bytes sent", "measured, us", before.name, "", after.name, "", "by")
+    for column in table.columns[1:7]:
+        column.justify = "right"
+    for run in runs:
+        label = f"{run.kind}, {run.ranks} ranks"
+        for old, new in list(zip(beside(run, before), beside(run, after)))[:: max(1, len(run.rows) // 8)]:
+            size, took = old[:2]
+            errors = [f"{100 * (one[2] / took - 1):+.0f} %" for one in (old, new)]
+            times = [f"{1e6 * one[2]:.1f}" for one in (old, new)]
+            table.add_row(label, f"{size:.0f}", f"{1e6 * took:.1f}", times[0], errors[0], times[1], errors[1], new[3])
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
