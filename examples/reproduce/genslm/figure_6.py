@@ -86,7 +86,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS, ranks: tuple[int, ...] = RANKS) 
         for held, size in (("whole on each rank", 0), *((f"shared by {size} ranks", size) for size in ranks)):
             ours = sum(table_bytes(length, size or ranks[0], bool(size)).values()) / 1e9
             told = PUBLISHED_GB if length == PUBLISHED_AT and not size else None  # one datum: shares of it are ours
-            note = "the page: about 10, for some length over 100K, and names neither width nor optimizer" if told else ""
+            note = "the page: about 10, beyond some 100K, and names neither width nor optimizer" if told else ""
             rows.append(Row({"table": held, "seq_length": length}, told, ours, "simulated", "GB a rank", note))
     return rows
 
