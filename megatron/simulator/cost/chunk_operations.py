@@ -56,7 +56,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
             return ring_backward(a, strategy)
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
     by_keys = a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
-    if by_keys and a.ring == 1 and strategy.fused:
+    if _one_rank_by_keys(a, strategy):
         return _by_keys((own, sums), (other, sums), chunks, met, q, kv, lse)
     if not by_keys:
         first, pair = _copies(0, 2 * q + lse + kv), _copies(2 * kv, 3 * kv)
@@ -92,6 +92,20 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     ]
 
 
+def beside_ffn_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
+    """What else attention's backward pass copies, before it begins: by keys on one rank all outputs but the first come,
+    and their gradients leave, beside the FFN's backward pass."""
+    if not _one_rank_by_keys(a, strategy):
+        return ()
+    q = BF16 * a.queries * a.batch * a.head_dim * a.heads
+    return _copies(q, q * (chunks - 1) / chunks)
+
+
+def _one_rank_by_keys(a: Attended, strategy: Strategy) -> bool:
+    alone = strategy.fpdt_chunk > 0 and strategy.fpdt_offload and a.ring == 1
+    return alone and strategy.fused and goes_by_keys(a.heads, a.kv_heads, BF16)
+
+
 def _by_keys(
     own: tuple[Kernel, ...], other: tuple[Kernel, ...], chunks: int, met: float, q: float, kv: float, lse: float
 ) -> list[Segment]:
@@ -99,8 +113,8 @@ def _by_keys(
 
     Its first queries are asked for when it is its turn, after the keys of the next one, and nothing hides them. The
     next come beside a tile, and the last tile has nothing to hide. Then its own dq, which is final, comes to be sent
-    back. Sums of dq do not come to the first key chunk: they begin there. Outputs come, and their gradients leave,
-    beside the FFN's backward pass, but for the first. The public code of FPDT brings the next key chunk's queries
+    back. Sums of dq do not come to the first key chunk: they begin there. Outputs but the first have come, and
+    their gradients have left (:func:`beside_ffn_backward`). The public code of FPDT brings the next key chunk's queries
     beside the last tile, and keeps its dq (DeepSpeed, sequence/fpdt_layer.py): there all but the first are hidden.
     """
     new, summed = 3 * q + lse, 5 * q + lse  # queries, dout and out; with dq

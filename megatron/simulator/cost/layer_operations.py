@@ -17,7 +17,7 @@ from megatron.simulator.cost.attention_operations import (
     to_heads,
     to_sequence,
 )
-from megatron.simulator.cost.chunk_operations import chunked_backward, chunked_forward
+from megatron.simulator.cost.chunk_operations import beside_ffn_backward, chunked_backward, chunked_forward
 from megatron.simulator.cost.linear_operations import mlp, mlp_grad, output, output_grad, project, project_grad
 from megatron.simulator.cost.operations import BF16
 from megatron.simulator.cost.segment import Segment
@@ -92,12 +92,12 @@ def streamed(
     return forward, backward
 
 
-def beside(segments: list[Segment], copy: HostCopy) -> list[Segment]:
-    """The copy spread over all kernels, by their number: it has the whole layer's time."""
+def beside(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
+    """The copies spread over all kernels, by their number: they have the time of all of them."""
     kernels = sum(segment.count for segment in segments if segment.kernels)
-    share = HostCopy(copy.direction, copy.bytes / kernels)
+    shares = [HostCopy(copy.direction, copy.bytes / kernels) for copy in copies]
     return [
-        Segment(segment.kernels, segment.transfers, (*segment.copies, share), segment.count)
+        Segment(segment.kernels, segment.transfers, (*segment.copies, *shares), segment.count)
         if segment.kernels
         else segment
         for segment in segments
@@ -131,7 +131,7 @@ def _backward(work: _Layer) -> list[Segment]:
     shape, strategy, a, rows, chunks = work.shape, work.strategy, work.attended, work.rows, work.chunks
     tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
     segments = [
-        *work.ffn(mlp_grad),
+        *beside(work.ffn(mlp_grad), *beside_ffn_backward(a, strategy, chunks)),
         *output_grad(shape, strategy, rows, chunks),
         *to_sequence(a, strategy, rows, chunks, backward=True),
         *tiles,
