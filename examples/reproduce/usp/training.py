@@ -47,13 +47,13 @@ def note(line: dict, data: int) -> str:
     return ""
 
 
-def figure_5_rows(clock: Clock) -> list[Row]:
+def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
     """DP 8 against the best of Ulysses x Ring = 8, one sequence a GPU or eight on all.
 
     At 512 tokens the published times leave no room for gradients and weights that compute does not hide: here they
-    travel beside it, unlike in tables 5 to 7.
+    travel beside it, unlike in tables 5 to 7. Without ``overlap`` they travel as there.
     """
-    settings = DEFAULTS | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    settings = DEFAULTS | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     rows = []
     for line in published("usp_figure_5_dp_vs_sp"):
         workload = Workload(shape_of(line["model"]), line["seq_length"], line["global_batch"])
