@@ -33,8 +33,10 @@ class Record:
         overlap: TP's transfers travel beside its products, and messages of a pipeline with virtual stages beside work.
         balance: how a ring splits the sequence.
         offload: layer inputs wait in host memory.
-        optimizer: ``gpu`` or ``cpu``.
+        optimizer: ``gpu``; ``cpu``: in host memory, at its speed; ``deepspeed``: DeepSpeed's in host memory.
         network: bytes a second and GPU between nodes, where it is not the machine's; node: its GPUs, likewise.
+        unpriced: why the source itself says, or its figures, that no model of the run as told can be right; such runs
+            are shown, and counted apart.
         value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.
     """
 
@@ -66,6 +68,7 @@ class Record:
     optimizer: str = "gpu"
     network: float = 0.0
     node: int = 0
+    unpriced: str = ""
 
     @property
     def fitted(self) -> bool:
