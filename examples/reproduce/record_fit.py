@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 from examples.reproduce.open_records import Record, distinct, records
 from examples.reproduce.record_price import Predicted, family, predict
@@ -22,6 +23,7 @@ Constants = dict[str, dict[str, float]]
 
 # What our model needs and nobody fitted: set by hand, from physics, from other people's measurements, or assumed.
 BY_HAND = (
+    "record_price.py: seconds a parameter of DeepSpeed's optimizer in host memory (1)",
     "cost/program.py: bytes of PyTorch's operations for RMSNorm, SwiGLU, cross-entropy and casts, counted (9)",
     "cost/program.py: launches of the host a layer, eager, compiled, fused (3)",
     "cost/seconds.py: power grows with the square of the clock (1); idle watts of each GPU (1)",
@@ -36,6 +38,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def priced(rows: Sequence[Record]) -> list[Record]:
+    """Those that can be predicted from what their source tells (:attr:`Record.unpriced`)."""
+    return [record for record in rows if not record.unpriced]
+
+
 def by_source(found: Sequence[Predicted]) -> dict[str, list[Predicted]]:
     groups: dict[str, list[Predicted]] = {}
     for one in found:
@@ -45,11 +52,16 @@ def by_source(found: Sequence[Predicted]) -> dict[str, list[Predicted]]:
 
 def mean_of_sources(found: Sequence[Predicted]) -> float:
     """The mean over sources of the mean error of each: no source counts more for having more rows."""
-    return mean([mean([abs(one.error) for one in rows]) for rows in by_source(found).values()])
+    return mean([mean_of_records(rows) for rows in by_source(found).values()])
 
 
 def mean_of_records(found: Sequence[Predicted]) -> float:
     return mean([abs(one.error) for one in found])
+
+
+def mean_of_rates(found: Sequence[Predicted]) -> float:
+    """Of tokens a second, each source once."""
+    return mean([mean([abs(one.rate_error) for one in rows]) for rows in by_source(found).values()])
 
 
 def unfitted() -> Constants:
@@ -64,8 +76,8 @@ def fitted() -> Constants:
 
 def fit(half: Sequence[Record]) -> Constants:
     """Coordinate search for the least :func:`mean_of_sources`, an architecture at a time; one that no record of the
-    half has keeps what it begins with."""
-    found = unfitted()
+    half has keeps what it begins with. Runs that no model of them can price teach nothing."""
+    found, half = unfitted(), priced(half)
     for name, free in FREE.items():
         if name in TAKES:
             other, taken = TAKES[name]
@@ -95,11 +107,20 @@ def predictions(constants: Constants, rows: Sequence[Record] | None = None) -> l
     return [predict(record, constants) for record in (records() if rows is None else rows)]
 
 
+def left_out_one_by_one(rows: Sequence[Record]) -> dict[str, list[Predicted]]:
+    """Each source by constants that are fitted to all others, of both halves."""
+    found = {}
+    for source in dict.fromkeys(record.source for record in rows):
+        mine = [record for record in rows if record.source == source]
+        found[source] = predictions(fit([record for record in rows if record.source != source]), mine)
+    return found
+
+
 def summary(constants: Constants) -> list[str]:
     """Markdown: each source with its half, records, configurations, error without and with the constants."""
     lines = [
-        "| source | half | machines | records, distinct | not fitted | with the constants | worst |",
-        "|---" * 7 + "|",
+        "| source | half | machines | records, distinct | not priced | not fitted | with the constants | worst |",
+        "|---" * 8 + "|",
     ]
     before, after = by_source(predictions(unfitted())), by_source(predictions(constants))
     for source in sorted(after, key=lambda name: (not after[name][0].record.fitted, name)):
@@ -107,35 +128,47 @@ def summary(constants: Constants) -> list[str]:
         machines = ", ".join(dict.fromkeys(one.record.machine for one in rows))
         counts = f"{len(rows)}, {distinct([one.record for one in rows])}"
         worst = max((one.error for one in rows), key=abs)
+        unpriced = sum(bool(one.record.unpriced) for one in rows)
         lines.append(
             f"| {source} | {'fitted' if rows[0].record.fitted else 'test'} | {machines} | {counts} | "
-            f"{mean_of_records(before[source]):.1f} % | {mean_of_records(rows):.1f} % | {worst:+.0f} % |"
+            f"{unpriced or ''} | {mean_of_records(before[source]):.1f} % | {mean_of_records(rows):.1f} % | {worst:+.0f} % |"
         )
     return lines
 
 
 def totals(constants: Constants) -> list[str]:
-    """Markdown: the same by half and machine, and for the test half in other ways of counting."""
+    """Markdown: the same by half and machine, what is not priced apart, and the test half counted in other ways."""
     lines = ["| half, machine | records | distinct | not fitted | with the constants |", "|---" * 5 + "|"]
-    every = list(zip(predictions(unfitted()), predictions(constants)))
+    pairs = list(zip(predictions(unfitted()), predictions(constants)))
+    every = [pair for pair in pairs if not pair[1].record.unpriced]
     for name, in_half in (("fitted", True), ("test", False)):
         half = [pair for pair in every if pair[1].record.fitted == in_half]
         lines.append(_line(f"**{name}**", half))
         for machine in dict.fromkeys(after.record.machine for _, after in half):
             lines.append(_line(f"{name}, {machine}", [pair for pair in half if pair[1].record.machine == machine]))
-    test = [after for _, after in every if not after.record.fitted]
-    largest = max(by_source(test).values(), key=len)[0].record.source
-    worst = max(by_source(test).items(), key=lambda item: mean_of_records(item[1]))[0]
-    return [
-        *lines,
-        "",
-        f"Test half, other ways to count: mean of its sources {mean_of_sources(test):.1f} %; median record "
-        f"{sorted(abs(one.error) for one in test)[len(test) // 2]:.1f} %; without {largest} "
-        f"{mean_of_records([one for one in test if one.record.source != largest]):.1f} %; without {worst} "
-        f"{mean_of_records([one for one in test if one.record.source != worst]):.1f} %; of tokens a second, not of "
-        f"seconds, {mean([abs(one.rate_error) for one in test]):.1f} %, without {worst} "
-        f"{mean([abs(one.rate_error) for one in test if one.record.source != worst]):.1f} %.",
+    lines.append(_line("not priced", [pair for pair in pairs if pair[1].record.unpriced]))
+    return [*lines, "", *other_counts([after for _, after in every if not after.record.fitted], "test half"),
+            *other_counts([after for _, after in pairs if not after.record.fitted], "with what is not priced")]  # fmt: skip
+
+
+def other_counts(test: Sequence[Predicted], name: str) -> list[str]:
+    """The same error counted otherwise: by source, of rates, the median, without the largest and the worst source."""
+    groups = by_source(test)
+    largest = max(groups.values(), key=len)[0].record.source
+    worst = max(groups, key=lambda source: mean_of_records(groups[source]))
+    rates = mean([abs(one.rate_error) for one in test])
+    told = [
+        f"{name}: {len(test)} records of {len(groups)} sources; seconds {mean_of_records(test):.1f} %, "
+        f"tokens a second {rates:.1f} %; each source once: seconds {mean_of_sources(test):.1f} %, "
+        f"tokens a second {mean_of_rates(test):.1f} %; median {median(abs(one.error) for one in test):.1f} %"
     ]
+    for source in dict.fromkeys((largest, worst)):
+        rest = [one for one in test if one.record.source != source]
+        told.append(
+            f"  without {source}: seconds {mean_of_records(rest):.1f} %; each source once {mean_of_sources(rest):.1f} %, "
+            f"tokens a second {mean_of_rates(rest):.1f} %"
+        )
+    return told
 
 
 def _line(name: str, pairs: Sequence[tuple[Predicted, Predicted]]) -> str:

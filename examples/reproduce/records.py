@@ -2,10 +2,11 @@
 """Published training runs beside what our cost model says of them, on every machine that has a file.
 
     python examples/reproduce/records.py [OUT_DIR]
-    python examples/reproduce/records.py --fit        # the constants again, and the halves the other way round
+    python examples/reproduce/records.py --fit        # again; the halves the other way round; each source left out
 
 Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
-half of the sources, the other half as the test. Writes the rows as CSV and a picture.
+half of the sources, the other half as the test. Runs that their sources do not tell enough of are marked, and counted
+apart. Writes the rows as CSV and a picture.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from examples.reproduce.record_fit import (  # noqa: E402
     Constants,
     fit,
     fitted,
+    left_out_one_by_one,
+    mean_of_rates,
     mean_of_records,
     mean_of_sources,
     predictions,
+    priced,
     summary,
     totals,
 )
@@ -47,7 +51,8 @@ def row(one: Predicted) -> Row:
         "run": f"{r.model} {r.seq_length / 1024:g}K, {r.gpus}: {grid(r)}",
         "how": f"{r.precision} {r.runs} {r.kernel}{again}",
     }
-    return Row(label, tokens / one.published, tokens / one.ours, "simulated", "s/step")
+    note = f"not priced: {r.unpriced}" if r.unpriced else ""
+    return Row(label, tokens / one.published, tokens / one.ours, "simulated", "s/step", note)
 
 
 def grid(r: Record) -> str:
@@ -64,19 +69,24 @@ def draw(figure: Any, found: list[Predicted]) -> None:
         mine = [one for one in found if family(one.record.machine) == name]
         axes.axhspan(1 / 1.12, 1.12, color=GREY, alpha=0.2, linewidth=0, label="within 12 %")
         axes.axhline(1, color=INK, linewidth=0.8)
-        for half, colour, marker in ((True, COLOURS["published"], "o"), (False, COLOURS["simulated"], "s")):
-            these = [one for one in mine if one.record.fitted == half]
+        told = [one for one in mine if not one.record.unpriced]
+        groups = (
+            ("fitted to", [one for one in told if one.record.fitted], COLOURS["published"], "o"),
+            ("test", [one for one in told if not one.record.fitted], COLOURS["simulated"], "s"),
+            ("not priced", [one for one in mine if one.record.unpriced], "none", "D"),
+        )
+        for what, these, colour, marker in groups:
             inside = [one for one in these if one.ours / one.published <= MOST]
             beyond = [one for one in these if one.ours / one.published > MOST]
             style = {"color": colour, "edgecolors": INK, "linewidths": 0.4}
             if these:
-                what = f"{'fitted to' if half else 'test'}: {len(these)}, mean error {mean_of_records(these):.1f} %"
+                label = f"{what}: {len(these)}, mean error {mean_of_records(these):.1f} %"
                 axes.scatter([one.published for one in inside], [one.ours / one.published for one in inside],
-                             s=22, marker=marker, label=what, **style)  # fmt: skip
+                             s=22, marker=marker, label=label, **style)  # fmt: skip
             if beyond:
-                what = f"beyond: {', '.join(f'{one.ours / one.published:.1f}' for one in beyond)}"
+                most = max(one.ours / one.published for one in beyond)
                 axes.scatter([one.published for one in beyond], [0.99 * MOST] * len(beyond),
-                             s=50, marker="^", label=what, **style)  # fmt: skip
+                             s=50, marker="^", label=f"{what}, beyond: {len(beyond)}, up to {most:.1f}", **style)  # fmt: skip
         axes.set(xscale="log", ylim=(0.6, MOST), title=name, xlabel="published tokens a second and GPU")
         axes.set_ylabel("simulated over published" if place == 1 else None)
         axes.legend(frameon=False, fontsize=8, loc="lower right")
@@ -90,15 +100,24 @@ def show(title: str, constants: Constants) -> None:
 
 
 def fit_again() -> None:
-    """Both ways round."""
+    """Both ways round, and each source by all others."""
+    runs = priced(records())
     for title, half in (("fitted to the even half", True), ("the other way round, fitted to the odd half", False)):
-        mine = [record for record in records() if record.fitted == half]
-        others = [record for record in records() if record.fitted != half]
+        mine = [record for record in runs if record.fitted == half]
+        others = [record for record in runs if record.fitted != half]
         constants = fit(mine)
         show(title, constants)
         for name, rows in (("  these", mine), ("  the other half", others)):
             found = predictions(constants, rows)
-            print(f"{name}: records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %", flush=True)
+            print(f"{name}: records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %, "
+                  f"sources' rates {mean_of_rates(found):.1f} %", flush=True)  # fmt: skip
+    print("each source by constants fitted to all others:")
+    every = left_out_one_by_one(runs)
+    for source, found in sorted(every.items()):
+        print(f"  {source}: {mean_of_records(found):.1f} %", flush=True)
+    found = [one for rows in every.values() for one in rows]
+    print(f"  records {mean_of_records(found):.1f} %, sources {mean_of_sources(found):.1f} %, "
+          f"sources' rates {mean_of_rates(found):.1f} %")  # fmt: skip
 
 
 def main() -> None:
