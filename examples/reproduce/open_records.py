@@ -34,7 +34,8 @@ class Record:
         balance: how a ring splits the sequence.
         offload: layer inputs wait in host memory.
         optimizer: ``gpu``; ``cpu``: in host memory, at its speed; ``deepspeed``: DeepSpeed's in host memory.
-        network: bytes a second and GPU between nodes, where it is not the machine's; node: its GPUs, likewise.
+        network: bytes a second and GPU between nodes, where it is not the machine's; likewise node, its GPUs, and
+            link, bytes a second and GPU within it.
         unpriced: why the source itself says, or its figures, that no model of the run as told can be right; such runs
             are shown, and counted apart.
         value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.
@@ -68,6 +69,7 @@ class Record:
     optimizer: str = "gpu"
     network: float = 0.0
     node: int = 0
+    link: float = 0.0
     unpriced: str = ""
 
     @property

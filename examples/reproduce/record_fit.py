@@ -50,6 +50,11 @@ def by_source(found: Sequence[Predicted]) -> dict[str, list[Predicted]]:
     return groups
 
 
+def of_priced(found: Sequence[Predicted]) -> list[Predicted]:
+    """Those whose runs can be priced; all of them, if none can."""
+    return [one for one in found if not one.record.unpriced] or list(found)
+
+
 def mean_of_sources(found: Sequence[Predicted]) -> float:
     """The mean over sources of the mean error of each: no source counts more for having more rows."""
     return mean([mean_of_records(rows) for rows in by_source(found).values()])
@@ -117,9 +122,10 @@ def left_out_one_by_one(rows: Sequence[Record]) -> dict[str, list[Predicted]]:
 
 
 def summary(constants: Constants) -> list[str]:
-    """Markdown: each source with its half, records, configurations, error without and with the constants."""
+    """Markdown: each source with its half, records, configurations, error without and with the constants; means and
+    worst of what can be priced, if anything can."""
     lines = [
-        "| source | half | machines | records, distinct | not priced | not fitted | with the constants | worst |",
+        "| source | half | machines | records, distinct | not priced | not fitted | with constants | worst |",
         "|---" * 8 + "|",
     ]
     before, after = by_source(predictions(unfitted())), by_source(predictions(constants))
@@ -127,11 +133,13 @@ def summary(constants: Constants) -> list[str]:
         rows = after[source]
         machines = ", ".join(dict.fromkeys(one.record.machine for one in rows))
         counts = f"{len(rows)}, {distinct([one.record for one in rows])}"
-        worst = max((one.error for one in rows), key=abs)
         unpriced = sum(bool(one.record.unpriced) for one in rows)
+        told, untold = (of_priced(found[source]) for found in (after, before))
+        worst = max((one.error for one in told), key=abs)
+        half = "fitted" if rows[0].record.fitted else "test"
         lines.append(
-            f"| {source} | {'fitted' if rows[0].record.fitted else 'test'} | {machines} | {counts} | "
-            f"{unpriced or ''} | {mean_of_records(before[source]):.1f} % | {mean_of_records(rows):.1f} % | {worst:+.0f} % |"
+            f"| {source} | {half} | {machines} | {counts} | {unpriced or ''} | "
+            f"{mean_of_records(untold):.1f} % | {mean_of_records(told):.1f} % | {worst:+.0f} % |"
         )
     return lines
 
@@ -147,8 +155,8 @@ def totals(constants: Constants) -> list[str]:
         for machine in dict.fromkeys(after.record.machine for _, after in half):
             lines.append(_line(f"{name}, {machine}", [pair for pair in half if pair[1].record.machine == machine]))
     lines.append(_line("not priced", [pair for pair in pairs if pair[1].record.unpriced]))
-    return [*lines, "", *other_counts([after for _, after in every if not after.record.fitted], "test half"),
-            *other_counts([after for _, after in pairs if not after.record.fitted], "with what is not priced")]  # fmt: skip
+    test = [after for _, after in pairs if not after.record.fitted]
+    return [*lines, "", *other_counts(of_priced(test), "test half"), *other_counts(test, "with what is not priced")]
 
 
 def other_counts(test: Sequence[Predicted], name: str) -> list[str]:
@@ -165,8 +173,8 @@ def other_counts(test: Sequence[Predicted], name: str) -> list[str]:
     for source in dict.fromkeys((largest, worst)):
         rest = [one for one in test if one.record.source != source]
         told.append(
-            f"  without {source}: seconds {mean_of_records(rest):.1f} %; each source once {mean_of_sources(rest):.1f} %, "
-            f"tokens a second {mean_of_rates(rest):.1f} %"
+            f"  without {source}: seconds {mean_of_records(rest):.1f} %; each source once {mean_of_sources(rest):.1f} "
+            f"%, tokens a second {mean_of_rates(rest):.1f} %"
         )
     return told
 

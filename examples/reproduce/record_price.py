@@ -17,12 +17,18 @@ from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 
-FAMILY = {"A100": "Ampere", "A800": "Ampere", "H100": "Hopper", "H200": "Hopper", "B200": "Blackwell"}  # by the first four letters
+FAMILY = {
+    "A100": "Ampere",
+    "A800": "Ampere",
+    "H100": "Hopper",
+    "H200": "Hopper",
+    "B200": "Blackwell",
+}  # by the first four letters
 # Adam on a CPU: fp32 gradient, weight and two moments read, three of them and a bf16 weight written; of a node's host
 # memory, bytes a second (assumed), which all of its ranks share.
 CPU_ADAM_BYTES, HOST_MEMORY = 30, 3e11
-# DeepSpeed's offloaded optimizer, seconds a parameter of a node: Llama 2 7B on 4 A100 goes from 0.5 to "over 7" s a step
-# (DeepSpeed, blogs/deepspeed-zenflow/README.md): it also waits for its copies, clips and casts on the CPU.
+# DeepSpeed's offloaded optimizer, seconds a parameter of a node: Llama 2 7B on 4 A100 goes from 0.5 to "over 7" s a
+# step (DeepSpeed, blogs/deepspeed-zenflow/README.md): it also waits for its copies, clips and casts on the CPU.
 DEEPSPEED_ADAM = 6.5 / 6.74e9
 
 
@@ -82,16 +88,18 @@ def program_of(record: Record) -> Program:
 
 
 @cache
-def _machine(name: str, network: float, node: int) -> Machine:
+def _machine(name: str, network: float, node: int, link: float) -> Machine:
     machine = load(name)
     if network:
         machine = replace(machine, network=replace(machine.network, bandwidth=network))
+    if link:
+        machine = replace(machine, link=replace(machine.link, bandwidth=link))
     return replace(machine, gpus=node or machine.gpus)
 
 
 def machine_of(record: Record, constants: dict[str, dict[str, float]]) -> Machine:
     """The shipped machine with the ``constants`` of its family in place of the file's shares."""
-    machine = _machine(record.machine, record.network, record.node)
+    machine = _machine(record.machine, record.network, record.node, record.link)
     shares = constants.get(family(record.machine), {})
     return replace(machine, calibration=replace(machine.calibration, **shares))
 
@@ -140,11 +148,15 @@ def _parts(record: Record, machine: Machine) -> dict[str, float]:
 
 
 def _across_nodes(record: Record, machine: Machine, step: float) -> float:
-    """HSDP: each node has all weights; gradients, in bf16, are summed over nodes while the backward pass runs."""
+    """Each node has all weights (HSDP) or states (ZeRO 1); gradients, in bf16, are summed over nodes while the backward
+    pass runs: FSDP's in each micro-batch, ZeRO 1's in the last."""
     held = stage_parameters(shape_of(record), 1, 1, 0).numel / record.shard
     group = Group(record.gpus // record.shard, record.shard)
     took = transfer_seconds(collective("all_reduce", "dp", group, BF16 * held), machine)
-    return max((1 - machine.calibration.overlap) * took, took - step * 2 / 3)
+    beside = step * 2 / 3
+    if record.zero < 2:
+        beside /= record.global_batch // (record.dp * record.micro_batch)
+    return max((1 - machine.calibration.overlap) * took, took - beside)
 
 
 def _on_the_cpu(record: Record, machine: Machine) -> float:

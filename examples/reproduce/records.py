@@ -63,7 +63,7 @@ def grid(r: Record) -> str:
 
 def draw(figure: Any, found: list[Predicted]) -> None:
     """Simulated over published speed, a panel an architecture; what is beyond the panel is a triangle at its edge."""
-    figure.set_size_inches(13, 4.8)
+    figure.set_size_inches(13, 6.2)
     for place, name in enumerate(FREE, 1):
         axes = figure.add_subplot(1, len(FREE), place)
         mine = [one for one in found if family(one.record.machine) == name]
@@ -84,12 +84,12 @@ def draw(figure: Any, found: list[Predicted]) -> None:
                 axes.scatter([one.published for one in inside], [one.ours / one.published for one in inside],
                              s=22, marker=marker, label=label, **style)  # fmt: skip
             if beyond:
-                most = max(one.ours / one.published for one in beyond)
+                label = f"{what}, beyond: {len(beyond)}, up to {max(one.ours / one.published for one in beyond):.1f}"
                 axes.scatter([one.published for one in beyond], [0.99 * MOST] * len(beyond),
-                             s=50, marker="^", label=f"{what}, beyond: {len(beyond)}, up to {most:.1f}", **style)  # fmt: skip
+                             s=50, marker="^", label=label, **style)  # fmt: skip
         axes.set(xscale="log", ylim=(0.6, MOST), title=name, xlabel="published tokens a second and GPU")
         axes.set_ylabel("simulated over published" if place == 1 else None)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
 def show(title: str, constants: Constants) -> None:
