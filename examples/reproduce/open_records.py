@@ -33,6 +33,7 @@ class Record:
         overlap: TP's transfers travel beside its products, and messages of a pipeline with virtual stages beside work.
         balance: how a ring splits the sequence.
         offload: layer inputs wait in host memory.
+        gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
         optimizer: ``gpu``; ``cpu``: in host memory, at its speed; ``deepspeed``: DeepSpeed's in host memory.
         network: bytes a second and GPU between nodes, where it is not the machine's; likewise node, its GPUs, and
             link, bytes a second and GPU within it.
@@ -66,6 +67,7 @@ class Record:
     overlap: bool = False
     balance: str = "zigzag"
     offload: bool = False
+    gradients: str = "fp32"
     optimizer: str = "gpu"
     network: float = 0.0
     node: int = 0

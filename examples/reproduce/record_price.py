@@ -11,7 +11,7 @@ from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
-from megatron.simulator.cost.operations import BF16, collective
+from megatron.simulator.cost.operations import BF16, FP32, collective
 from megatron.simulator.cost.program import Program
 from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.machines.machine import Machine
@@ -84,7 +84,8 @@ def program_of(record: Record) -> Program:
         s = shape_of(record)
         kv, width = s.kv_heads * s.head_dim, s.heads * s.head_dim
         again = (kv + width + s.ffn) / (2 * width + 2 * kv + 3 * s.ffn)
-    return Program(record.runs, record.kernel, record.precision != "bf16", record.overlap, again)
+    gradients = FP32 if record.gradients == "fp32" else BF16
+    return Program(record.runs, record.kernel, record.precision != "bf16", record.overlap, again, gradients)
 
 
 @cache

@@ -107,13 +107,13 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     if pipeline == 1:
         add(parts, first)
     if strategy.zero >= 2:
-        _sharded_layers(parts, sum(forward.values()), sum(backward.values()), strategy, held, machine)
+        _sharded_layers(parts, sum(forward.values()), sum(backward.values()), strategy, held, machine, program)
     once = sum(parts.values())
     total = add({}, parts, batches)
     if pipeline > 1:
         _pipeline(total, once, workload, strategy, machine, program)
     if strategy.zero <= 1 and strategy.group("dp").size > 1:
-        total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine)
+        total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine, program)
     for transfer in sum_shared_gradients(shape, strategy, held):
         total[transfer.axis] = total.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
     total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all), machine)
@@ -133,11 +133,11 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
 
 
 def _sharded_layers(
-    parts: Parts, forward: float, backward: float, strategy: Strategy, held: States, machine: Machine
+    parts: Parts, forward: float, backward: float, strategy: Strategy, held: States, machine: Machine, program: Program
 ) -> None:
     """ZeRO 2 and 3: weights come while the layer before runs, gradients leave while the one below does."""
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
-    scatter = transfer_seconds(reduce_gradients(strategy, held.layer), machine)
+    scatter = transfer_seconds(reduce_gradients(strategy, held.layer, program.gradients), machine)
     again = gather if strategy.zero == 3 else 0.0
     felt = 1 - machine.calibration.overlap
     weights, gradients = strategy.overlap_param_gather, strategy.overlap_grad_reduce
@@ -145,7 +145,7 @@ def _sharded_layers(
     beside = again * weights + scatter * gradients
     waited += max(felt * beside, beside - backward) + again * (not weights) + scatter * (not gradients)
     ends = transfer_seconds(gather_parameters(strategy, held.ends), machine)
-    ends += transfer_seconds(reduce_gradients(strategy, held.ends), machine)
+    ends += transfer_seconds(reduce_gradients(strategy, held.ends, program.gradients), machine)
     copies = split_and_join(strategy, held.all)
     parts["memory"] = parts.get("memory", 0.0) + kernel_seconds(copies, machine)
     # What nothing hides: the first layer's weights, the last one's gradients, and the ends'.
@@ -153,7 +153,9 @@ def _sharded_layers(
     parts["dp"] = parts.get("dp", 0.0) + waited * held.layers + first + ends
 
 
-def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: States, machine: Machine) -> float:
+def _exposed_states(
+    forward: Parts, backward: Parts, strategy: Strategy, held: States, machine: Machine, program: Program
+) -> float:
     """DDP and ZeRO 1: what the last backward pass does not hide of the gradients, the first forward of the weights."""
     felt = 1 - machine.calibration.overlap
 
@@ -164,7 +166,7 @@ def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: S
         tail = took * min(1.0, (held.layer + held.table) / held.all)
         return tail + max(felt * (took - tail), took - tail - beside * held.layers)
 
-    reduce = transfer_seconds(reduce_gradients(strategy, held.all), machine)
+    reduce = transfer_seconds(reduce_gradients(strategy, held.all, program.gradients), machine)
     waited = exposed(reduce, strategy.overlap_grad_reduce, sum(backward.values()))
     if strategy.zero:
         gather = transfer_seconds(gather_parameters(strategy, held.all), machine)

@@ -43,6 +43,7 @@ class Program:
         fp8: the linear layers of all layers are in FP8; not the output layer.
         overlap: TP's transfers of the forward pass travel beside its products, and a pipeline's messages beside work
             where there are virtual stages, as Transformer Engine and Megatron-LM can.
+        gradients: bytes of one of the model's gradients, as it is kept and summed over ranks.
         again: share of the forward products that the backward pass computes again, with all that lies between them.
     """
 
@@ -51,6 +52,7 @@ class Program:
     fp8: bool = False
     overlap: bool = False
     again: float = 0.0
+    gradients: int = FP32
 
     def launches(self, own: float, *, backward: bool = False) -> float:
         """What the host launches for a pass of a layer; ``own``: for our program."""
@@ -119,7 +121,7 @@ def _kernels(kernel: Kernel, shape: Shape, program: Program, linear: bool) -> tu
         return (replace(kernel, bytes=kernel.bytes * _traffic(kernel, shape, program.runs)),)
     _, m, n, k = kernel.shape
     sums = program.runs == "fused" and kernel.name.endswith("_wgrad")
-    out = (2 * FP32 if sums else BF16) * m * n
+    out = (2 * program.gradients if sums else BF16) * m * n
     if not (program.fp8 and linear):
         return (replace(kernel, bytes=BF16 * (m * k + n * k) + out),) if sums else (kernel,)
     # A forward product casts its input, and its weight, which Transformer Engine keeps from one micro-batch to the

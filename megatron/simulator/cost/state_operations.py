@@ -55,10 +55,10 @@ def _states(shape: Shape, tensor: int, pipeline: int, stage: int, zero: int, ran
     return States(layer, held.layers, every - layer * held.layers, table, every, vectors)
 
 
-def reduce_gradients(strategy: Strategy, parameters: int) -> Transfer:
-    """In fp32, onto shards; ZeRO 0 keeps all of them."""
+def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32) -> Transfer:
+    """Onto shards; ZeRO 0 keeps all of them. ``itemsize``: bytes of a gradient on its way."""
     kind = "reduce_scatter" if strategy.zero else "all_reduce"
-    return collective(kind, "dp", strategy.group("dp"), FP32 * parameters)
+    return collective(kind, "dp", strategy.group("dp"), itemsize * parameters)
 
 
 def gather_parameters(strategy: Strategy, parameters: int) -> Transfer:
