@@ -34,6 +34,7 @@ class Record:
         balance: how a ring splits the sequence.
         offload: layer inputs wait in host memory.
         gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
+        weights: how new ones reach all ranks: by one ``gather``, or by a ``broadcast`` of each rank's shard.
         optimizer: ``gpu``; ``cpu``: in host memory, at its speed; ``deepspeed``: DeepSpeed's in host memory.
         network: bytes a second and GPU between nodes, where it is not the machine's; likewise node, its GPUs, and
             link, bytes a second and GPU within it.
@@ -68,6 +69,7 @@ class Record:
     balance: str = "zigzag"
     offload: bool = False
     gradients: str = "fp32"
+    weights: str = "gather"
     optimizer: str = "gpu"
     network: float = 0.0
     node: int = 0

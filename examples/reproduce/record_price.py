@@ -143,6 +143,8 @@ def _parts(record: Record, machine: Machine) -> dict[str, float]:
                 parts[name] = parts.get(name, 0.0) + weight * seconds
     if record.shard:
         parts["dp"] += _across_nodes(record, machine, sum(parts.values()))
+    if record.weights == "broadcast":
+        parts["dp"] += _broadcasts(record, machine)
     if record.optimizer != "gpu":
         parts["optimizer"] = _on_the_cpu(record, machine)
     return parts
@@ -158,6 +160,14 @@ def _across_nodes(record: Record, machine: Machine, step: float) -> float:
     if record.zero < 2:
         beside /= record.global_batch // (record.dp * record.micro_batch)
     return max((1 - machine.calibration.overlap) * took, took - beside)
+
+
+def _broadcasts(record: Record, machine: Machine) -> float:
+    """New weights by one broadcast of each rank's shard, and not by one all-gather: what that takes more."""
+    group = strategy_of(record, "none").group("dp")
+    held = BF16 * stage_parameters(shape_of(record), record.tp, record.pp, 0).numel
+    one = transfer_seconds(collective("broadcast", "dp", group, held / group.size), machine)
+    return max(0.0, group.size * one - transfer_seconds(collective("all_gather", "dp", group, held), machine))
 
 
 def _on_the_cpu(record: Record, machine: Machine) -> float:
