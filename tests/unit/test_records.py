@@ -37,7 +37,7 @@ def test_every_run_has_a_source_a_machine_a_model_and_fills_its_gpus():
         assert run.machine in known() and run.model in file["models"] and run.value > 0
         assert run.tp * run.ulysses * run.ring * run.pp * run.dp == run.gpus
         assert run.global_batch % (run.dp * run.micro_batch) == 0
-    assert distinct(RUNS) == 388
+    assert distinct(RUNS) == 393
 
 
 def test_shapes_are_those_whose_flops_a_page_prints():
@@ -51,7 +51,7 @@ def test_shapes_are_those_whose_flops_a_page_prints():
 
 def test_the_split_is_by_source_and_by_the_rule():
     halves = {source: in_fitted_half(source) for source in published_file()["sources"]}
-    assert Counter(halves.values()) == {True: 10, False: 14}
+    assert Counter(halves.values()) == {True: 13, False: 14}
     assert not in_fitted_half("llm-foundry-benchmarking") and in_fitted_half("nemo-performance-24.07")
     for half in (True, False):
         priced = record_fit.priced([run for run in RUNS if run.fitted == half])
@@ -98,6 +98,25 @@ def test_an_optimizer_in_host_memory_costs_what_its_program_does():
         for name in ("gpu", "cpu", "deepspeed")
     )
     assert gpu < 0.2 * cpu and cpu < 0.5 * slow and slow == pytest.approx(6.5, rel=0.05)  # DeepSpeed's ZenFlow post
+
+
+def test_new_weights_by_a_broadcast_a_rank_cost_more_the_more_ranks():
+    """InternEvo's ZeRO 1 over all ranks; within a node next to nothing."""
+    more = []
+    for gpus in (8, 256, 1024):
+        run = next(r for r in RUNS if r.weights == "broadcast" and r.gpus == gpus and r.tp == 1 and not r.shard)
+        told = [
+            sum(predict(replace(run, weights=how), record_fit.fitted()).parts.values())
+            for how in ("gather", "broadcast")
+        ]
+        more.append(told[1] - told[0])
+    assert 0 <= more[0] < 0.1 and more[0] < more[1] < 0.6 * more[2] < 3.2  # published: 3.2 s on 1,024
+
+
+def test_gradients_in_bf16_travel_in_half_the_time():
+    run = next(r for r in RUNS if r.model == "nemotron-340b" and r.machine == "B200-192G")
+    full, half = (predict(replace(run, gradients=name), record_fit.fitted()).parts["dp"] for name in ("fp32", "bf16"))
+    assert 0.4 < half / full < 0.75
 
 
 def test_the_constants_are_few_and_the_shipped_machines_have_them():
