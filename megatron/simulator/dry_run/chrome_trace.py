@@ -91,7 +91,11 @@ def metadata(result: DryRun, ranks: list[int], detailed: int) -> Event:
         "micro_batches_run": {report.stage: report.micro_batches[1] for report in result.ranks},
         "left_out": [
             *(["ranks that are as another of their stage"] if len(ranks) < result.world_size else []),
-            *([f"what is in passes {detailed + 1} to {longest - detailed} of a rank"] if 2 * detailed < longest else []),
+            *(
+                [f"what is in passes {detailed + 1} to {longest - detailed} of a rank"]
+                if 2 * detailed < longest
+                else []
+            ),
         ],
     }
 
@@ -140,7 +144,10 @@ def arrows(result: DryRun, rank: int, stage: int, one: Placed) -> Iterator[Event
     stages, turn = len(result.step.stages), one.turn
     last = stages * max(1, 1 + max(x.turn.chunk for x in result.step.stages[0] if x.turn is not None)) - 1
     place, step = turn.chunk * stages + stage, -1 if turn.backward else 1
-    ends = ("s", place, place + step, one.begin + min(one.done.sent, 0.9999 * one.done.seconds)), ("f", place - step, place, one.begin)
+    ends = (
+        ("s", place, place + step, one.begin + min(one.done.sent, 0.9999 * one.done.seconds)),
+        ("f", place - step, place, one.begin),
+    )
     for phase, source, target, when in ends:
         if 0 <= min(source, target) and max(source, target) <= last:
             inside = rank % (result.world_size // stages)

@@ -169,7 +169,8 @@ def _do(jobs: list[Job], workers: int) -> list[Done]:
 
 
 def run_job(job: Job) -> Done:
-    """Figures of a rank's step; its micro-batches, and those that ran; memory and time of what ran; what stood for the rest."""
+    """Figures of a rank's step; its micro-batches, and those that ran; memory and time of what ran; which micro-batches
+    stand for the rest."""
     config, world_size, rank, vocab_size, machine, every_micro_batch = job
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
