@@ -166,7 +166,8 @@ def test_a_pipeline_fills_and_drains():
     busy = sum(seconds for name, seconds in found.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
     # The loss is on the last stage alone, which nobody waits for: with another shape of it the bubble is the same.
     shape = replace(work.shape, vocab=8 * work.shape.vocab)
-    assert step(workload=replace(work, shape=shape), pipeline=4).parts["bubble"] == found.parts["bubble"]
+    more = step(workload=replace(work, shape=shape), pipeline=4).parts["bubble"]
+    assert more == pytest.approx(found.parts["bubble"])
     assert 0.5 * busy * 3 / 8 < found.parts["bubble"] < busy * 3 / 8
     assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(found.parts["bubble"] / 2)
 

@@ -175,8 +175,8 @@ def _exposed_states(forward: Parts, backward: Parts, strategy: Strategy, held: S
 def _pipeline(
     total: Parts, once: float, workload: Workload, strategy: Strategy, machine: Machine, program: Program
 ) -> None:
-    """1F1B: the other stages' first and last micro-batches, ``once`` on each of them, which have no loss; fewer layers at
-    a time with virtual stages."""
+    """1F1B: the other stages' first and last micro-batches, ``once`` on each of those, which have no loss; fewer layers
+    at a time with virtual stages."""
     felt = 1 - machine.calibration.overlap if program.overlap and strategy.virtual > 1 else 1.0
     total["pp"] = total.get("pp", 0.0) + felt * transfer_seconds(stage_transfer(workload, strategy), machine)
     total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once
