@@ -428,11 +428,16 @@ def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from megatron.simulator.dry_run import chrome_trace, command
+    from megatron.simulator.dry_run import chrome_trace, command, dry_run, report
 
     asked: list[int] = []
     monkeypatch.setattr(chrome_trace, "write_trace", lambda result, path, most: asked.append(most))
-    simulated = f"{BASE} --dry-run --num-layers 1 --gpu A100-80G --dry-run-json {tmp_path / 'found.json'}"
+    found = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
+    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: found)
+    monkeypatch.setattr(report, "show", lambda *args: None)
+    monkeypatch.setattr(report, "as_json", lambda result: {})
+    monkeypatch.setattr(report, "draw", lambda *args, **how: None)
+    simulated = f"{BASE} --dry-run --gpu A100-80G --dry-run-json {tmp_path / 'found.json'}"
     for flags in ("", "--dry-run-trace-events 50"):
         command.simulate(parse(f"{simulated} {flags}".split(), world_size=1))
     assert asked == [chrome_trace.MOST_EVENTS, 50]

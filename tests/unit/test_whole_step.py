@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from tests.unit.test_dry_run import config_of
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 
 
+PIPELINE = "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 12"  # six micro-batches on eight ranks
+
+
+@cache
 def simulated(flags: str, ranks: int, **how: Any) -> DryRun:
     return dry_run(config_of(flags, ranks), ranks, load("A100-80G"), vocab_size=301, **how)
 
@@ -72,7 +77,7 @@ def test_even_stages_have_the_bubble_of_the_papers() -> None:
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        ("--pipeline-model-parallel-size 4", 4),
+        (PIPELINE, 8),
         pytest.param(VIRTUAL, 2, marks=pytest.mark.full),
         pytest.param(f"{VIRTUAL} --overlap-p2p-communication-warmup-flush", 2, marks=pytest.mark.full),
         pytest.param(
@@ -87,7 +92,7 @@ def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> N
     assert ends(events) == pytest.approx(found.predicted_seconds, rel=1e-2)
     passes = [event for event in events if event["ph"] == "X" and event["cat"] == "phase"]
     stages = found.config.parallel.pipeline_model_parallel_size
-    first, last = 0, ranks - 1
+    first, last = 0, ranks - 1  # of the first stage and of the last
     begin = {
         (rank, name): min(x["ts"] for x in passes if x["pid"] == rank and x["name"] == name)
         for rank in (first, last)
@@ -160,15 +165,16 @@ def test_what_did_not_run_is_there_as_if_it_had(flags: str, ranks: int, tmp_path
 
 
 def test_a_trace_with_a_limit_says_what_it_leaves_out(tmp_path: Path) -> None:
-    found = simulated("--num-layers 1 --global-batch-size 16", 2)
+    found = simulated(PIPELINE, 8)
     whole, _ = written(found, tmp_path / "whole.json")
-    count = sum(event["ph"] == "X" and event["cat"] != "phase" for event in whole)
-    for most, ranks, less in ((count // 2 + 1, 1, 1), (count // 4, 1, 2)):
+    kinds = ("phase", "wait")
+    count = sum(event["ph"] == "X" and event["cat"] not in kinds for event in whole)
+    for most, less in ((count // 2 + 1, 1), (count // 4, 2)):
         events, about = written(found, tmp_path / "less.json", most=most)
         spans = [event for event in events if event["ph"] == "X"]
-        assert {event["pid"] for event in spans} == set(range(ranks)) and len(about["left_out"]) == less
-        assert sum(event["cat"] != "phase" for event in spans) <= most
-        assert sum(event["name"] == "backward" for event in spans) == found.ranks[0].micro_batches[0]
+        assert {event["pid"] for event in spans} == {0, 2, 4, 6} and len(about["left_out"]) == less
+        assert 0 < sum(event["cat"] not in kinds for event in spans) <= most
+        assert sum(event["name"] == "backward" for event in spans) == 4 * 6
         assert ends(events) == pytest.approx(ends(whole), rel=1e-9)
 
 
