@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tools import trace_alignment as traces
+from tools.merged_trace import merged
+from tools.profiled_trace import measured
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,9 +52,7 @@ def _run(options: argparse.Namespace, ranks: list[int]) -> int:
     console, rows = Console(width=None if sys.stdout.isatty() else 120, highlight=False), []
     for rank, trace in real:
         ours = traces.predicted(dry, rank)
-        found = traces.compare(
-            ours, traces.measured(trace, {x.name: x.kind for x in ours if x.kind not in traces.KINDS})
-        )
+        found = traces.compare(ours, measured(trace, {x.name: x.kind for x in ours if x.kind not in traces.KINDS}))
         console.print(_table(found, rank))
         if found.pairs is None:
             console.print(f"The two differ in more than {traces.MOST_EDITS} operations: no order in common is sought.")
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, ranks: list[int]) -> int:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.merged:
-        options.merged.write_text(json.dumps(traces.merged(dry, real)) + "\n")
+        options.merged.write_text(json.dumps(merged(dry, real)) + "\n")
         console.print(f"both: {options.merged}")
     return 0
 

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,7 @@ from typing import Any
 Json = dict[str, Any]
 PHASES = ("forward", "backward", "optimizer")
 MOST_EDITS = 3000  # of two sequences that are laid beside each other
-# What a collective is called, by how its operation in c10d, its range of gloo's or its kernel of NCCL's begins.
-COLLECTIVES = (
-    (r"(c10d::|gloo:|nccl:|nccldevkernel_|ncclkernel_)_?(all_?gather)", "all_gather"),
-    (r"(c10d::|gloo:|nccl:|nccldevkernel_|ncclkernel_)_?(reduce_?scatter)", "reduce_scatter"),
-    (r"(c10d::|gloo:|nccl:|nccldevkernel_|ncclkernel_)_?(all_?reduce|reduce_)", "all_reduce"),
-    (r"(c10d::|gloo:|nccl:)_?(all_?to_?all)", "all_to_all"),
-    (r"(c10d::|gloo:|nccl:|nccldevkernel_|ncclkernel_)_?(send|sendrecv)", "p2p"),
-    (r"(c10d::|gloo:|nccl:|nccldevkernel_|ncclkernel_)_?(broadcast)", "broadcast"),
-)
-KINDS = tuple(name for _, name in COLLECTIVES)
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p", "broadcast")  # of collectives
 
 
 class NoTrace(ValueError):
@@ -34,7 +23,12 @@ class NoTrace(ValueError):
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that a rank did; microseconds, from the trace's own zero."""
+    """Something that a rank did; microseconds, from the trace's own zero.
+
+    Attributes:
+        begin: where a GPU ran, when its first kernel began.
+        took: of all its kernels.
+    """
 
     name: str
     kind: str
@@ -66,7 +60,7 @@ def is_predicted(trace: Json) -> bool:
 
 
 def predicted(trace: Json, rank: int) -> list[Operation]:
-    """What a dry run says of a rank, in the order of its streams' times.
+    """What a dry run says of a rank, in the program's order, which is the file's.
 
     Raises:
         NoTrace: the rank is not in it.
@@ -75,91 +69,19 @@ def predicted(trace: Json, rank: int) -> list[Operation]:
     if not spans:
         there = sorted({event["pid"] for event in trace["traceEvents"] if event.get("ph") == "X"})
         raise NoTrace(f"rank {rank} is not in the dry run's trace, which has {', '.join(map(str, there))}")
-    marks = sorted((event["ts"], event["name"]) for event in spans if event["cat"] == "phase")
-    found = []
-    for event in spans:
-        if event["cat"] != "phase":
-            kind = event["cat"] if event["cat"] in ("gemm", "attention", "memory") else event["name"]
-            found.append(Operation(event["name"], kind, _phase(marks, event["ts"]), event["ts"], event["dur"]))
-    return sorted(found, key=lambda operation: operation.begin)
-
-
-def measured(trace: Json, known: dict[str, str]) -> list[Operation]:
-    """What torch.profiler saw, in the order of time: of calls within calls the outermost that is in ``known``.
-
-    An operation takes the time of its kernels where a GPU ran, else its own. The last step counts of several.
-
-    Args:
-        known: kind by name, of the operations to look for.
-    """
-    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     marks = sorted(
-        (event["ts"], event["name"])
-        for event in spans
-        if event.get("cat") in ("user_annotation", "cpu_op") and event["name"] in PHASES
+        (event["ts"], event["name"]) for event in spans if event["cat"] == "phase" and event["name"] in PHASES
     )
-    steps = _steps(marks)
-    begin, end = steps[-1] if steps else (float("-inf"), float("inf"))
-    kernels: dict[Any, float] = defaultdict(float)
-    on_gpu = [event for event in spans if event.get("cat") == "kernel"]
-    for event in on_gpu:
-        kernels[(event.get("args") or {}).get("External id")] += event.get("dur", 0.0)
     found = []
     for event in spans:
-        name = collective(event["name"])
-        if name and begin <= event["ts"] < end and event.get("cat") == ("kernel" if on_gpu else "cpu_op"):
-            found.append(Operation(name, name, _phase(marks, event["ts"]), event["ts"], event.get("dur", 0.0)))
-    threads = defaultdict(list)
-    for event in spans:
-        if event.get("cat") == "cpu_op" and begin <= event["ts"] < end:
-            threads[event.get("tid")].append(event)
-    for events in threads.values():
-        for event, inside in _outermost(events, known):
-            if event["name"] not in known:
-                continue  # a collective, which is there already
-            took = event.get("dur", 0.0)
-            if on_gpu:
-                took = sum(kernels.get((one.get("args") or {}).get("External id"), 0.0) for one in (event, *inside))
-            kind = known[event["name"]]
-            found.append(Operation(event["name"], kind, _phase(marks, event["ts"]), event["ts"], took))
-    if not found:
-        raise NoTrace("none of the dry run's operations is in the profiler's trace: is it of the same model?")
-    return sorted(found, key=lambda operation: operation.begin)
+        if event["cat"] not in ("phase", "wait"):
+            kind = event["cat"] if event["cat"] in ("gemm", "attention", "memory") else event["name"]
+            found.append(Operation(event["name"], kind, phase_at(marks, event["ts"]), event["ts"], event["dur"]))
+    return found
 
 
-def collective(name: str) -> str | None:
-    """The kind of a collective's operation; None for anything else. A message is its sender's."""
-    return next((kind for pattern, kind in COLLECTIVES if re.match(pattern, name.lower())), None)
-
-
-def _steps(marks: list[tuple[float, str]]) -> list[tuple[float, float]]:
-    """(begin, end) of each step: from the first phase after an optimizer to that of the next."""
-    begins = [
-        when
-        for at, (when, name) in enumerate(marks)
-        if name != "optimizer" and (not at or marks[at - 1][1] == "optimizer")
-    ]
-    return list(zip(begins, [*begins[1:], float("inf")]))
-
-
-def _outermost(events: list[Json], known: dict[str, str]) -> Iterator[tuple[Json, list[Json]]]:
-    """(event, those within it), of the known ones that are in no other."""
-    taken: Json | None = None
-    inside: list[Json] = []
-    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
-        if taken is not None and event["ts"] < taken["ts"] + taken.get("dur", 0.0):
-            inside.append(event)
-            continue
-        if taken is not None:
-            yield taken, inside
-            taken, inside = None, []
-        if event["name"] in known or collective(event["name"]):  # whose own copies are its own
-            taken, inside = event, []
-    if taken is not None:
-        yield taken, inside
-
-
-def _phase(marks: list[tuple[float, str]], when: float) -> str:
+def phase_at(marks: list[tuple[float, str]], when: float) -> str:
+    """The phase that has begun last, of (begin, name) in order; before the first, the first."""
     name = ""
     for begin, phase in marks:
         if begin > when + 1e-6:
@@ -242,15 +164,3 @@ class Comparison:
 
 def compare(ours: list[Operation], theirs: list[Operation]) -> Comparison:
     return Comparison(ours, theirs, aligned([x.name for x in ours], [x.name for x in theirs]))
-
-
-def merged(dry: Json, real: list[tuple[int, Json]]) -> Json:
-    """One file with both, each rank's real events below its predicted ones, all from zero on."""
-    events = list(dry["traceEvents"])
-    for rank, trace in real:
-        spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        zero = min(event["ts"] for event in spans)
-        process = 1_000_000 + rank
-        name = {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": f"rank {rank}, measured"}}
-        events += [name, *({**event, "pid": process, "ts": event["ts"] - zero} for event in spans)]
-    return {"displayTimeUnit": "ms", "traceEvents": events}

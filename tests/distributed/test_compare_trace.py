@@ -12,8 +12,9 @@ import pytest
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
 
 CASES = {
-    "TP with sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+    "TP with gradient accumulation": (2, "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 8"),
     "USP": (4, "--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1 --bf16"),
+    "PP with gradient accumulation": (2, "--pipeline-model-parallel-size 2 --global-batch-size 8"),
 }
 
 
@@ -35,7 +36,9 @@ def profiled_step(flags: str, folder: str) -> None:
     profiler.export_chrome_trace(f"{folder}/rank-{dist.get_rank()}.json")
 
 
-@pytest.mark.parametrize("name", [next(iter(CASES)), pytest.param("USP", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name[0] == "T" else [pytest.mark.full]) for name in CASES]
+)
 def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp_path: Path, capsys) -> None:
     from megatron.simulator.dry_run.chrome_trace import write_trace
     from megatron.simulator.dry_run.dry_run import dry_run
@@ -47,8 +50,10 @@ def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp
     pool.run(profiled_step, ranks, flags, str(tmp_path))
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, ranks)
     machine = replace(load("A100-80G"), attention_kernel="cpu")
-    how = {"vocab_size": config.model.vocab_size + 1, "every_layer": True, "every_micro_batch": True}
-    write_trace(dry_run(config, ranks, machine, **how), tmp_path / "dry.json.gz")
+    dry = dry_run(config, ranks, machine, vocab_size=config.model.vocab_size + 1)
+    if "accumulation" in name:
+        assert dry.ranks[-1].micro_batches == (4, 3)  # one of them is there as a copy
+    write_trace(dry, tmp_path / "dry.json.gz")
     real = [str(tmp_path / f"rank-{rank}.json") for rank in range(ranks)]
     out, both = tmp_path / "compared.json", tmp_path / "both.json"
     words = [str(tmp_path / "dry.json.gz"), *real, "--json", str(out), "--merged", str(both)]
@@ -63,8 +68,8 @@ def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp
             for kind in ("gemm", "attention"):
                 row = kinds[phase, kind]
                 assert row["calls_predicted"] == row["calls_measured"] > 0 and row["ms_measured"] > 0, (phase, kind)
-        kind = "all_gather" if "TP" in name else "all_to_all"
-        for phase in ("forward", "backward"):
+        kind = {"T": "all_gather", "U": "all_to_all", "P": "p2p"}[name[0]]
+        for phase in ("forward", "backward") if kind != "p2p" else [("forward", "backward")[one["rank"]]]:
             assert kinds[phase, kind]["calls_predicted"] == kinds[phase, kind]["calls_measured"] > 0
     events = json.loads(both.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"rank 1, measured"}

@@ -30,7 +30,7 @@ OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-para
 --sparse-global-blocks --sparse-random-blocks --sparse-stride --mask-function --mask-cpu-threshold
 --partition-position-embedding --yarn-rotary-scaling-factor --yarn-original-max-position-embeddings
 --yarn-beta-fast --yarn-beta-slow --yarn-mscale --yarn-mscale-all-dim --no-yarn-correction-range-round-to-int
---dry-run --dry-run-json --dry-run-every-layer --dry-run-jitter --world-size --gpu
+--dry-run --dry-run-json --dry-run-every-layer --dry-run-jitter --dry-run-trace-events --world-size --gpu
 --checkpoint-num-layers --deepspeed-activation-checkpointing --checkpoint-in-cpu
 --activations-checkpoint-granularity --activations-checkpoint-method --activations-checkpoint-num-layers
 --train-tokens --lr-decay-tokens --lr-warmup-tokens --gradient-accumulation-steps --gas --attention-head-type

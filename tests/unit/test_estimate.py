@@ -164,7 +164,11 @@ def test_a_pipeline_fills_and_drains():
     work = replace(WORK, global_batch=8)
     found = step(workload=work, pipeline=4)
     busy = sum(seconds for name, seconds in found.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
-    assert found.parts["bubble"] == pytest.approx(busy * 3 / 8)
+    # The loss is on the last stage alone, which nobody waits for: with another shape of it the bubble is the same.
+    shape = replace(work.shape, vocab=8 * work.shape.vocab)
+    more = step(workload=replace(work, shape=shape), pipeline=4).parts["bubble"]
+    assert more == pytest.approx(found.parts["bubble"])
+    assert 0.5 * busy * 3 / 8 < found.parts["bubble"] < busy * 3 / 8
     assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(found.parts["bubble"] / 2)
 
 

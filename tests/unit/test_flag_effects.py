@@ -232,7 +232,7 @@ SHOWN = {
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
     "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "
-    "exit_duration_in_mins dry_run_every_layer",
+    "exit_duration_in_mins dry_run_every_layer dry_run_trace_events",
 }
 ALWAYS = {"exit_signal_handler"}  # its help says that it is always on
 FOREIGN = Path(__file__).with_name("test_elsewhere.py")  # every setting of another program
@@ -425,3 +425,24 @@ def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(Asked) as caught:
             command.simulate(parse(f"{BASE} --dry-run {flags}".split(), world_size=1))
         assert caught.value.args == (every,)
+
+
+def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from megatron.simulator.dry_run import chrome_trace, command, dry_run, report
+
+    asked: list[int] = []
+    monkeypatch.setattr(chrome_trace, "write_trace", lambda result, path, most: asked.append(most))
+    found = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
+    monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: found)
+    monkeypatch.setattr(report, "show", lambda *args: None)
+    monkeypatch.setattr(report, "as_json", lambda result: {})
+    monkeypatch.setattr(report, "draw", lambda *args, **how: None)
+    simulated = f"{BASE} --dry-run --gpu A100-80G --dry-run-json {tmp_path / 'found.json'}"
+    for flags in ("", "--dry-run-trace-events 50"):
+        command.simulate(parse(f"{simulated} {flags}".split(), world_size=1))
+    assert asked == [chrome_trace.MOST_EVENTS, 50]
+    for flags in ("--dry-run-trace-events 50", "--dry-run --dry-run-trace-events 50"):
+        with pytest.raises(Refusal, match="--dry-run-trace-events"):
+            parse(f"{BASE} {flags}".split(), world_size=1)
+    with pytest.raises(Refusal, match="at least 1"):
+        parse(f"{simulated} --dry-run-trace-events 0".split(), world_size=1)

@@ -9,17 +9,21 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.simulator.cost.pipeline import Turn, begins, program
 from tests.patience import patience
 from tools import plan
 
+Json = dict[str, Any]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 # What a user does, and what is then to be seen, as text in the page's title.
 USER = """
 <script>
+const SHAPES = /*SHAPES*/;
 addEventListener("load", () => {
   const rows = () => [...document.querySelectorAll("tbody tr")];
   const cells = row => [...row.cells].map(cell => cell.textContent);
@@ -34,12 +38,67 @@ addEventListener("load", () => {
   $("filter").value = ""; $("filter").dispatchEvent(new Event("input")); choose(0);
   document.querySelector("circle[data-at='1']").dispatchEvent(new MouseEvent("mousemove", { clientX: 9, clientY: 9 }));
   told.tip = $("tip").style.display === "block" && $("tip").textContent.startsWith("1. ");
+  told.schedules = SHAPES.map(schedule);
+  const real = data.steps[0];
+  data.steps[0] = { ...real, stages: 4, virtual: 1, batches: 8, message: 0 };
+  told.drawn = drawStep(); told.total = data.plans[0].seconds;
+  const drawn = what => [...document.querySelectorAll("#step " + what)];
+  told.rows = drawn("rect.bubble").length; told.after = drawn("rect.after").length;
+  const passes = drawn("path.passes");
+  told.ways = passes.map(path => path.dataset.way).sort().join(" ");
+  told.pieces = passes.map(path => path.getAttribute("d").split("M").length - 1);
+  const seen = $("stephover").getBoundingClientRect();
+  const over = (x, y) => {
+    const at = { clientX: seen.left + x * seen.width, clientY: seen.top + y * seen.height };
+    $("stephover").dispatchEvent(new MouseEvent("mousemove", at));
+    return $("tip").textContent;
+  };
+  told.overs = [over(0.002, 0.1), over(0.002, 0.9), over(0.9999, 0.5)];
+  data.steps[0] = real; choose(0); told.note = $("stepnote").textContent;
   told.blocks = document.querySelectorAll("rect.block").length;
   told.command = $("command").textContent.includes("pretrain_llama.py");
   told.errors = window.failed || 0; document.title = "TOLD " + JSON.stringify(told);
 });
 </script>
 """
+
+
+def shape(stages: int, virtual: int, batches: int, message: float = 0.0) -> Json:
+    return {"stages": stages, "virtual": virtual, "batches": batches, "passes": [1.0, 2.0], "last": [1.5, 3.0],
+            "message": message, "after": [["optimizer", 0.5]]}  # fmt: skip
+
+
+SHAPES = [shape(1, 1, 3), shape(4, 1, 6, 0.25), shape(4, 1, 2), shape(2, 3, 6, 0.125), shape(4, 2, 8)]
+
+
+def scheduled(step: Json) -> list[list[list[float]]]:
+    """(begin, end, backward, micro-batch, chunk) of every stage's passes, as the page works them out itself."""
+    stages, virtual = step["stages"], step["virtual"]
+    programs = [program(stage, stages, step["batches"], virtual) for stage in range(stages)]
+
+    def took(stage: int, turn: Turn) -> tuple[float, float]:
+        place, last = turn.chunk * stages + stage, stages * virtual - 1
+        seconds = step["passes"][turn.backward] / virtual
+        seconds += (step["last"][turn.backward] - step["passes"][turn.backward]) * (place == last)
+        seconds += step["message"] * (place != (0 if turn.backward else last))
+        return seconds, seconds
+
+    return [
+        [[begin, begin + took(stage, x)[0], int(x.backward), x.micro_batch, x.chunk] for begin, x in zip(row, turns)]
+        for stage, (row, turns) in enumerate(zip(begins(programs, took), programs))
+    ]
+
+
+def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
+    """The schedule of what a plan's passes take, and the closed form's bubble: they know nothing of each other."""
+    words = "--model llama3-8b --gpus 16 --gpu A100-80G --seq-length 32K --global-batch 32 --pipeline 4 --top 3 --html"
+    assert plan.main([*words.split(), str(tmp_path / "plans.html")]) == 0
+    data = json.loads(re.search(r"const data = (.*);\n", (tmp_path / "plans.html").read_text())[1])
+    assert len(data["steps"]) == len(data["plans"]) > 20
+    assert {step["virtual"] for step in data["steps"]} > {1, 2}
+    for step, told in zip(data["steps"][::7], data["plans"][::7]):
+        end = max(row[-1][1] for row in scheduled(step)) + sum(seconds for _, seconds in step["after"])
+        assert end == pytest.approx(told["seconds"], rel=5e-3), told["name"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +120,8 @@ def test_the_page_needs_nothing_else(page: Path) -> None:
 def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None:
     catch = "<script>addEventListener('error', () => { window.failed = 1; });"
     watched = page.read_text().replace("<script>", catch, 1)
-    (tmp_path / "used.html").write_text(watched.replace("</body>", USER + "</body>"))
+    user = USER.replace("/*SHAPES*/", json.dumps(SHAPES))
+    (tmp_path / "used.html").write_text(watched.replace("</body>", user + "</body>"))
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
                f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=2000"]  # fmt: skip
     done = subprocess.run(
@@ -73,4 +133,13 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     assert told["errors"] == 0 and told["all"] > 5 and told["dots"] >= told["all"] - 2
     assert float(told["least"]) < float(told["most"]) and told["with_failing"] > told["all"]
     assert 0 < told["filtered"] == told["of_them"] < told["with_failing"]
+    for step, rows in zip(SHAPES, told["schedules"], strict=True):
+        for mine, theirs in zip(scheduled(step), rows, strict=True):
+            assert [pass_[2:] for pass_ in theirs] == [pass_[2:] for pass_ in mine], step
+            assert sum((pass_[:2] for pass_ in theirs), []) == pytest.approx(sum((pass_[:2] for pass_ in mine), []))
+    assert told["rows"] == 4 and told["after"] % 4 == 0 and told["ways"] == "backward forward"
+    assert told["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in told["drawn"]) < told["total"]
+    assert told["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
+    assert told["overs"][1] == "waiting for a neighbour, stage 3" and told["overs"][2].startswith("the optimizer")
+    assert re.match(r"\d+ micro-batches", told["note"])
     assert told["chosen"] and told["tip"] and told["command"] and told["blocks"] > 10

@@ -111,7 +111,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     once = sum(parts.values())
     total = add({}, parts, batches)
     if pipeline > 1:
-        _pipeline(total, once, workload, strategy, machine, program)
+        _pipeline(total, once - sum(last.values()), workload, strategy, machine, program)
     if strategy.zero <= 1 and strategy.group("dp").size > 1:
         total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine, program)
     for transfer in sum_shared_gradients(shape, strategy, held):
@@ -177,7 +177,8 @@ def _exposed_states(
 def _pipeline(
     total: Parts, once: float, workload: Workload, strategy: Strategy, machine: Machine, program: Program
 ) -> None:
-    """1F1B: the other stages' first and last micro-batches, fewer layers at a time with virtual stages."""
+    """1F1B: the other stages' first and last micro-batches, ``once`` on each of those, which have no loss; fewer layers
+    at a time with virtual stages."""
     felt = 1 - machine.calibration.overlap if program.overlap and strategy.virtual > 1 else 1.0
     total["pp"] = total.get("pp", 0.0) + felt * transfer_seconds(stage_transfer(workload, strategy), machine)
     total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once

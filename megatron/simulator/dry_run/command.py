@@ -42,7 +42,8 @@ def simulate(config: Config) -> int:
     console.print(f" > simulated in {time.perf_counter() - started:.1f} s")
     if simulation.dry_run_json:
         try:
-            console.print(f" > wrote {', '.join(write(result, simulation.dry_run_json))}", soft_wrap=True)
+            written = write(result, simulation.dry_run_json, simulation.dry_run_trace_events)
+            console.print(f" > wrote {', '.join(written)}", soft_wrap=True)
         except OSError as error:  # the tables above are there all the same
             print(f"error: --dry-run-json {simulation.dry_run_json}: {error.strerror}", file=sys.stderr)
             return EXIT_FAILED

@@ -19,7 +19,8 @@ from megatron.simulator.dry_run.figures import Figures, figures, grown, with_res
 from megatron.simulator.dry_run.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.one_rank import micro_batches, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
-from megatron.simulator.dry_run.steady import Unsteady, stretch_of
+from megatron.simulator.dry_run.steady import Stretch, Unsteady, stretch_of
+from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, together
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import stage_layers
@@ -39,6 +40,7 @@ class RankReport:
         layers: of its stage, and how many of them ran.
         micro_batches: of a step, and how many of them ran.
         profile, replayed: memory and time of what ran, for pictures.
+        program: the passes of its whole step; None without a machine.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class RankReport:
     figures: Figures
     profile: Profile
     replayed: Replay | None
+    program: Program | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class DryRun:
         mfu: causal FLOPs without recompute over the machine's peak.
         fits: whether device and host memory suffice.
         reasons: what does not fit.
+        step: every stage's passes, each when it happens; None without a machine.
     """
 
     config: Config
@@ -69,6 +73,7 @@ class DryRun:
     mfu: float | None = None
     fits: bool | None = None
     reasons: tuple[str, ...] = ()
+    step: WholeStep | None = None
 
 
 def dry_run(
@@ -110,14 +115,20 @@ def dry_run(
         if len(counts) > 1:
             found = with_reserved(grown(mine[0][0], found, *counts, layers), found)
         ran = layers, counts[-1] or layers
-        reports.append(RankReport(rank, stage, ran, mine[-1][1], found, *mine[-1][2:]))
+        _, ran_batches, profile, replayed, stretch = mine[-1]
+        whole = None
+        if replayed is not None:
+            numbers = counts[0] or layers, ran[1], layers
+            whole = program_of(mine[0][3], replayed, numbers, stretch, len(depths) > 1)
+        reports.append(RankReport(rank, stage, ran, ran_batches, found, profile, replayed, whole))
     if machine is None:
         return DryRun(config, world_size, None, reports)
-    seconds = _with_bubble(config, world_size, max(report.figures.seconds["step"] for report in reports), reports)
+    step = together(config, {report.stage: report.program for report in reports}, reports[0].micro_batches[0])
+    seconds = step.seconds if len(step.stages) > 1 else reports[0].figures.seconds["step"]
     reasons = tuple(_too_full(config, reports, world_size, machine))
     model = step_flops(config, vocab_size).model * config.data.global_batch_size
     mfu = model / (seconds * world_size * machine.peak["bf16"])
-    return DryRun(config, world_size, machine, reports, seconds, mfu, not reasons, reasons)
+    return DryRun(config, world_size, machine, reports, seconds, mfu, not reasons, reasons, step)
 
 
 def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
@@ -146,7 +157,7 @@ def layer_counts(config: Config) -> list[int | None]:
 
 
 Job = tuple[Config, int, int, int, Machine | None, bool]
-Done = tuple["Figures", tuple[int, int], Profile, Replay | None]
+Done = tuple["Figures", tuple[int, int], Profile, Replay | None, Stretch | None]
 
 
 def _do(jobs: list[Job], workers: int) -> list[Done]:
@@ -158,7 +169,8 @@ def _do(jobs: list[Job], workers: int) -> list[Done]:
 
 
 def run_job(job: Job) -> Done:
-    """Figures of a rank's step; its micro-batches, and those that ran; memory and time of what ran."""
+    """Figures of a rank's step; its micro-batches, and those that ran; memory and time of what ran; which micro-batches
+    stand for the rest."""
     config, world_size, rank, vocab_size, machine, every_micro_batch = job
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
@@ -176,7 +188,7 @@ def run_job(job: Job) -> Done:
     replayed = replay(done.trace, machine) if machine else None
     whole = replay(done.trace, machine, keep_spans=False, repeat=done.repeat) if machine and stretch else replayed
     ran = stretch.micro_batches if stretch else batches
-    return figures(done, whole), (batches, ran), done.profile, replayed
+    return figures(done, whole), (batches, ran), done.profile, replayed, stretch
 
 
 def with_layers(config: Config, layers: int) -> Config:
@@ -198,17 +210,6 @@ def _unit(config: Config) -> int:
     attention = config.attention
     unit = attention.recompute_num_layers if attention.recompute_granularity == "full" else 1
     return (unit or 1) * (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
-
-
-def _with_bubble(config: Config, world_size: int, seconds: float, reports: list[RankReport]) -> float:
-    """1F1B: each rank idles while the first micro-batch comes to it and the last one leaves (p - 1 of m)."""
-    parallel = config.parallel
-    stages = parallel.pipeline_model_parallel_size
-    if stages == 1:
-        return seconds
-    batches = micro_batches(config, data_parallel_size(config, world_size))
-    passes = max(report.figures.seconds["passes"] for report in reports)
-    return seconds + passes * (stages - 1) / (batches * (parallel.num_virtual_stages_per_pipeline_rank or 1))
 
 
 def _too_full(config: Config, reports: list[RankReport], world_size: int, machine: Machine) -> Iterator[str]:

@@ -53,6 +53,7 @@ class Replay:
         phases: when each began.
         spans: in the order of the trace; none if they were not kept.
         waits: compute between collectives that it waited for.
+        marks: how many spans there are before each phase.
     """
 
     seconds: float
@@ -61,6 +62,7 @@ class Replay:
     phases: list[tuple[str, float]]
     spans: list[Interval]
     waits: Waits = field(default_factory=Waits)
+    marks: list[int] = field(default_factory=list)
 
     def mfu(self, model_flops: float, peak: float) -> float:
         """Share of ``peak`` FLOP/s that the model's FLOPs of this rank make: no recompute, by convention."""
@@ -124,6 +126,7 @@ class Player:
         self.ranks: dict[int, int] = {}  # of the groups of tickets
         self.phases: list[tuple[str, float]] = []
         self.spans: list[Interval] = []
+        self.marks: list[int] = []
 
     def play(self, events: list[Event], tickets: int = 0) -> None:
         """``tickets`` is added to those of the events."""
@@ -137,11 +140,12 @@ class Player:
                 self._met(max((self.ranks.get(ticket + tickets, 0) for ticket in event.tickets), default=0))
             elif isinstance(event, Phase):
                 self.phases.append((event.name, self.now))
+                self.marks.append(len(self.spans))
 
     def finish(self) -> Replay:
         self._wait(sorted((end, stream) for stream, end in self.free.items()))  # what nobody has waited for
         self.waits.add(1, self.worked)
-        return Replay(self.now, self.busy, self.exposed, self.phases, self.spans, self.waits)
+        return Replay(self.now, self.busy, self.exposed, self.phases, self.spans, self.waits, self.marks)
 
     def standing(self, tickets: int) -> Standing:
         """``tickets`` is taken off those that are not yet done."""

@@ -156,8 +156,9 @@ def check_output(path: str | None) -> None:
         raise Refusal(f"--dry-run-json {path} is a folder: give a file")
 
 
-def write(result: DryRun, path: str) -> list[str]:
-    """The JSON file, beside it a picture of memory, one of time for each rank, a trace of all; returns the names."""
+def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
+    """The JSON file, beside it a picture of memory, one of time for each rank, a trace of all with at most so many
+    ``events``; returns the names."""
     Path(path).write_text(json.dumps(as_json(result), indent=1) + "\n")
     written = [path]
     stem = str(Path(path).with_suffix(""))
@@ -173,10 +174,10 @@ def write(result: DryRun, path: str) -> list[str]:
             timeline.draw(report.replayed, output, f"{name(report)} on {result.machine.name}{_ran(report)}")
             written.append(output)
     if result.machine is not None:
-        from megatron.simulator.dry_run.chrome_trace import write_trace
+        from megatron.simulator.dry_run.chrome_trace import MOST_EVENTS, write_trace
 
         written.append(f"{stem}_trace.json.gz")
-        write_trace(result, written[-1])
+        write_trace(result, written[-1], events or MOST_EVENTS)
     return written
 
 

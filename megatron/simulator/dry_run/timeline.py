@@ -37,7 +37,11 @@ INK, GREY = "#222222", "#8a8a8a"
 
 def lanes(result: Replay) -> list[str]:
     """The streams that occur, compute first, the host last."""
-    there = {span.stream for span in result.spans}
+    return lanes_of({span.stream for span in result.spans})
+
+
+def lanes_of(there: set[str]) -> list[str]:
+    """Streams in the order in which they are drawn."""
     last = tuple(HOST.values())
     others = sorted(there - {*LANES, *last})
     return [name for name in (*LANES, *others, *last) if name in there]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All plans as one page for a browser: a table to sort and filter, time against memory, the step's timeline.
+"""All plans as one page for a browser: a table to sort and filter, time against memory, the step's timeline: all
+stages' passes to scale, and what each stream does in a layer's.
 
 The page (page.html) needs nothing else, no network either; its data stand in it as JSON.
 """
@@ -18,6 +19,7 @@ from megatron.simulator.machines.machine import Machine
 from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.report import Report
 from megatron.simulator.planner.search import Found
+from megatron.simulator.planner.step_shape import step_shape
 from megatron.simulator.planner.words import GIB, KINDS, PARTS, count, failing, grid_words, saving_words, winning, words
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -51,6 +53,7 @@ def page(told: Report, found: Found, others: list[str]) -> str:
         "kinds": KINDS,
         "plans": [row(plan, problem) for plan in plans],
         "commands": {at: told.command(plan.strategy) for at, plan in enumerate(plans) if at < TIMELINES or plan.fits},
+        "steps": [rounded(step_shape(plan, problem)) for plan in plans],
         "layers": {at: layers(plan, problem) for at, plan in enumerate(plans[:TIMELINES])},
     }
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
@@ -118,6 +121,15 @@ def lanes(segments: list[Segment], machine: Machine) -> Json:
                 blocks.append([axis, axis, digits(start), digits(moved[axis]), what.replace("_", "-") + times])
         now += took * segment.count
     return {"seconds": digits(now), "blocks": blocks}
+
+
+def rounded(thing: Any) -> Any:
+    """With every number of seconds in it as short as :func:`digits`."""
+    if isinstance(thing, dict):
+        return {name: rounded(value) for name, value in thing.items()}
+    if isinstance(thing, list):
+        return [rounded(value) for value in thing]
+    return digits(thing) if isinstance(thing, float) else thing
 
 
 def digits(number: float) -> float:

@@ -33,6 +33,7 @@ def settle(config: Config, started: int) -> Config:
             "--gpu": simulation.gpu and not config.parallel.elastic,
             "--dry-run-every-layer": simulation.dry_run_every_layer,
             "--dry-run-jitter": simulation.dry_run_jitter,
+            "--dry-run-trace-events": simulation.dry_run_trace_events is not None,
         }
         for flag in (flag for flag, value in given.items() if value):
             more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
@@ -44,6 +45,11 @@ def settle(config: Config, started: int) -> Config:
         raise Refusal(f"--dry-run-jitter {simulation.dry_run_jitter:g}: give a share from 0 to below 1, such as 0.02")
     if simulation.world_size is not None and simulation.world_size < 1:
         raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
+    events = simulation.dry_run_trace_events
+    if events is not None and not (simulation.gpu and simulation.dry_run_json):
+        raise Refusal("--dry-run-trace-events is of the trace: add --gpu and --dry-run-json, or leave it out")
+    if events is not None and events < 1:
+        raise Refusal(f"--dry-run-trace-events {events}: give a number of at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
     files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path)

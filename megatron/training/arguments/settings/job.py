@@ -141,3 +141,6 @@ class SimulationConfig:
         0.0, "--dry-run: compute of ranks varies by this share (standard deviation over mean), drawn by --seed"
     )
     dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, in place of a few that stand for all")
+    dry_run_trace_events: int | None = flag(
+        None, "--dry-run-json with --gpu: kernels and transfers in the trace at most; default 400000", type=int
+    )

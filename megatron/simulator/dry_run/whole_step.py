@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of all pipeline stages together, from what a dry run recorded of each kind of rank.
+
+A replay is of one rank that waits for nobody, often of a few layers and a few micro-batches. Here it is cut into its
+passes; each pass gets the layers that did not run, as copies of the last one that did; the stretch of micro-batches
+that stands for more is repeated; and the passes of all stages are placed so that each begins when its input is there
+(cost/pipeline.py). Gradients that stages share, and the optimizer's norm, wait for the last stage to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.simulator.cost.pipeline import Turn, begins, program
+from megatron.simulator.dry_run.replay import Interval, Replay
+from megatron.simulator.dry_run.steady import Stretch
+from megatron.training.arguments.config import Config
+
+END = "gradients"  # what follows the last pass until the optimizer's phase
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a rank does in a phase.
+
+    Attributes:
+        seconds: from its begin to the next one's.
+        sent: seconds after its begin when its message has arrived; ``seconds`` where it sends none.
+        spans: in program order, seconds from its begin.
+    """
+
+    name: str
+    seconds: float
+    sent: float
+    spans: list[Interval]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's whole step: what comes before its first pass, its passes by direction in their order, what follows."""
+
+    before: Pass
+    forward: list[Pass]
+    backward: list[Pass]
+    after: list[Pass]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A pass where it belongs; ``turn``: None before and after the pipeline."""
+
+    begin: float
+    done: Pass
+    turn: Turn | None
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """All stages of a step; ``seconds`` until the last one ends."""
+
+    stages: list[list[Placed]]
+    seconds: float
+
+
+def passes(replayed: Replay) -> list[Pass]:
+    """The replay in its phases; what comes before the first one is called ``start``."""
+    times = [0.0, *(when for _, when in replayed.phases), replayed.seconds]
+    marks = [0, *replayed.marks, len(replayed.spans)]
+    names = ["start", *(name for name, _ in replayed.phases)]
+    return [
+        _pass(name, replayed.spans[marks[at] : marks[at + 1]], times[at], times[at + 1])
+        for at, name in enumerate(names)
+    ]
+
+
+def _pass(name: str, spans: Sequence[Interval], begin: float, end: float) -> Pass:
+    moved = [span._replace(begin=span.begin - begin, end=span.end - begin) for span in spans]
+    sent = next((span.end for span in moved if span.stream == "pp" and span.name == "p2p"), end - begin)
+    return Pass(name, end - begin, sent, moved)
+
+
+def with_all_layers(few: Pass, more: Pass, units: float) -> Pass:
+    """``more``, with what it does beyond ``few``, a unit of layers, done ``units`` times more; of a broken unit, which
+    recompute leaves at the end of a stage, only the time.
+
+    Where the two differ in something else than a stretch in one place (sums of gradients, whose buckets do not end with
+    a layer), its spans are drawn out over the time that it takes.
+    """
+    step = more.seconds - few.seconds
+    seconds, sent = more.seconds + units * step, more.sent + units * (more.sent - few.sent)
+    extra = len(more.spans) - len(few.spans)
+    cut = _stretch(few.spans, more.spans) if extra > 0 else None
+    if cut is None:
+        spans = _shifted(more.spans, 0.0, seconds / more.seconds if more.seconds else 1.0)
+        return Pass(more.name, seconds, sent, list(spans))
+    spans = list(more.spans[: cut + extra])
+    for time in range(1, int(units) + 1):
+        spans += _shifted(more.spans[cut : cut + extra], time * step)
+    return Pass(more.name, seconds, sent, [*spans, *_shifted(more.spans[cut + extra :], units * step)])
+
+
+def _stretch(few: list[Interval], more: list[Interval]) -> int | None:
+    """Where the spans begin that ``more`` has and ``few`` has not."""
+    for key in (lambda x: (x.stream, x.name, f"{x.end - x.begin:.5g}"), lambda x: (x.stream, x.name)):
+        a, b = list(map(key, few)), list(map(key, more))
+        before, behind = _alike(a, b), _alike(a[::-1], b[::-1])
+        if before + behind >= len(a):
+            return before
+    return None
+
+
+def _alike(a: list, b: list) -> int:
+    """How many are alike from the beginning."""
+    return next((at for at, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _shifted(spans: Sequence[Interval], by: float, scale: float = 1.0) -> Iterator[Interval]:
+    for span in spans:
+        yield span._replace(begin=span.begin * scale + by, end=span.end * scale + by)
+
+
+def program_of(
+    few: Replay, more: Replay, layers: tuple[int, int, int], stretch: Stretch | None, pipelined: bool
+) -> Program:
+    """A rank's whole step.
+
+    Args:
+        few, more, layers: replays of so many layers, of more, and how many there are in all; the first two may be the
+            same where all of them ran.
+        stretch: of the micro-batches that ran; None: all did.
+    """
+    found = passes(more)
+    if layers[1] != layers[2]:
+        units = (layers[2] - layers[1]) / (layers[1] - layers[0])
+        found = [with_all_layers(a, b, units) for a, b in zip(passes(few), found, strict=True)]
+    after = [found.pop()] if found[-1].name == "optimizer" else []
+    before, found = found[0], found[1:]
+    if pipelined:
+        last, end = _parted(found.pop())
+        found.append(last)
+        after.insert(0, end)
+    if stretch:
+        forward = [at for at, one in enumerate(found) if one.name == "forward"]
+        begin, end = forward[stretch.first], forward[stretch.first + stretch.passes]
+        found = [*found[:begin], *(1 + stretch.times) * found[begin:end], *found[end:]]
+    by_name = {name: [one for one in found if one.name == name] for name in ("forward", "backward")}
+    return Program(before, by_name["forward"], by_name["backward"], after)
+
+
+def _parted(last: Pass) -> tuple[Pass, Pass]:
+    """The last backward pass, and from the first collective of all stages on."""
+    spans = last.spans
+    at = next((at for at, x in enumerate(spans) if x.stream == "pp" and x.name != "p2p"), len(spans))
+    when = spans[at].begin if at < len(spans) else last.seconds
+    own = Pass(last.name, when, min(last.sent, when), spans[:at])
+    return own, Pass(END, last.seconds - when, 0.0, list(_shifted(spans[at:], -when)))
+
+
+def stage_name(stage: int, stages: int) -> str:
+    """The kind of a pipeline stage, one of which is run for all."""
+    return "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
+
+
+def together(config: Config, programs: dict[str, Program], micro_batches: int) -> WholeStep:
+    """A run's step, from the programs of its kinds of stages."""
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    return whole_step(
+        [programs[stage_name(stage, stages)] for stage in range(stages)],
+        micro_batches,
+        parallel.num_virtual_stages_per_pipeline_rank or 1,
+        parallel.microbatch_group_size_per_virtual_pipeline_stage or 0,
+    )
+
+
+def whole_step(programs: list[Program], micro_batches: int, virtual: int = 1, group: int = 0) -> WholeStep:
+    """
+    Args:
+        programs: of every stage, in their order.
+    """
+    stages = len(programs)
+    turns = [program(stage, stages, micro_batches, virtual, group) for stage in range(stages)]
+
+    def done(stage: int, turn: Turn) -> Pass:
+        mine = programs[stage]
+        return (mine.backward if turn.backward else mine.forward)[turn.index]
+
+    def took(stage: int, turn: Turn) -> tuple[float, float]:
+        one = done(stage, turn)
+        return one.seconds, one.sent
+
+    found = begins(turns, took, [mine.before.seconds for mine in programs])
+    placed = [
+        [
+            Placed(0.0, mine.before, None),
+            *(Placed(begin, done(stage, turn), turn) for begin, turn in zip(found[stage], turns[stage])),
+        ]
+        for stage, mine in enumerate(programs)
+    ]
+    now = max(row[-1].begin + row[-1].done.seconds for row in placed)
+    end = now
+    for row, mine in zip(placed, programs):
+        begin = now if stages > 1 else row[-1].begin + row[-1].done.seconds
+        for one in mine.after:
+            row.append(Placed(begin, one, None))
+            begin += one.seconds
+        end = max(end, begin)
+    return WholeStep(placed, end)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predicted step as a trace: all stages together, all layers, all micro-batches, until the printed step ends."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.simulator.cost.pipeline import begins, program
+from megatron.simulator.dry_run.chrome_trace import write_trace
+from megatron.simulator.dry_run.dry_run import DryRun, dry_run
+from megatron.simulator.dry_run.replay import Interval
+from megatron.simulator.dry_run.whole_step import Pass, with_all_layers
+from megatron.simulator.machines.machine_file import load
+from tests.unit.test_dry_run import config_of
+
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+
+
+PIPELINE = "--pipeline-model-parallel-size 4 --num-layers 4 --global-batch-size 12"  # six micro-batches on eight ranks
+
+
+@cache
+def simulated(flags: str, ranks: int, **how: Any) -> DryRun:
+    return dry_run(config_of(flags, ranks), ranks, load("A100-80G"), vocab_size=301, **how)
+
+
+def written(found: DryRun, path: Path, **how: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    write_trace(found, path, **how)
+    trace = json.loads(path.read_text())
+    return trace["traceEvents"], trace["otherData"]
+
+
+def ends(events: list[dict[str, Any]]) -> float:
+    """Seconds until the last event of a trace has ended."""
+    return 1e-6 * max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+
+
+@pytest.mark.parametrize(
+    ("stages", "batches", "virtual", "group"), [(1, 3, 1, 0), (4, 6, 1, 0), (4, 2, 1, 0), (2, 6, 3, 0), (2, 7, 2, 3)]
+)
+def test_stages_run_what_core_runs(monkeypatch, stages: int, batches: int, virtual: int, group: int) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    group = group or stages
+    table = schedules.get_schedule_table(batches, virtual, group)
+    for stage in range(stages):
+        state = schedules.parallel_state
+        monkeypatch.setattr(state, "get_pipeline_model_parallel_world_size", lambda: stages)
+        monkeypatch.setattr(state, "get_pipeline_model_parallel_rank", lambda stage=stage: stage)
+        several = virtual if virtual > 1 else None
+        monkeypatch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda several=several: several)
+        total, _, alone, _ = schedules.get_pp_rank_microbatches(batches, virtual, group)
+        turns = program(stage, stages, batches, virtual, group)
+        assert len(turns) == 2 * total
+        assert [turn.backward for turn in turns[: alone + 1]] == [False] * min(alone + 1, total) + [True] * (
+            alone == total
+        )
+        assert [(x.micro_batch, x.chunk) for x in turns if not x.backward] == table
+        assert [(x.micro_batch, virtual - 1 - x.chunk) for x in turns if x.backward] == table
+
+
+def test_even_stages_have_the_bubble_of_the_papers() -> None:
+    for stages, batches, virtual in ((4, 8, 1), (4, 8, 2), (2, 6, 3)):
+        turns = [program(stage, stages, batches, virtual) for stage in range(stages)]
+        took = {False: (1.0 / virtual,) * 2, True: (2.0 / virtual,) * 2}
+        found = begins(turns, lambda _, turn, took=took: took[turn.backward])
+        end = max(row[-1] + 2.0 / virtual for row in found)
+        assert end == pytest.approx(3 * batches + 3 * (stages - 1) / virtual)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        (PIPELINE, 8),
+        pytest.param(VIRTUAL, 2, marks=pytest.mark.full),
+        pytest.param(f"{VIRTUAL} --overlap-p2p-communication-warmup-flush", 2, marks=pytest.mark.full),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --zero-stage 1 --global-batch-size 16", 4, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_stages_wait_for_each_other(flags: str, ranks: int, tmp_path: Path) -> None:
+    found = simulated(flags, ranks)
+    events, about = written(found, tmp_path / "trace.json")
+    assert about["predicted_ms"] == 1e3 * found.predicted_seconds and about["left_out"] == []
+    assert ends(events) == pytest.approx(found.predicted_seconds, rel=1e-2)
+    passes = [event for event in events if event["ph"] == "X" and event["cat"] == "phase"]
+    stages = found.config.parallel.pipeline_model_parallel_size
+    first, last = 0, ranks - 1  # of the first stage and of the last
+    begin = {
+        (rank, name): min(x["ts"] for x in passes if x["pid"] == rank and x["name"] == name)
+        for rank in (first, last)
+        for name in ("forward", "backward", "optimizer")
+    }
+    end_of_forward = min(x["ts"] + x["dur"] for x in passes if x["pid"] == last and x["name"] == "forward")
+    assert begin[first, "forward"] < begin[last, "forward"] < end_of_forward
+    assert begin[first, "backward"] > begin[last, "backward"] >= end_of_forward - 1
+    assert begin[first, "optimizer"] >= max(
+        x["ts"] + x["dur"] for x in passes if x["name"] == "backward" and x["pid"] == last
+    )
+    # Each micro-batch that a stage passes on has left it before the next one begins with it.
+    sent = {event["id"]: event for event in events if event["ph"] == "s"}
+    came = [event for event in events if event["ph"] == "f"]
+    places = stages * (found.config.parallel.num_virtual_stages_per_pipeline_rank or 1)
+    batches = found.ranks[0].micro_batches[0]
+    assert len(came) == len(sent) == 2 * (places - 1) * batches * (ranks // stages)
+    assert all(sent[event["id"]]["ts"] <= event["ts"] + 1e-3 for event in came)
+    assert all(sent[event["id"]]["pid"] != event["pid"] for event in came)
+    assert_no_overlap(events)
+
+
+def assert_no_overlap(events: list[dict[str, Any]]) -> None:
+    """A stream does one thing at a time."""
+    spans = [event for event in events if event["ph"] == "X"]
+    for stream in {(event["pid"], event["tid"]) for event in spans}:
+        mine = sorted((x["ts"], x["ts"] + x["dur"]) for x in spans if (x["pid"], x["tid"]) == stream)
+        assert all(b[0] >= a[1] - 2e-3 for a, b in pairwise(mine)), stream
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--ulysses-parallel-size 2 --bf16", 2),
+        pytest.param("--zero-stage 3 --bf16 --global-batch-size 16", 2, marks=pytest.mark.full),
+        pytest.param(
+            f"{VIRTUAL} --num-layers 40 --num-layers-per-virtual-pipeline-stage 10 --global-batch-size 16",
+            2,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --num-layers 26 --global-batch-size 8 "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            2,
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_what_did_not_run_is_there_as_if_it_had(flags: str, ranks: int, tmp_path: Path) -> None:
+    flags = f"--num-layers 10 {flags}"
+    few, every = simulated(flags, ranks), simulated(flags, ranks, every_layer=True, every_micro_batch=True)
+    assert few.ranks[0].layers[1] < few.ranks[0].layers[0] == every.ranks[0].layers[1]
+    assert few.ranks[0].micro_batches[1] < every.ranks[0].micro_batches[1] == few.ranks[0].micro_batches[0]
+    some, all_of_them = (
+        written(found, tmp_path / name)[0] for found, name in ((few, "few.json"), (every, "every.json"))
+    )
+    assert ends(some) == pytest.approx(few.predicted_seconds, rel=1e-2)
+    assert ends(all_of_them) == pytest.approx(every.predicted_seconds, rel=1e-2)
+    for rank in range(ranks):
+        a, b = (
+            [event for event in events if event["ph"] == "X" and event["pid"] == rank and event["cat"] != "wait"]
+            for events in (some, all_of_them)
+        )
+        # ZeRO 1's optimizer updates a rank's part of every parameter: how many kernels depends on the layers.
+        begins_of = [next(x["ts"] for x in events if x["name"] == "optimizer") for events in (a, b)]
+        a, b = ([x for x in events if x["ts"] < begin - 1e-3] for events, begin in zip((a, b), begins_of))
+        assert [(x["tid"], x["name"]) for x in a] == [(x["tid"], x["name"]) for x in b]
+        assert max(abs(x["ts"] - y["ts"]) for x, y in zip(a, b)) < 0.01 * 1e6 * every.predicted_seconds
+    assert_no_overlap(some)
+
+
+def test_a_trace_with_a_limit_says_what_it_leaves_out(tmp_path: Path) -> None:
+    found = simulated(PIPELINE, 8)
+    whole, _ = written(found, tmp_path / "whole.json")
+    kinds = ("phase", "wait")
+    count = sum(event["ph"] == "X" and event["cat"] not in kinds for event in whole)
+    for most, less in ((count // 2 + 1, 1), (count // 4, 2)):
+        events, about = written(found, tmp_path / "less.json", most=most)
+        spans = [event for event in events if event["ph"] == "X"]
+        assert {event["pid"] for event in spans} == {0, 2, 4, 6} and len(about["left_out"]) == less
+        assert 0 < sum(event["cat"] not in kinds for event in spans) <= most
+        assert sum(event["name"] == "backward" for event in spans) == 4 * 6
+        assert ends(events) == pytest.approx(ends(whole), rel=1e-9)
+
+
+def test_layers_that_cannot_be_told_apart_are_drawn_out_over_their_time() -> None:
+    def spans(*names: str) -> list[Interval]:
+        return [Interval("compute", "gemm", float(at), at + 1.0, name) for at, name in enumerate(names)]
+
+    few, more = Pass("forward", 4.0, 4.0, spans(*"axyb")), Pass("forward", 6.0, 6.0, spans(*"axyxyb"))
+    whole = with_all_layers(few, more, 2)
+    assert "".join(span.name for span in whole.spans) == "axyxyxyxyb" and whole.seconds == 10.0
+    assert [span.begin for span in whole.spans] == [float(at) for at in range(10)]
+    other = with_all_layers(Pass("forward", 4.0, 4.0, spans(*"axyc")), more, 2)
+    assert len(other.spans) == 6 and other.spans[-1].end == other.seconds == 10.0

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.profiler saw of a step, as operations that a dry run's can be laid beside.
+
+On a GPU an operation is two things: a call on the CPU, which says what it is and in which order the program asks for
+it, and kernels, which say when it ran and how long. NCCL runs all_to_all, send and receive as one and the same kernel,
+so the call alone tells them apart. The two are joined as Kineto writes them: a kernel has the ``correlation`` of the
+launch (cuda_runtime, cuda_driver) that lies within the call, and in newer traces the call's ``External id``.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tools.trace_alignment import PHASES, Json, NoTrace, Operation, phase_at
+
+# What a collective is called, by how its operation in c10d, its range of gloo's or its "Collective name" begins.
+COLLECTIVES = (
+    (r"(c10d::|gloo:)_?all_?gather", "all_gather"),
+    (r"(c10d::|gloo:)_?reduce_?scatter", "reduce_scatter"),
+    (r"(c10d::|gloo:)_?(all_?reduce|reduce(_|$))", "all_reduce"),
+    (r"(c10d::|gloo:)_?all_?to_?all", "all_to_all"),
+    (r"(c10d::|gloo:)_?send", "p2p"),
+    (r"(c10d::|gloo:)_?broadcast", "broadcast"),
+)
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+Thread = tuple[object, object]
+
+
+def measured(trace: Json, known: dict[str, str]) -> list[Operation]:
+    """The last step's operations in the order in which the program called them: of calls within calls the outermost
+    that is in ``known`` or a collective.
+
+    Args:
+        known: kind by name, of the operations to look for.
+
+    Raises:
+        NoTrace: there are none.
+    """
+    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    begin, end = last_step(trace)
+    marks, device = _marks(spans), Device(spans)
+    threads = defaultdict(list)
+    for event in spans:
+        if event.get("cat") == "cpu_op" and begin <= event["ts"] < end:
+            threads[thread_of(event)].append(event)
+    calls: list[tuple[Json, str, list[Json]]] = []  # call, kind, kernels
+    for thread, events in threads.items():
+        for event, inside in _outermost(events, known):
+            calls.append((event, collective(event) or known[event["name"]], device.kernels_of(thread, event, inside)))
+    calls.sort(key=lambda call: call[0]["ts"])
+    if device:
+        device.give_coalesced([call for call in calls if collective(call[0])], begin, end)
+    found = []
+    for event, kind, kernels in calls:
+        name = kind if collective(event) else event["name"]
+        when = min((kernel["ts"] for kernel in kernels), default=event["ts"])
+        took = sum(kernel.get("dur", 0.0) for kernel in kernels) if device else event.get("dur", 0.0)
+        found.append(Operation(name, kind, phase_at(marks, event["ts"]), when, took))
+    if not found:
+        raise NoTrace("none of the dry run's operations is in the profiler's trace: is it of the same model?")
+    return found
+
+
+def thread_of(event: Json) -> Thread:
+    return event.get("pid"), event.get("tid")
+
+
+def last_step(trace: Json) -> tuple[float, float]:
+    """(begin, end) of the last step, on the CPU: from the first phase after an optimizer to that of the next; where the
+    trace has no phases, everything."""
+    marks = _marks([event for event in trace["traceEvents"] if event.get("ph") == "X"])
+    begins = [
+        when
+        for at, (when, name) in enumerate(marks)
+        if name != "optimizer" and (not at or marks[at - 1][1] == "optimizer")
+    ]
+    return (begins[-1] if begins else float("-inf")), float("inf")
+
+
+def _marks(spans: list[Json]) -> list[tuple[float, str]]:
+    return sorted(
+        (event["ts"], event["name"])
+        for event in spans
+        if event.get("cat") in ("user_annotation", "cpu_op") and event["name"] in PHASES
+    )
+
+
+def collective(event: Json) -> str | None:
+    """The kind of a collective's call; None for anything else. A message is its sender's."""
+    name = event["name"]
+    if name == "record_param_comms":
+        name = f"c10d::{_args(event).get('Collective name', '')}"
+    return next((kind for pattern, kind in COLLECTIVES if re.match(pattern, name.lower())), None)
+
+
+def _args(event: Json) -> Json:
+    return event.get("args") or {}
+
+
+class Device:
+    """What ran on a GPU, by what called for it; false where none ran."""
+
+    def __init__(self, spans: list[Json]) -> None:
+        self._kernels: dict[object, list[Json]] = defaultdict(list)  # by correlation
+        for event in spans:
+            if event.get("cat") in ON_GPU:
+                self._kernels[_args(event).get("correlation")].append(event)
+        self._launches: dict[Thread, list[tuple[float, object]]] = defaultdict(list)  # (when, correlation), in order
+        launched = set()
+        for event in spans:
+            number = _args(event).get("correlation")
+            if event.get("cat") in LAUNCHES and number in self._kernels:
+                self._launches[thread_of(event)].append((event["ts"], number))
+                launched.add(number)
+        for launches in self._launches.values():
+            launches.sort(key=lambda launch: launch[0])
+        self._by_call: dict[object, list[Json]] = defaultdict(list)  # of a trace without launches, by External id
+        for number, kernels in self._kernels.items():
+            for kernel in kernels if number not in launched else ():
+                self._by_call[_args(kernel).get("External id")].append(kernel)
+        self._given: set[object] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._kernels)
+
+    def kernels_of(self, thread: Thread, call: Json, inside: list[Json]) -> list[Json]:
+        """Of a call and the calls within it."""
+        launches = self._launches.get(thread, [])
+        first = bisect_left(launches, call["ts"], key=lambda launch: launch[0])
+        found = []
+        for when, number in launches[first:]:
+            if when > call["ts"] + call.get("dur", 0.0):
+                break
+            found += self._kernels[number]
+            self._given.add(number)
+        for one in (call, *inside):
+            found += self._by_call.get(_args(one).get("External id"), [])
+        return found
+
+    def give_coalesced(self, calls: list[tuple[Json, str, list[Json]]], begin: float, end: float) -> None:
+        """Sends and receives of a batch are launched after all of them have been called, in no call: as one kernel,
+        which the last call before it gets."""
+        for thread, launches in self._launches.items():
+            mine = [call for call in calls if thread_of(call[0]) == thread]
+            times = [call[0]["ts"] for call in mine]
+            for when, number in launches:
+                named = self._kernels[number][0]["name"].lower()
+                if number in self._given or not begin <= when < end or not named.startswith("nccl"):
+                    continue
+                at = bisect_left(times, when) - 1
+                if at >= 0 and not mine[at][2]:
+                    mine[at][2].extend(self._kernels[number])
+
+
+def _outermost(events: list[Json], known: dict[str, str]) -> Iterator[tuple[Json, list[Json]]]:
+    """(event, those within it), of the known ones and collectives that are in no other."""
+    taken: Json | None = None
+    inside: list[Json] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
+        if taken is not None and event["ts"] < taken["ts"] + taken.get("dur", 0.0):
+            inside.append(event)
+            continue
+        if taken is not None:
+            yield taken, inside
+            taken, inside = None, []
+        if event["name"] in known or collective(event):  # whose own copies are its own
+            taken, inside = event, []
+    if taken is not None:
+        yield taken, inside
