@@ -82,13 +82,13 @@ def flags(case: Case) -> list[str]:
         "--overlap-grad-reduce": strategy.zero < 2,
         "--overlap-param-gather": strategy.zero == 1,
         "--recompute-granularity selective": strategy.recompute == "selective",
-        f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {strategy.recompute_layers}": (
-            strategy.recompute == "full"
-        ),
+        f"--recompute-granularity full --recompute-method {strategy.recompute_method}": strategy.recompute == "full",
+        f"--recompute-num-layers {strategy.recompute_layers}": strategy.recompute == "full",
         "--offload-checkpoints": strategy.offload_checkpoints,
         f"--fpdt --fpdt-chunk-size {strategy.fpdt_chunk}": strategy.fpdt_chunk,
         "--fpdt-stream-hidden": strategy.stream_hidden,
         "--no-fpdt-offload": strategy.fpdt_chunk and not strategy.fpdt_offload,
+        "--fpdt-stream-hidden": strategy.stream_hidden,
         f"--ffn-chunks {strategy.ffn_chunks}": strategy.ffn_chunks,
         f"--loss-chunks {strategy.loss_chunks}": strategy.loss_chunks,
         f"--num-virtual-stages-per-pipeline-rank {strategy.virtual}": strategy.virtual > 1,
