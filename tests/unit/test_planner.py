@@ -153,6 +153,13 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
         assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
 
 
+def test_a_unit_whose_weights_are_too_many_does_not_end_the_search() -> None:
+    limits = Limits(tensor=(4,), data=(8,), micro_batch=(2,), zero=(3,))
+    asked = replace(problem("llama3-70b", 4 * K, 64, 32, "A100-40G"), limits=limits)
+    s = search(asked, near=1.0).plans[0].strategy
+    assert (s.recompute, s.recompute_layers, s.offload_checkpoints) == ("full", 1, True)
+
+
 def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
     """A plan's seconds, counted where no machine matters: a layer takes about 0.3 ms. All ways on each grid that is
     looked at were 9,180 layers."""
