@@ -88,7 +88,6 @@ def flags(case: Case) -> list[str]:
         f"--fpdt --fpdt-chunk-size {strategy.fpdt_chunk}": strategy.fpdt_chunk,
         "--fpdt-stream-hidden": strategy.stream_hidden,
         "--no-fpdt-offload": strategy.fpdt_chunk and not strategy.fpdt_offload,
-        "--fpdt-stream-hidden": strategy.stream_hidden,
         f"--ffn-chunks {strategy.ffn_chunks}": strategy.ffn_chunks,
         f"--loss-chunks {strategy.loss_chunks}": strategy.loss_chunks,
         f"--num-virtual-stages-per-pipeline-rank {strategy.virtual}": strategy.virtual > 1,
