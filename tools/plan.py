@@ -28,11 +28,11 @@ from megatron.simulator.cost.jitter import told as spread_words
 from megatron.simulator.cost.unequal import step_spread
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import limits as plan_limits
-from megatron.simulator.planner.offers import Offer, offers, offers_table, run_words
+from megatron.simulator.planner.offers import Offer, best_of, offers, offers_table, run_words
 from megatron.simulator.planner.plans import Problem
 from megatron.simulator.planner.report import Report
 from megatron.simulator.planner.request import Request
-from megatron.simulator.planner.run import Terms, chosen
+from megatron.simulator.planner.run import Terms
 from megatron.simulator.planner.search import NEAR, everything, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.simulator.planner.sizes import tokens
@@ -78,11 +78,7 @@ def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Name
     found = offers(problems, tokens(args.top, "--top"), about, near=NEAR if drawn else 1.0)
     if not found:
         raise nothing_fits(problems[-1])
-    if about is None:
-        best = min(found, key=lambda offer: offer.plan.seconds)
-    else:
-        run = chosen([offer.run for offer in found], about)
-        best = next(offer for offer in found if offer.run is run)
+    best = best_of(found, about)
     if len(problems) > 1:
         console.print(offers_table(found, best, about))
         console.print()

@@ -100,6 +100,8 @@ def asked(args: argparse.Namespace, flags: list[str]) -> tuple[Request, list[Pro
         raise Refusal(f"--jitter {args.jitter:g}: give a share from 0 to below 1, such as 0.02")
     if args.no_fpdt and args.fpdt_chunk:
         raise Refusal("--no-fpdt and --fpdt-chunk exclude each other: leave one out")
+    if args.confirm and args.documents:
+        raise Refusal("--confirm with --documents: the dry run takes each sample for one document: leave one out")
     window = 0 if args.window == "0" else tokens(args.window, "--window")
     request = Request(tuple(flags), tokens(args.global_batch, "--global-batch"), args.documents, window)
     workload = request.workload(tokens(args.seq_length, "--seq-length") if args.seq_length else 1024)

@@ -63,41 +63,30 @@ def device_memory(
         itemsize,
         bucketed=strategy.overlap_grad_reduce,
     )
-    kinds = strategy.layer_kinds(held.layers)
-    last_kind, plain = kinds[-1]  # which goes back first: under ``block``, one that keeps all it made
-    layer = (chunked_layer if strategy.fpdt_chunk else whole_layer)(workload, last_kind, itemsize, fused)
     last = stage == strategy.pipeline - 1
-    state = 0 if strategy.stream_hidden else sizes.hidden
-    kept, again = _kept(workload, last_kind, plain, layer.kept, state, stage, recomputed=held.layers - plain)
+    weights = _gathered(workload, strategy, held, itemsize, last)
     always = sizes.angles if not strategy.fpdt_chunk else 0
     if strategy.tensor > 1 and strategy.sequence_parallel:
         always += sizes.whole  # core's buffer for gathered inputs
     if 0 < stage and strategy.micro_batches(workload) > 1:
         always += sizes.hidden  # the gradient sent to the stage before, until the next one is there
 
-    weights = _gathered(workload, strategy, held, itemsize, last)
     gradients, early = states.gradients, states.gradients
     if strategy.zero > 1 and strategy.micro_batches(workload) <= 1:
         early = 0  # FSDP makes them as layers go back
-    # Moments: (kept, comes and goes, gathered weights, gradients). The last layer goes back ...
     tied = itemsize * numel(held.embedding[:1]) if shape.tied and held.embedding and last else 0
-    busy = again + layer.backward + tied
-    moments = [(kept, busy + weights.output_sent, weights.layers, early + weights.output_share)]
-    if strategy.zero > 1 and held.layers > 1:  # ... or, while FSDP sums the gradients of another, the one before it ...
-        one = layer.kept if last_kind.recompute != "full" else state
-        sent, share = busy + weights.layer_sent, weights.layer_share
-        moments.append((kept - one, sent, weights.layers, early + weights.output_share + share))
-        if early < gradients:  # ... or the second, or the first
-            below = (held.layers - 2) * one if not strategy.offload_checkpoints else 0
-            shares = early + weights.output_share + (held.layers - 2) * share
-            moments.append((kept - below, sent, weights.layers, shares))
-            below = (held.layers - 1) * one if not strategy.offload_checkpoints else 0
-            moments.append((kept - below, sent, weights.first, gradients - share))
+    kept, moments, below = 0, [], held.layers
+    for how, count in reversed(strategy.layer_kinds(held.layers)):  # the last layers go back first
+        below -= count
+        there = _Layers(how, count, below, held.layers - below - count)
+        kept_by_them, found = _going_back(workload, there, itemsize, fused, stage, weights, early < gradients)
+        kept = kept or kept_by_them
+        moments += [(kept_then, more + tied, gathered, early + made) for kept_then, more, gathered, made in found]
+        if strategy.zero < 2:
+            break  # the first to go back had the most beside it
     if weights.words_sent:  # ... or, chunk by chunk, the embedding
         shares = early + weights.output_share + held.layers * weights.layer_share
         moments.append((0, weights.words_sent, weights.root, shares if early < gradients else gradients))
-    if last_kind.recompute == "full":
-        moments.append((kept, layer.forward, weights.layers, early))
     if last:
         moments.append((kept, _loss(workload, strategy, itemsize, fused), weights.loss, early))
     step = 0 if fused else 2 * WIDE * max(rows * columns for rows, columns in held.tensors)
@@ -119,26 +108,79 @@ def device_memory(
     )
 
 
-def _kept(
-    workload: Workload, strategy: Strategy, layers: int, layer: int, hidden: int, stage: int, recomputed: int = 0
-) -> tuple[int, int]:
+Moment = tuple[int, int, int, int]
+"""Bytes: kept by forward passes, coming and going, of weights that FSDP has gathered, of gradients that it has made."""
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """``count`` layers of a stage that are trained alike; ``above``, which go back before them, and ``below``."""
+
+    how: Strategy
+    count: int
+    below: int
+    above: int
+
+
+def _going_back(
+    workload: Workload, layers: _Layers, itemsize: int, fused: bool, stage: int, weights: _Sharded, one_by_one: bool
+) -> tuple[int, list[Moment]]:
+    """(kept by all layers before the first of these goes back, moments that may be a stage's fullest from then on).
+
+    Args:
+        one_by_one: FSDP makes the gradients of a layer as it goes back.
+    """
+    how, sizes = layers.how, sizes_of(workload, layers.how, itemsize)
+    of = chunked_layer if how.fpdt_chunk else whole_layer
+    layer, again = of(workload, how, itemsize, fused), how.recompute == "full"
+    unit = min(how.recompute_layers, layers.count) if again else 1
+    # What a layer keeps until it has gone back, once its unit has run again.
+    whole = of(workload, how.but(recompute="none"), itemsize, fused).kept if unit > 1 else layer.kept
+    state = 0 if how.stream_hidden else sizes.hidden
+    kept, more = _kept(workload, layers, whole, state, stage)
+    busy, left, made = more + layer.backward, layers.below + layers.count, weights.output_share
+    moments = [(kept, layer.forward, weights.there(left, 1), 0)] if again else []
+    if not layers.above:  # The last layer goes back ...
+        moments.append((kept, busy + weights.output_sent, weights.there(left, unit), made))
+    if how.zero < 2:
+        return kept, moments
+    sent, units = busy + weights.layer_sent, layers.count // unit
+    made += layers.above * weights.layer_share
+    if unit > 1:  # ... or the one before it in its unit, beside the unit's output and the gradient of its own ...
+        moments.append((kept + state, sent - whole, weights.there(left - 1, unit - 1), made + weights.layer_share))
+    # ... or, while FSDP sums the gradients of another, the last of a unit below: of the next, or of the first.
+    places = {1, units - 2, units - 1} if one_by_one else {1}
+    one = state if again else layer.kept
+    for gone in range(0 if layers.above else 1, units):
+        if gone and gone not in places:
+            continue
+        freed = gone * one
+        if how.offload_checkpoints:  # inputs: the one in use and the one that comes, until none comes
+            freed += ((gone == units - 1 and not layers.below) - gone) * state
+        there = weights.there(left - gone * unit, unit)
+        moments.append((kept - freed, sent, there, made + gone * unit * weights.layer_share))
+    return kept, moments
+
+
+def _kept(workload: Workload, layers: _Layers, layer: int, hidden: int, stage: int) -> tuple[int, int]:
     """(kept by the micro-batches in flight before the last of them goes back, what recompute adds).
 
-    Without recompute the second is minus one layer: what goes back first is among what is kept. ``recomputed`` layers
-    besides keep their inputs alone.
+    Without recompute the second is minus one layer: what goes back first is among what is kept. Layers below keep their
+    inputs alone.
     """
-    one, again = hidden + layers * layer, -layer
+    strategy, count = layers.how, layers.count
+    one, again = hidden + count * layer, -layer
+    inputs = count + layers.below  # of what keeps no more than that
     if strategy.recompute == "full":
-        unit = min(strategy.recompute_layers, layers)
-        inputs = -(-layers // unit)
-        if strategy.offload_checkpoints:
-            inputs = min(inputs, 2)  # the one in use, and the one that comes
-        one, again = (inputs + 1) * hidden, 0
+        unit = min(strategy.recompute_layers, count)
+        inputs = -(-count // unit) + layers.below
+        one = (inputs + 1) * hidden
         # FPDT's layers compute attention again, but not their output.
         again = -hidden if strategy.fpdt_chunk and unit == 1 else (unit - 1) * layer
-    elif strategy.offload_checkpoints:
-        one -= max(layers - 2, 0) * hidden
-    one += recomputed * hidden
+    else:
+        one += layers.below * hidden
+    if strategy.offload_checkpoints:
+        one -= max(inputs - 2, 0) * hidden  # the one in use, and the one that comes, are here
     stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)
     if strategy.virtual == 1:
         flying = float(min(stages - stage, micro_batches))
@@ -171,19 +213,26 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
 
 @dataclass(frozen=True)
 class _Sharded:
-    """Of FSDP: weights it has gathered while the loss is computed, while layers go back, when the first does, and of
-    its root alone; whole gradients that it is summing up, and this rank's share of them. ``words_sent`` are those of
-    an embedding that goes back in chunks, with a layer's and what else waits."""
+    """Of FSDP: bytes of weights that it has gathered while the loss is computed, of its root, which stays while layers
+    go back, and of a layer; of whole gradients that it is summing up, and of this rank's share of them. ``words_sent``
+    are those of an embedding that goes back in chunks, with a layer's and what else waits."""
 
+    stage: int = 0
     loss: int = 0
-    layers: int = 0
-    first: int = 0
+    root: int = 0
+    layer: int = 0
     output_sent: int = 0
     output_share: int = 0
     layer_sent: int = 0
     layer_share: int = 0
-    root: int = 0
     words_sent: int = 0
+
+    def there(self, layers: int, unit: int) -> int:
+        """Bytes of weights while the last of ``layers`` layers goes back, whose recomputed unit has so many: a unit is
+        gathered when it runs again, and a layer's weights go when it has gone back."""
+        if self.stage == 3:
+            layers = min(max(unit, 2), layers)  # one in use, one that comes
+        return self.root + layers * self.layer
 
 
 @lru_cache(maxsize=4096)
@@ -204,19 +253,15 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
             root, output, waiting = root + output, 0, itemsize * output
     layer = held.layer_numel
     if strategy.zero == 2:
-        loss = itemsize * (root + embedding + output + held.layers * layer)
-        layers = itemsize * (root + embedding + held.layers * layer)
-    else:
-        loss = itemsize * (root + output + layer)
-        layers = itemsize * (root + layer * min(2, held.layers))  # one in use, one that comes
+        root += embedding
     return _Sharded(
-        loss=loss,
-        layers=layers,
-        first=itemsize * (root + layer + (embedding if strategy.zero == 2 else 0)),
+        stage=strategy.zero,
+        loss=itemsize * (root + output + layer * (held.layers if strategy.zero == 2 else 1)),
+        root=itemsize * root,
+        layer=itemsize * layer,
         output_sent=waiting + WIDE * output,
         output_share=WIDE * output // ranks,
         layer_sent=waiting + WIDE * layer,
         layer_share=WIDE * layer // ranks,
-        root=itemsize * root,
         words_sent=waiting + (itemsize + WIDE) * words + WIDE * layer if words else 0,
     )

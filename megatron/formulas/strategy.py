@@ -44,6 +44,8 @@ class Workload:
     Attributes:
         keys: that a query sees on average, under a window or in packed documents; 0: as many as ``causal`` says.
         spread: standard deviation over mean, among samples, of the pairs that attention computes.
+        uneven: of packed documents, pairs of a ring's busiest rank over those of the mean, in a micro-batch: rows for
+            rings of 2, 4, 8, ..., columns for micro-batches of 1, 2, 4, ...; empty: all ranks have as many.
     """
 
     shape: Shape
@@ -52,6 +54,7 @@ class Workload:
     causal: bool = True
     keys: float = 0.0
     spread: float = 0.0
+    uneven: tuple[tuple[float, ...], ...] = ()
 
     @property
     def attended(self) -> float:
@@ -150,6 +153,13 @@ class Strategy:
         above = NormalDist().inv_cdf((self.data - 0.375) / (self.data + 0.25))
         samples = max(workload.global_batch // self.data, 1)
         return 1 + workload.spread * above / sqrt(samples)
+
+    def busiest(self, workload: Workload) -> float:
+        """Pairs of a ring's busiest rank over those of the mean, in the sizes next above where they are between two."""
+        if not workload.uneven or self.ring == 1:
+            return 1.0
+        row = workload.uneven[min((self.ring - 1).bit_length(), len(workload.uneven)) - 1]
+        return row[min((self.micro_batch - 1).bit_length(), len(row) - 1)]
 
     def layer_kinds(self, layers: int) -> list[tuple[Strategy, int]]:
         """(how, how many) of a stage's ``layers``: under ``block`` some are recomputed and the others are not."""

@@ -82,9 +82,8 @@ def flags(case: Case) -> list[str]:
         "--overlap-grad-reduce": strategy.zero < 2,
         "--overlap-param-gather": strategy.zero == 1,
         "--recompute-granularity selective": strategy.recompute == "selective",
-        f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {strategy.recompute_layers}": (
-            strategy.recompute == "full"
-        ),
+        f"--recompute-granularity full --recompute-method {strategy.recompute_method}": strategy.recompute == "full",
+        f"--recompute-num-layers {strategy.recompute_layers}": strategy.recompute == "full",
         "--offload-checkpoints": strategy.offload_checkpoints,
         f"--fpdt --fpdt-chunk-size {strategy.fpdt_chunk}": strategy.fpdt_chunk,
         "--fpdt-stream-hidden": strategy.stream_hidden,

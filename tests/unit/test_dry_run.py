@@ -12,11 +12,15 @@ import torch
 from megatron.formulas.copies import Loads, forward_loads
 from megatron.simulator.cost.trace import HostCopy, Phase, Transfer, Wait
 from megatron.simulator.dry_run.command import simulate
-from megatron.simulator.dry_run.dry_run import dry_run, ranks_of, run_job
-from megatron.simulator.machines.machine import Calibration
+from megatron.simulator.dry_run.dry_run import DryRun, RankReport, dry_run, ranks_of, run_job, too_full
+from megatron.simulator.dry_run.figures import Figures
+from megatron.simulator.dry_run.report import verdict
+from megatron.simulator.dry_run.runtime_memory import runtime_memory
+from megatron.simulator.machines.machine import Calibration, Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 from megatron.training.pretrain import main
+from megatron.training.report.memory_picture import readable
 from tests.distributed.training_runs import LLAMA
 
 TINY = (
@@ -153,6 +157,29 @@ def test_a_world_of_16384_ranks(data):
     assert [report.rank for report in found.ranks] == [0, world // 2, world * 3 // 4]
     assert found.fits and found.predicted_seconds > 0
     assert all(report.figures.communication[axis] > 0 for report in found.ranks for axis in ("tp", "ulysses", "ring"))
+
+
+def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
+    """20 GiB allocated, 30 or 22 reserved: on 25 GiB the constant of the machine's file would say 5 to spare."""
+    config, gib = parse(f"{TINY} --seq-length 64 --max-position-embeddings 64 --bf16".split(), LLAMA, 1), 2**30
+    machine = replace(load("A100-80G"), memory=25 * gib, reserved=0)
+    peaks = {"forward": {"activations": 20 * gib}}
+    reserved = {"default": 30.0 * gib, "expandable_segments": 22.0 * gib}
+    one = RankReport(0, "first", (1, 1), (1, 1), Figures(peaks, 0, 0, {}, {}, {}, {}, {}, reserved), None, None)
+
+    def told(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
+        reasons = list(too_full(config, [report], 1, machine))
+        return reasons, verdict(DryRun(config, 1, machine, [report], 1.0, 0.5, not reasons, tuple(reasons)))
+
+    own = runtime_memory(config, 1, machine).total
+    reasons, (default, expandable) = told(machine, one)
+    assert not reasons
+    assert "default allocator it does not fit: 5.5 GiB of device memory are lacking" in default
+    assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
+    (reason,), lines = told(replace(machine, memory=21 * gib), one)
+    assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
+    reasons, (line,) = told(machine, replace(one, figures=replace(one.figures, reserved={})))
+    assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
 
 
 def test_the_program_writes_what_it_found(tmp_path, capsys):

@@ -34,6 +34,10 @@ MHA = replace(GQA, layers=2, kv_heads=8, vocab=2048)
 LONG, MANY_WORDS = replace(GQA, layers=10), replace(GQA, vocab=16384)
 STREAMED = {"fpdt_chunk": 512, "recompute": "full", "stream_hidden": True}
 OPT = Shape(4, 256, 1024, 8, 8, 32, 512, gated=False, bias=True, layer_norm=True, tied=True, positions=2048)
+BLOCK = {"recompute": "full", "recompute_method": "block", "recompute_layers": 2}
+IN_RUNS = {"recompute": "full", "recompute_layers": 2, "ffn_chunks": 4}
+UNITS = {"recompute": "full", "recompute_layers": 2, "fpdt_chunk": 512, "data": 2}
+SOME_LAYERS = {"fpdt_chunk": 512, "data": 2, **BLOCK}
 
 
 def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: int) -> Case:
@@ -55,6 +59,10 @@ USUAL = [
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
+    case("fpdt on the device, units of two", GQA, S(fpdt_offload=False, zero=3, **UNITS), 2, itemsize=2),
+    case("fpdt, units of two, offloaded", GQA, S(offload_checkpoints=True, zero=2, **UNITS), 2, itemsize=2),
+    case("fpdt, some layers, offloaded", GQA, S(offload_checkpoints=True, zero=3, **SOME_LAYERS), 2, itemsize=2),
+    case("ffn in runs, units of two, offloaded", GQA, S(**IN_RUNS, offload_checkpoints=True)),
 ]
 FULL = [  # what they are made of is met above
     case("two samples", TWO, S(micro_batch=2), 2),
@@ -79,6 +87,10 @@ FULL = [  # what they are made of is met above
     case("ring", TWO, S(ring=2, data=2), 2, rank=1),
     case("fpdt on the device", GQA, S(fpdt_chunk=512, fpdt_offload=False)),
     case("pipeline, recomputed", GQA, S(pipeline=4, recompute="full"), 8),
+    case("fpdt, units of four", GQA, S(zero=3, **{**UNITS, "recompute_layers": 4}), 2, itemsize=2),
+    case("ffn in runs, some layers", GQA, S(ffn_chunks=4, **BLOCK)),
+    case("zero 3, some layers", GQA, S(zero=3, data=2, **BLOCK), 2),
+    case("fpdt, offloaded, nothing recomputed", GQA, S(fpdt_chunk=512, fpdt_offload=False, offload_checkpoints=True)),
 ]
 CASES = USUAL + FULL
 SOME = 4  # cases that one process measures

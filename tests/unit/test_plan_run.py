@@ -18,11 +18,13 @@ from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.documents import packed
 from megatron.simulator.planner.failures import Rates, best_interval, checkpoint_bytes, interrupted
+from megatron.simulator.planner.offers import best_of, offers, offers_table
 from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import Request
 from megatron.simulator.planner.run import Prices, Terms, chosen, run_of
 from megatron.simulator.planner.search import search
 from megatron.simulator.planner.search_space import Limits
+from megatron.simulator.planner.words import winning
 from megatron.training.refusal import Refusal
 from tools import plan
 
@@ -59,6 +61,7 @@ def test_ffn_in_runs_fits_where_nothing_did() -> None:
 
 def test_as_few_layers_are_recomputed_as_fit() -> None:
     limits = Limits(tensor=(1,), ulysses=(8,), data=(1,), zero=(3,), fpdt_chunk=(0,), recompute=("block",))
+    limits = replace(limits, ffn_chunks=False)
     asked = Problem(Request(("--model", "llama3-8b"), 1).workload(160 * K), 8, A100, limits)
     best = search(asked, near=1.0).plans[0]
     s = best.strategy
@@ -101,6 +104,55 @@ def test_keys_of_packed_documents_are_counted() -> None:
         > packed("mean:8K", 1 << 17).keys
         > packed("mean:8K", 1 << 17, 999).keys
     )
+
+
+def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
+    """Counted token by token; and what several samples in a micro-batch cost then."""
+    found = packed("mean:64", 256)
+    draw, length, ring = random.Random(0), 256, 4
+    left, samples = 0, []
+    for _ in range(512):
+        seen = []
+        while len(seen) < length:
+            left = left or max(1, round(draw.expovariate(1 / 64)))
+            part = min(left, length - len(seen))
+            seen += range(1, part + 1)
+            left -= part
+        blocks = [sum(seen[block * 32 : (block + 1) * 32]) for block in range(2 * ring)]
+        samples.append([blocks[rank] + blocks[-1 - rank] for rank in range(ring)])
+    pairs = [[a + b for a, b in zip(one, next_)] for one, next_ in zip(samples, samples[1:] + samples[:1])]
+    expected = sum(map(max, pairs)) / (sum(map(sum, pairs)) / ring)
+    assert found.uneven[1][:2] == (1.0, pytest.approx(expected)) and expected > 1.2
+    assert packed("mean:64", 256, 32).uneven[1][0] > 1.1  # a window's parts are contiguous
+
+    workload = Request(("--model", "llama3-8b"), 64, "mean:4K").workload(32 * K)
+    two = Strategy(tensor=2, ring=4, data=2, micro_batch=2)
+    assert two.busiest(workload) == pytest.approx(1.40, abs=0.02)
+    assert replace(two, micro_batch=1).busiest(workload) == replace(two, ring=1).busiest(workload) == 1
+    assert Strategy(ring=3, micro_batch=3).busiest(workload) == workload.uneven[1][2]
+    even = estimate(replace(workload, uneven=()), two, A100)
+    waits = estimate(workload, two, A100).parts["attention"] / even.parts["attention"]
+    assert 1.3 < waits < 1.5
+    problem = Problem(workload, 16, A100, Limits(ring=(4,), micro_batch=(2,)))
+    assert "1.39 times the attention of the mean" in winning(priced(problem, two), problem)
+
+
+def test_an_offer_that_leaves_too_little_comes_after_the_others() -> None:
+    """The second is faster and leaves a byte less than it should."""
+    limits = Limits(tensor=(1,), ulysses=(8,), zero=(3,), recompute=("full",), fpdt_chunk=(0,), offload=False)
+    workload = Request(("--model", "llama3-8b")).workload(96 * K)
+    first = Problem(workload, 8, A100, limits)
+    second = replace(first, gpus=16)
+    second = replace(second, spare=search(second, near=1.0).plans[0].margin + 1)
+    found = offers([first, second], 1, None, near=1.0)
+    assert [offer.plan.tight for offer in found] == [False, True]
+    assert found[1].plan.seconds < found[0].plan.seconds
+    assert best_of(found, None) is found[0] and best_of(found[1:], None) is found[1]
+    table = offers_table(found, found[0], None)
+    assert [("less than the --margin of" in cell) for cell in table.columns[2].cells] == [False, True]
+    terms = Terms(1e9, deadline=run_of(found[0].plan, first, Terms(1e9)).seconds * 0.99)
+    hurried = offers([first, second], 1, terms, near=1.0)
+    assert best_of(hurried, terms) is hurried[1]
 
 
 def test_lengths_are_read_from_a_file_and_from_the_index_of_a_dataset(tmp_path: Path) -> None:
@@ -195,6 +247,7 @@ def test_a_run_is_told_with_its_cost_and_its_command_saves(capsys: pytest.Captur
         ("--train-tokens 1B --failures {wrong}", "gpu_hours_per_failure"),
         ("--margin 200%", "--margin 200%"),
         ("--documents nowhere", "--documents nowhere"),
+        ("--documents mean:4K --confirm", "--confirm with --documents"),
         ("--window x", "--window x"),
     ],
 )

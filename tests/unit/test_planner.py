@@ -82,6 +82,28 @@ def test_plans_are_accepted_by_the_program(model: str, length: int, batch: int, 
         assert config.data.global_batch_size == batch
 
 
+def test_units_and_some_layers_go_with_every_other_saving() -> None:
+    """The first way of each kind, and it is accepted."""
+    asked = problem("llama3-8b", 512 * K, 1, 8)
+    kinds = {}
+    for s in savings(Strategy(ulysses=8, zero=3), asked.workload):
+        method = (s.recompute_method, s.recompute_layers > 1) if s.recompute == "full" else s.recompute
+        fpdt = s.fpdt_chunk and ("streamed" if s.stream_hidden else "host" if s.fpdt_offload else "device")
+        kinds.setdefault((method, fpdt or "none", s.offload_checkpoints, s.ffn_chunks > 0), s)
+    units, block, both = ("uniform", True), ("block", True), (False, True)
+    wanted = {(units, fpdt, offloaded, False) for fpdt in ("device", "host") for offloaded in both}
+    wanted |= {(units, "none", offloaded, runs) for offloaded in both for runs in both}
+    wanted |= {(block, "device", offloaded, False) for offloaded in both} | {
+        (block, "none", False, runs) for runs in both
+    }
+    wanted |= {(units, "streamed", False, False)}
+    assert wanted <= set(kinds)
+    for kind in wanted:
+        flags = training_flags(asked.workload, kinds[kind])
+        parse([*Request(("--model", "llama3-8b")).program_flags(512 * K), *flags, *JOB[2:]], None, 8)
+    assert {s.recompute_layers for s in savings(Strategy(), asked.workload)} >= {1, 2, 4, 8, 16}
+
+
 def test_no_grid_is_forgotten() -> None:
     """Whatever sizes the program accepts for 12 ranks are among the grids, and no others."""
     workload = Workload(replace(LLAMA3, layers=12, heads=24, kv_heads=6, ffn=4 * 3072, hidden=3072), 3 * K, 6)
@@ -129,6 +151,13 @@ def test_nothing_beats_the_winner(model: str, length: int, batch: int, gpus: int
         if plan.strategy.recompute_method == "uniform":  # of some layers, fewer may do than the eighths that are tried
             assert plan.seconds == pytest.approx(best[plan.grid], rel=2e-3)
         assert plan.fits and device_memory(asked.workload, plan.strategy).total <= asked.machine.usable_memory
+
+
+def test_a_unit_whose_weights_are_too_many_does_not_end_the_search() -> None:
+    limits = Limits(tensor=(4,), data=(8,), micro_batch=(2,), zero=(3,))
+    asked = replace(problem("llama3-70b", 4 * K, 64, 32, "A100-40G"), limits=limits)
+    s = search(asked, near=1.0).plans[0].strategy
+    assert (s.recompute, s.recompute_layers, s.offload_checkpoints) == ("full", 1, True)
 
 
 def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:

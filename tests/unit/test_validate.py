@@ -569,6 +569,10 @@ def test_stages_that_cannot_be_cut_so(flags: str, words: str):
             "units of --recompute-num-layers 4 .* 3 and 5",
         ),
         ("--num-layers 6 --recompute-num-layers 2", "does not cut stages of 3 layers: use 1"),
+        (
+            "--num-layers 6 --recompute-num-layers 2 --fpdt --fpdt-chunk-size 32",
+            "does not cut stages of 3 layers: use 1",
+        ),
         ("--recompute-num-layers 6", "more than the 4 layers of a stage: use at most 4"),
         (
             "--num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2 "

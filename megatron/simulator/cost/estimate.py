@@ -96,7 +96,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     held = states(shape, strategy, busiest_stage(strategy))
     parts: Parts = {}
     forward, backward = {}, {}  # of a layer, or the mean of two kinds
-    sample = _sample(workload, strategy.slowest(workload))
+    sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
     for how, layers in strategy.layer_kinds(held.layers):
         passes = priced_layer(sample, _of_a_layer(how), machine, program)
         for mean, one in zip((forward, backward), passes):
@@ -125,7 +125,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
 
 def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> float:
     """Of all layers and both ends in a micro-batch, on one pipeline stage: what ways to save memory differ by."""
-    sample = _sample(workload, strategy.slowest(workload))
+    sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
     took = sum(map(sum, (part.values() for part in priced_ends(sample, _of_the_ends(strategy), machine))))
     for how, layers in strategy.layer_kinds(workload.shape.layers):
         took += layers * sum(map(sum, (part.values() for part in priced_layer(sample, _of_a_layer(how), machine))))
@@ -204,9 +204,9 @@ def _of_the_ends(strategy: Strategy) -> Strategy:
 
 @lru_cache(maxsize=1024)
 def _sample(workload: Workload, slowest: float) -> Workload:
-    """A sample of the busiest data-parallel rank."""
+    """A sample of the busiest data-parallel rank, on its ring's busiest rank."""
     keys = min(workload.keys * slowest, workload.seq_length / 2)
-    return replace(workload, global_batch=1, keys=keys, spread=0.0)
+    return replace(workload, global_batch=1, keys=keys, spread=0.0, uneven=())
 
 
 @lru_cache(maxsize=65536)

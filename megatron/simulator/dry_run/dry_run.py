@@ -19,6 +19,7 @@ from megatron.simulator.dry_run.figures import Figures, figures, grown, with_res
 from megatron.simulator.dry_run.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.one_rank import micro_batches, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
+from megatron.simulator.dry_run.runtime_memory import needed_by_setting
 from megatron.simulator.dry_run.steady import Stretch, Unsteady, stretch_of
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, together
 from megatron.simulator.machines.machine import Machine
@@ -125,7 +126,7 @@ def dry_run(
         return DryRun(config, world_size, None, reports)
     step = together(config, {report.stage: report.program for report in reports}, reports[0].micro_batches[0])
     seconds = step.seconds if len(step.stages) > 1 else reports[0].figures.seconds["step"]
-    reasons = tuple(_too_full(config, reports, world_size, machine))
+    reasons = tuple(too_full(config, reports, world_size, machine))
     model = step_flops(config, vocab_size).model * config.data.global_batch_size
     mfu = model / (seconds * world_size * machine.peak["bf16"])
     return DryRun(config, world_size, machine, reports, seconds, mfu, not reasons, reasons, step)
@@ -212,11 +213,19 @@ def _unit(config: Config) -> int:
     return (unit or 1) * (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
 
 
-def _too_full(config: Config, reports: list[RankReport], world_size: int, machine: Machine) -> Iterator[str]:
+def too_full(config: Config, reports: list[RankReport], world_size: int, machine: Machine) -> Iterator[str]:
+    """Why a step does not fit. With a GPU's allocator replayed, the better of its settings decides."""
     gib = 2**30
     for report in reports:
         device, host = report.figures.device_peak, report.figures.host_peak * min(machine.gpus, world_size)
-        if device > machine.usable_memory:
+        needed = needed_by_setting(report.figures.reserved, config, world_size, machine)
+        if needed and min(needed.values()) > machine.memory:
+            yield (
+                f"rank {report.rank} needs {min(needed.values()) / gib:,.1f} GiB of device memory: {device / gib:,.1f} "
+                f"allocated, what PyTorch's allocator reserves besides, context and NCCL; {machine.name} has "
+                f"{machine.memory / gib:,.1f}"
+            )
+        elif not needed and device > machine.usable_memory:
             yield (
                 f"rank {report.rank} needs {device / gib:,.1f} GiB of device memory, {machine.name} has "
                 f"{machine.usable_memory / gib:,.1f} for a program"

@@ -16,7 +16,7 @@ from megatron.simulator.cost.jitter import Jitter, spread, told
 from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
-from megatron.simulator.dry_run.runtime_memory import ASSUMED, runtime_memory
+from megatron.simulator.dry_run.runtime_memory import ASSUMED, needed_by_setting, runtime_memory
 from megatron.training.refusal import Refusal
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
 
@@ -45,10 +45,39 @@ def show(result: DryRun, console: Console, jitter: Jitter | None = None) -> None
         )
     for reason in result.reasons:
         console.print(f" > does not fit: {reason}")
-    if result.fits:
-        fullest = max(report.figures.device_peak for report in result.ranks)
-        left = result.machine.usable_memory - fullest
-        console.print(f" > it fits, with {readable(left)} of device memory to spare")
+    for line in verdict(result):
+        console.print(f" > {line}")
+
+
+ALLOCATORS = {
+    "default": "PyTorch's default allocator",
+    "expandable_segments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+}
+
+
+def verdict(result: DryRun) -> list[str]:
+    """With which of the allocator's settings a step fits on the fullest rank's device, and by how much."""
+    machine, sizes = result.machine, [needed(result, report) for report in result.ranks]
+    if not all(sizes):
+        left = machine.usable_memory - max(report.figures.device_peak for report in result.ranks)
+        return [f"it fits, with {readable(left)} of device memory to spare"] if result.fits else []
+    lines = []
+    for setting, name in ALLOCATORS.items():
+        left = machine.memory - max(one[setting] for one in sizes)
+        says = f"it fits, with {readable(left)} of device memory to spare"
+        if left < 0:
+            says = f"it does not fit: {readable(-left)} of device memory are lacking"
+        elif not result.fits:
+            says = f"the device's memory would do, with {readable(left)} to spare"
+        lines.append(f"with {name} {says}")
+    return lines
+
+
+def needed(result: DryRun, report: RankReport) -> dict[str, float]:
+    """Bytes of a device that a rank's process takes, by the allocator's setting; empty where that is not known."""
+    if result.machine is None:
+        return {}
+    return needed_by_setting(report.figures.reserved, result.config, result.world_size, result.machine)
 
 
 def unequal(result: DryRun, jitter: Jitter) -> str:
@@ -119,6 +148,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
                 "device_peak_by_kind": report.figures.device_peak_by_kind,
                 "host_peak_bytes": round(report.figures.host_peak),
                 "reserved_bytes": {name: round(size) for name, size in report.figures.reserved.items()},
+                "needed_bytes": {name: round(size) for name, size in needed(result, report).items()},
                 "flops": report.figures.flops,
                 "communication_bytes": {axis: round(size) for axis, size in report.figures.communication.items()},
                 "host_copy_bytes": {to: round(size) for to, size in report.figures.copies.items()},

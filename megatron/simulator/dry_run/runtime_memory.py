@@ -50,3 +50,13 @@ def runtime_memory(config: Config, world_size: int, machine: Machine) -> Runtime
     nccl = sum(2 * NCCL_BUFFER * (CHANNELS if span <= machine.gpus else NETWORK_CHANNELS * 2) for _, span in used)
     cublas = 32 * MIB if machine.capability >= (9, 0) else 8 * MIB + 16 * 1024
     return RuntimeMemory(CONTEXT, cublas, nccl, len(used))
+
+
+def needed_by_setting(
+    reserved: dict[str, float], config: Config, world_size: int, machine: Machine
+) -> dict[str, float]:
+    """Bytes of a device that a rank's process takes, by the allocator's setting; empty where it was not replayed."""
+    if not reserved or not machine.is_gpu:
+        return {}
+    own = runtime_memory(config, world_size, machine).total
+    return {setting: size + own for setting, size in reserved.items()}

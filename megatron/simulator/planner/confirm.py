@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Confirmation:
-    """A plan, and what its dry run came to: the largest of all ranks in bytes, and seconds a step."""
+    """A plan, and what its dry run came to: the largest of all ranks in bytes, and seconds a step.
+
+    Attributes:
+        device: allocated; process: all that the GPU holds, with the allocator's better setting, 0: not known.
+    """
 
     plan: Plan
     device: int
@@ -32,6 +36,7 @@ class Confirmation:
     seconds: float
     mfu: float
     fits: bool
+    process: int = 0
 
     def table(self) -> Table:
         table = Table("", "planned", "dry run", "difference", title="Plan and dry run", title_justify="left")
@@ -51,7 +56,8 @@ class Confirmation:
     def narrowed(self, problem: Problem) -> Problem:
         """The problem with less memory: what the dry run took beyond the plan is set aside."""
         machine, node = problem.machine, problem.gpus_per_node
-        more = max(self.device - self.plan.memory.total, 0)
+        more = max(self.device, self.process - machine.reserved) - self.plan.memory.total
+        more = max(more, 0)
         host = max(self.host - self.plan.memory.host, 0) * node
         lent = replace(machine, reserved=machine.reserved + more, host_memory=machine.host_memory - host)
         return replace(problem, machine=lent)
@@ -76,7 +82,8 @@ def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
         found = json.loads(file.read_text())
     device = max(rank["device_peak_bytes"] for rank in found["ranks"])
     host = max(rank["host_peak_bytes"] for rank in found["ranks"])
-    return Confirmation(plan, device, host, found["predicted_ms"] / 1e3, found["mfu"], found["fits"])
+    process = max(min(rank.get("needed_bytes", {}).values(), default=0) for rank in found["ranks"])
+    return Confirmation(plan, device, host, found["predicted_ms"] / 1e3, found["mfu"], found["fits"], process)
 
 
 def _difference(ours: float, theirs: float) -> str:

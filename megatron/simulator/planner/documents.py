@@ -24,14 +24,19 @@ from megatron.training.refusal import Refusal
 INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron-LM's datasets begins
 DRAWS = 100_000  # documents at most that are drawn
 FEWEST, MOST = 16, 512  # samples that are packed
+RINGS = (2, 4, 8, 16, 32, 64)
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+PARTS = 2 * RINGS[-1]  # of a sample, whose pairs are counted: two for each rank of the longest ring
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Of samples: keys that a token sees on average; standard deviation of that over its mean, among samples."""
+    """Of samples: keys that a token sees on average; standard deviation of that over its mean, among samples; and what
+    the busiest rank of a ring computes over the mean of its ranks, by ``RINGS`` and ``MICRO_BATCHES``."""
 
     keys: float
     spread: float
+    uneven: tuple[tuple[float, ...], ...] = ()
 
 
 @lru_cache(maxsize=64)
@@ -49,17 +54,57 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
         return Packed(_keys(seq_length, window) / seq_length, 0.0)
     draw, mean = _lengths(documents)
     count = max(FEWEST, min(MOST, int(DRAWS * mean / seq_length)))
-    left, pairs = 0, []
+    bounds = [seq_length * part // PARTS for part in range(1, PARTS + 1)]
+    left, samples = 0, []
     for _ in range(count):
-        room, total = seq_length, 0.0
-        while room:
+        start, total, before, parts = 0, 0.0, 0.0, []
+        while start < seq_length:
             left = left or draw()
-            part = min(left, room)
-            total += _keys(part, window)
-            left, room = left - part, room - part
-        pairs.append(total / seq_length)
+            end = min(start + left, seq_length)
+            while len(parts) < PARTS and bounds[len(parts)] <= end:
+                so_far = total + _keys(bounds[len(parts)] - start, window)
+                parts.append(so_far - before)
+                before = so_far
+            total += _keys(end - start, window)
+            left, start = left - (end - start), end
+        samples.append(parts)
+    pairs = [sum(parts) / seq_length for parts in samples]
     keys = fmean(pairs)
-    return Packed(keys, pstdev(pairs) / keys)
+    return Packed(keys, pstdev(pairs) / keys, _uneven(samples, zigzag=not window))
+
+
+def _uneven(samples: list[list[float]], *, zigzag: bool) -> tuple[tuple[float, ...], ...]:
+    """A ring waits for its busiest rank in each micro-batch: the mean over micro-batches of the most pairs over the
+    mean's.
+
+    Documents of one sample are dealt so that all have as many (layout/documents.py); several samples go round in
+    zigzag, since each would be dealt in its own way, and a window's in contiguous parts, as the program settles it.
+    """
+    table = []
+    for ring in RINGS:
+        wide = PARTS // (2 * ring)
+        ranks = [  # pairs of each rank, of each sample
+            [
+                sum(parts[rank * wide : (rank + 1) * wide])
+                + sum(parts[(2 * ring - 1 - rank) * wide : (2 * ring - rank) * wide])
+                if zigzag
+                else sum(parts[2 * rank * wide : 2 * (rank + 1) * wide])
+                for rank in range(ring)
+            ]
+            for parts in samples
+        ]
+        row = []
+        for batch in MICRO_BATCHES:
+            if batch == 1 and zigzag:
+                row.append(1.0)
+                continue
+            together = [  # samples that follow each other, the first after the last
+                [sum(of_rank) for of_rank in zip(*(ranks[(first + i) % len(ranks)] for i in range(batch)))]
+                for first in range(len(ranks))
+            ]
+            row.append(sum(map(max, together)) * ring / sum(map(sum, together)))
+        table.append(tuple(row))
+    return tuple(table)
 
 
 def _keys(length: int, window: int) -> float:

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.planner.plans import Plan, Problem
-from megatron.simulator.planner.run import Run, Terms, days, money, run_of
+from megatron.simulator.planner.run import Run, Terms, chosen, days, money, run_of
 from megatron.simulator.planner.search import Found, search
-from megatron.simulator.planner.words import words
+from megatron.simulator.planner.words import gib, words
+from megatron.training.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,36 @@ def offers(problems: Sequence[Problem], top: int, terms: Terms | None, near: flo
     return made
 
 
+def best_of(found: Sequence[Offer], terms: Terms | None) -> Offer:
+    """The fastest step, or what the whole run is best on. One that leaves less than it should comes after all others.
+
+    Raises:
+        Refusal: none is soon, or cheap, enough.
+    """
+    roomy = [offer for offer in found if not offer.plan.tight]
+    for offers in (roomy, found):
+        if not offers:
+            continue
+        if terms is None:
+            return min(offers, key=lambda offer: offer.plan.seconds)
+        try:
+            run = chosen([offer.run for offer in offers], terms)
+        except Refusal:
+            if len(offers) == len(found):
+                raise
+            continue
+        return next(offer for offer in offers if offer.run is run)
+    raise ValueError("no offers")
+
+
 def offers_table(found: Sequence[Offer], best: Offer, terms: Terms | None) -> Table:
     table = Table("", "GPUs", "plan", "a step", title="GPUs to choose from", title_justify="left")
     for name in ("the run", "cost") if terms else ():
         table.add_column(name, justify="right", no_wrap=True)
     for offer in found:
-        problem, row = offer.problem, [words(offer.plan.strategy), duration(offer.plan.seconds)]
+        problem, plan = offer.problem, offer.plan
+        short = f" (leaves {gib(plan.margin)}, less than the --margin of {gib(problem.spare)})" if plan.tight else ""
+        row = [words(plan.strategy) + short, duration(plan.seconds)]
         if offer.run:
             late = bool(terms.deadline) and offer.run.seconds > terms.deadline
             dear = bool(terms.budget) and offer.run.cost > terms.budget

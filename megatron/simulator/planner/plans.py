@@ -112,7 +112,10 @@ def fullest(workload: Workload, strategy: Strategy) -> Memory:
 
 
 def too_much_model(fit: Fit) -> bool:
-    """Whether model states alone are too much for a device, whatever is saved of the rest."""
+    """Whether model states alone are too much for a device, whatever is saved of the rest. Units of several layers do
+    not tell: ZeRO 3 gathers all weights of one."""
+    if fit.strategy.recompute_method == "uniform" and fit.strategy.recompute_layers > 1:
+        return False
     return fit.memory.total - fit.memory.activations - fit.memory.temporary > fit.room
 
 

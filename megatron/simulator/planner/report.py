@@ -81,6 +81,7 @@ class Report:
             "stream_hidden": s.stream_hidden,
             "tight": plan.tight,
             "tokens_per_second": plan.estimate.tokens_per_second,
+            "ring_imbalance": s.busiest(self.problem.workload),
             "seconds_by_part": plan.estimate.parts,
         }
 

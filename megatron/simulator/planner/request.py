@@ -48,7 +48,8 @@ class Request:
         if not self.documents and not 0 < self.window < seq_length:
             return Workload(shape, seq_length, self.global_batch)
         found = packed(self.documents, seq_length, self.window)
-        return Workload(shape, seq_length, self.global_batch, keys=found.keys, spread=found.spread)
+        counted = {"keys": found.keys, "spread": found.spread, "uneven": found.uneven}
+        return Workload(shape, seq_length, self.global_batch, **counted)
 
     def program_flags(self, seq_length: int) -> list[str]:
         """The model's flags, as they go into a command."""

@@ -6,7 +6,7 @@ What is refused is what training/validate*.py refuse; tests hold the two togethe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import ceil
@@ -19,8 +19,9 @@ FPDT_CHUNKS = tuple(2**power for power in range(14, 20))  # 16K to 512K tokens
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 LOSS_CHUNK_TOKENS = 1024  # of a rank, in a chunk of the loss that the planner proposes without FPDT
 FFN_CHUNK_TOKENS = 4096  # of a rank, in a run of the FFN that the planner proposes without FPDT
-UNITS = (2, 4, 8)  # layers in a recomputed unit, beside one
+UNITS = (2, 4, 8, 16)  # layers in a recomputed unit, beside one
 EIGHTHS = range(1, 8)  # of a stage's layers, that are recomputed one by one (--recompute-method block)
+QUARTERS = range(2, 8, 2)  # the same with FPDT; as few as fit are found from there
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,15 @@ def savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> It
     yield from plain_savings(grid, workload, limits)
     yield from whole_savings(grid, workload, limits)
     yield from chunked_savings(grid, workload, limits)
+    yield from united_savings(grid, workload, limits)
 
 
 def chunked_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """Those with FPDT."""
     for recompute in chosen(("none", "full"), limits.recompute):
         yield from _chunked(grid.but(recompute=recompute), workload, limits)
+    for way in _of_some(grid.but(recompute="full"), workload, limits, QUARTERS):
+        yield from (found for found in _chunked(way, workload, limits) if not found.fpdt_offload)
 
 
 def plain_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
@@ -145,18 +149,31 @@ def whole_savings(grid: Strategy, workload: Workload, limits: Limits = Limits())
                 yield way
             if recompute == "full" and limits.offload:
                 yield way.but(offload_checkpoints=True)
-    yield from _in_units(grid.but(recompute="full", loss_chunks=losses[-1]), workload, limits)
+    for way in _of_some(grid.but(recompute="full", loss_chunks=losses[-1]), workload, limits, EIGHTHS):
+        yield from (way.but(ffn_chunks=ffn_chunks) for ffn_chunks in runs)
 
 
-def _in_units(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
-    """Full recompute of several layers together, and of some layers alone."""
+def united_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+    """Full recompute of several layers together, with and without FPDT: none takes less time than layer by layer."""
     layers = workload.shape.layers // grid.pipeline
-    if allowed("full", limits.recompute):
-        for unit in UNITS:
-            if unit < layers and layers // grid.virtual % unit == 0:
-                yield grid.but(recompute_layers=unit)
+    if not allowed("full", limits.recompute):
+        return
+    losses, runs = _pieces(grid, workload, limits)
+    for unit in UNITS:
+        if unit >= layers or layers // grid.virtual % unit:
+            continue
+        way = grid.but(recompute="full", recompute_layers=unit)
+        if allowed(0, limits.fpdt_chunk):
+            for ffn_chunks, offload in product(runs, (False, True) if limits.offload else (False,)):
+                yield way.but(loss_chunks=losses[-1], ffn_chunks=ffn_chunks, offload_checkpoints=offload)
+        yield from _chunked(way, workload, limits)
+
+
+def _of_some(grid: Strategy, workload: Workload, limits: Limits, eighths: Iterable[int]) -> Iterator[Strategy]:
+    """Full recompute of some layers alone."""
+    layers = workload.shape.layers // grid.pipeline
     if allowed("block", limits.recompute) and grid.virtual == 1:
-        for again in sorted({ceil(layers * eighths / 8) for eighths in EIGHTHS}):
+        for again in sorted({ceil(layers * part / 8) for part in eighths}):
             if again < layers:
                 yield grid.but(recompute_method="block", recompute_layers=again)
 

@@ -13,12 +13,19 @@ from heapq import heapify, heappop, heapreplace
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import pass_seconds
 from megatron.simulator.machines.machine import Machine
-from megatron.simulator.planner.search_space import Limits, chunked_savings, moved, plain_savings, whole_savings
+from megatron.simulator.planner.search_space import (
+    Limits,
+    chunked_savings,
+    moved,
+    plain_savings,
+    united_savings,
+    whole_savings,
+)
 
 NEVER_FASTER = 0.99  # of a step whose FFN runs again on its way back: FPDT, whose chunked loss may win a little
 ROUNDING = 1 - 1e-9  # of a simpler way's price, so that sums in another order hide nothing
 
-GROUPS = (plain_savings, whole_savings, chunked_savings)
+GROUPS = (plain_savings, whole_savings, chunked_savings, united_savings)
 
 Entry = tuple[float, int, Strategy]
 """Seconds of a micro-batch, number of a way, the way."""
@@ -82,7 +89,8 @@ def from_the_fastest(
     """All savings on a grid. Their order does not hang on ZeRO, DP, PP: it is found once for many grids.
 
     Nothing is faster than a step in which nothing is computed twice, and FPDT, which computes projections and FFN again
-    on their way back, not than one whose FFN is: groups of ways wait for that.
+    on their way back, not than one whose FFN is: groups of ways wait for that. Units of several layers wait until
+    layer by layer is to be recomputed.
     """
     alike = base.but(data=1, pipeline=1, virtual=1, zero=1)
     groups, places = [_ranked(workload, alike, machine, limits, plain_savings, orders)], [0]
@@ -91,6 +99,7 @@ def from_the_fastest(
     later = [(least, whole_savings)]
     if limits.fpdt_chunk != (0,):
         later.append((least, chunked_savings))
+    united = False
     while True:
         heads = [(entry, index) for index, ways in enumerate(groups) if (entry := ways.at(places[index]))]
         if later and (not heads or min(heads)[0][0] > later[0][0]):
@@ -100,9 +109,15 @@ def from_the_fastest(
             if later:  # now that the FFN in runs is priced
                 later = [(NEVER_FASTER * pass_seconds(workload, alike.but(ffn_chunks=1), machine), chunked_savings)]
             continue
+        way = min(heads)[0][2] if heads else None
+        if not united and (way is None or (way.recompute == "full" and way.recompute_method == "uniform")):
+            united = True
+            groups.append(_ranked(workload, alike, machine, limits, united_savings, orders))
+            places.append(0)
+            continue
         if not heads:
             return
-        (_, _, way), index = min(heads)
+        _, index = min(heads)
         places[index] += 1
         suited = moved(way, base, workload)
         if suited is not None:

@@ -113,6 +113,8 @@ def winning(plan: Plan, problem: Problem) -> str:
     if memory.host:
         node = problem.gpus_per_node
         text += f" Offloading takes {gib(node * memory.host)} of a node's host memory."
+    if (busiest := plan.strategy.busiest(problem.workload)) > 1.005:
+        text += f" Documents leave the ring's busiest rank {busiest:.2f} times the attention of the mean."
     return text
 
 

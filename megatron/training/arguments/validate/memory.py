@@ -33,7 +33,7 @@ def check_recompute(config: Config) -> None:
                 f"--recompute-num-layers {layers} is more than the {max(stages)} layers of a stage: use at most "
                 f"{max(stages)}"
             )
-        if method == "uniform" and not config.chunks.fpdt and any(count % layers for count in stages):
+        if method == "uniform" and any(count % layers for count in stages):
             raise Refusal(  # megatron-core's last unit would reach beyond the stage
                 f"--recompute-method uniform in units of --recompute-num-layers {layers} does not cut stages of "
                 f"{' and '.join(map(str, sorted(set(stages))))} layers: use {gcd(gcd(*stages), layers)}"
