@@ -122,6 +122,7 @@ def run_rank(
             schedule = build_schedule(optimizer, config)
             for chunk in wrapped:
                 chunk.train()
+                as_in_later_steps(chunk)
             ends.callback(dissolve, wrapped, optimizer)
             if fp8:
                 in_fp8(wrapped, fp8, watch)
@@ -162,6 +163,14 @@ def run_rank(
                 timeline = with_growth(timeline, begin, end, stretch.times)
             changes = allocations(history)
         return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat, changes)
+
+
+def as_in_later_steps(chunk: nn.Module) -> None:
+    """Gradients travel as soon as they are there. In its first step core only counts how often each comes (once), and
+    sends all of them at the end (core/distributed/param_and_grad_buffer.py, ``is_first_batch``)."""
+    for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
+        group.is_first_batch = False
+        group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
 
 
 def allocations(history: History) -> list[tuple[int, int]]:
