@@ -41,6 +41,16 @@ def forward_loads(chunks: int, ring: int = 1, *, causal: bool = True, early_half
     return Loads(keys, chunks - 1 - (early > 0 and chunks % 2 == 0))
 
 
+def waiting_chunks(chunks: int, *, balanced: bool) -> int:
+    """Key chunks of a rank on a ring whose gradients are there, at most, before its queries of that chunk are done.
+
+    Going back by keys, queries are done when the last key chunk of any rank has been with them: on a contiguous ring
+    that is the very last. On a zigzag ring queries of the early half meet others' early half, on the first rank alone
+    those of the late half others' late one: of half of the chunks all wait but that last one.
+    """
+    return (chunks - 1) // 2 if balanced else chunks - 1
+
+
 def copied_bytes(chunks: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> CopiedBytes:
     """What FPDT moves in a training pass, under a causal mask, on a ring of one, in equal chunks.
 

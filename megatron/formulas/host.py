@@ -9,6 +9,7 @@ from math import ceil
 
 from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.chunks import chunks_of
+from megatron.formulas.copies import waiting_chunks
 from megatron.formulas.sizes import WIDE, heads_of
 from megatron.formulas.strategy import Strategy, Workload
 
@@ -62,8 +63,8 @@ def host_memory(
         if chunk_bytes and recomputed and block:
             chunk_bytes = one * ((keeping - 1) * flying + 1)
         on_ring, count = strategy.ring > 1, chunks_of(workload, strategy).attention
-        # dk and dv of chunks that wait: of all but the last, of a quarter on a zigzag ring; a mask may make all wait.
-        share = count - 1 if not on_ring or strategy.balance == "contiguous" else ceil(count / 4)
+        # dk and dv of chunks that wait; a mask may make all wait.
+        share = waiting_chunks(count, balanced=on_ring and strategy.balance == "zigzag")
         if on_ring or goes_by_keys(heads.local_q, heads.local_kv, itemsize):
             sums = query * (itemsize + WIDE)  # dout and dq
             share = share if on_ring else 0
@@ -79,7 +80,7 @@ def host_memory(
 
 def _layers(layers: int, strategy: Strategy, block: bool) -> tuple[int, int, int]:
     """Layers that keep chunks at once; hidden states saved for backward; streamed ones that come and go besides."""
-    passing = 3  # gradients, and the next state
+    passing = 2  # the gradients of output and input, or the next state and its own
     if strategy.recompute != "full":
         return layers, layers, passing
     unit = strategy.recompute_layers

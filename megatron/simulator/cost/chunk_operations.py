@@ -14,7 +14,7 @@ from math import ceil
 
 from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.communication import ring_keys_by_queries
-from megatron.formulas.copies import forward_loads
+from megatron.formulas.copies import forward_loads, waiting_chunks
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.cost.attention_operations import Attended, ring_backward, ring_forward
 from megatron.simulator.cost.operations import BF16, FP32, memory, tile
@@ -75,8 +75,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         ]
     # Queries begin to come when a block has: nothing hides the first ones.
     blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
-    # dk and dv that wait for their queries' turn: on a zigzag ring a quarter, on a contiguous one all but the last.
-    waiting = chunks - 1 if not a.balanced else ceil(chunks / 4)
+    waiting = waiting_chunks(chunks, balanced=a.balanced)
     last = min(blocks - chunks, met)  # pairs of a block: nothing more comes beside them
     begun = min(chunks - 1, met - last)  # sums of dq that begin: nothing of them comes
     return [

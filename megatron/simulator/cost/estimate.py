@@ -185,20 +185,26 @@ def _pipeline(
 
 
 # What neither feels: they share their price.
-_ANY = {"data": 1, "pipeline": 1, "zero": 1, "virtual": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}
+_ANY = {"data": 1, "pipeline": 1, "virtual": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def _summing(strategy: Strategy) -> int:
+    """A stage of ZeRO that sums gradients in the same way: 1 as DDP, 2 as FSDP."""
+    return 2 if strategy.zero > 1 else 1
 
 
 def _of_a_layer(strategy: Strategy) -> Strategy:
     """The strategy without what a layer does not feel, so that more of them share a price."""
     unit = min(strategy.recompute_layers, 2) if strategy.fpdt_chunk and strategy.recompute == "full" else 1
-    return strategy.but(loss_chunks=0, recompute_layers=unit, **_ANY)
+    return strategy.but(loss_chunks=0, recompute_layers=unit, zero=_summing(strategy), **_ANY)
 
 
 def _of_the_ends(strategy: Strategy) -> Strategy:
     """The same of what the embedding and the loss do not feel. FPDT derives the chunks of the loss from its own."""
     return strategy.but(
         recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
-        fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, **_ANY,
+        fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, zero=_summing(strategy),
+        **_ANY,
     )  # fmt: skip
 
 

@@ -145,16 +145,21 @@ def _leave(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[
     return [*([Segment(transfers=transfers, count=count)] if transfers else []), Segment((residual,), count=count)]
 
 
-def _weight_grad(name: str, tokens: float, n: int, k: int) -> tuple[Kernel, ...]:
-    """The product, added to the main gradients in fp32."""
-    return gemm(name + "_wgrad", n, k, tokens, backward=True), memory(
-        "main_grad", (BF16 + 2 * FP32) * n * k, backward=True
-    )
+def _weight_grad(name: str, strategy: Strategy, tokens: float, n: int, k: int, count: int) -> tuple[Kernel, ...]:
+    """The product, and what adds it up in fp32: DDP's main gradients; those of FSDP (which sums once a micro-batch,
+    when gradients travel) where a layer goes through in ``count`` pieces. Of these the first is made wide, and their
+    sum narrow."""
+    product, each = gemm(name + "_wgrad", n, k, tokens, backward=True), BF16 + 2 * FP32
+    if strategy.zero > 1 and strategy.fused:
+        if not (strategy.fpdt_chunk or (strategy.ffn_chunks and name.startswith("mlp"))):
+            return (product,)
+        each = (2 * (BF16 + FP32) + (count - 1) * each) / count
+    return product, memory("main_grad", each * n * k, backward=True)
 
 
 def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int) -> list[Segment]:
     dgrad = gemm(name + "_dgrad", tokens, shape.hidden, width, backward=True)
-    wgrad = _weight_grad(name, tokens, width, shape.hidden)
+    wgrad = _weight_grad(name, strategy, tokens, width, shape.hidden, count)
     return [
         Segment((dgrad,), entering(strategy, shape.hidden, tokens), count=count),
         Segment(wgrad, leaving(strategy, shape.hidden, tokens), count=count),
@@ -163,7 +168,7 @@ def _column_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, wid
 
 def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int) -> list[Segment]:
     dgrad = gemm(name + "_dgrad", tokens, width, shape.hidden, backward=True)
-    wgrad = _weight_grad(name, tokens, shape.hidden, width)
+    wgrad = _weight_grad(name, strategy, tokens, shape.hidden, width, count)
     return [
         *_enter(shape, strategy, tokens, count),
         Segment((dgrad, *wgrad), count=count),

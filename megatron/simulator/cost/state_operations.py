@@ -13,8 +13,8 @@ from megatron.simulator.cost.operations import BF16, FP32, collective, memory
 from megatron.simulator.cost.trace import Kernel, Transfer
 
 # An Adam step reads gradient, weight and two moments and writes three of these; then weights are read and written in
-# bf16. Before it, the gradient is read for its norm, and scaled into its own place. Bytes a parameter.
-ADAM_BYTES = 7 * FP32 + FP32 + BF16 + 3 * FP32
+# bf16. Before it, the gradient is read for its norm, scaled into memory of its own, and copied back. Bytes a parameter.
+ADAM_BYTES = 7 * FP32 + FP32 + BF16 + 5 * FP32
 
 
 @dataclass(frozen=True)

@@ -133,15 +133,22 @@ def dry_run(
 
 
 def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
-    """(rank, stage) of each kind: of a contiguous ring, the last rank, which sees the most keys."""
+    """(rank, stage) of each kind; of a ring, a rank that has the most to do.
+
+    A contiguous ring's last rank sees the most keys. A zigzag ring's first has the beginning of the sequence: under a
+    window fewer pairs than the others. Its queries meet keys of all ranks, so that with FPDT it is the slowest, but
+    none of its early chunks wait for others' keys, and its host holds less than its neighbour's.
+    """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
     stride = world_size // stages
+    neighbour = parallel.ulysses_parallel_size * parallel.tensor_model_parallel_size  # on the ring
+    zigzag = parallel.context_parallel_balance == "zigzag" and parallel.ring_parallel_size > 1
     inside = 0
     if parallel.context_parallel_balance == "contiguous":
-        inside = (
-            (parallel.ring_parallel_size - 1) * parallel.ulysses_parallel_size * parallel.tensor_model_parallel_size
-        )
+        inside = (parallel.ring_parallel_size - 1) * neighbour
+    elif zigzag and config.attention.window_size:
+        inside = neighbour
     kinds = {0: "first"}
     if stages > 2:
         kinds[stages // 2] = "middle"
@@ -149,6 +156,8 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
         kinds[stages - 1] = "last"
     for stage, name in kinds.items():
         yield stage * stride + inside, name
+    if zigzag and config.chunks.fpdt and not inside:
+        yield neighbour, "first"  # which has the most micro-batches in flight
 
 
 def layer_counts(config: Config) -> list[int | None]:
