@@ -69,7 +69,8 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
 def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     """Queries, keys and values as they enter the kernel (with the tensor they are views of), its output and lse."""
     shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
-    copied = sizes.q if shape.heads > shape.kv_heads else 0  # a group's queries lie between keys: core copies them out
+    groups = max(shape.kv_heads // strategy.tensor, 1)
+    copied = sizes.q if shape.heads > shape.kv_heads and groups > 1 else 0  # core copies queries out from between keys
     if strategy.recompute == "selective":
         return sizes.qkv + copied + sizes.q
     if strategy.ulysses > 1:  # before and after the all-to-all back

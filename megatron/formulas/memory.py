@@ -257,7 +257,7 @@ def _gathered(workload: Workload, strategy: Strategy, held: StageParameters, ite
     return _Sharded(
         stage=strategy.zero,
         # What was gathered last is there twice until the forward pass is over: its buffer waits for the next one's.
-        loss=itemsize * (root + output + layer * (held.layers if strategy.zero == 2 else 1) + (output or layer)),
+        loss=itemsize * (root + output + layer * (held.layers if strategy.zero == 2 else 0) + (output or layer)),
         root=itemsize * root,
         layer=itemsize * layer,
         output_sent=waiting + WIDE * output,
