@@ -8,6 +8,7 @@ come home when nothing is left to hide them (context_parallel/attention/ring.py)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megatron.decisions.heads import head_plan
 from megatron.formulas.communication import RingBlocks, ring_blocks_sent
@@ -114,12 +115,13 @@ def _exchange(
 def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
     if a.ring == 1:
         return [Segment((_tile(a, first=True),))]
-    hop, merge = _tile(a, first=False), memory("merge", (BF16 + 2 * FP32) * a.queries * a.batch * a.heads * a.head_dim)
-    keys = _hop(a, strategy, BF16)
+    merge = memory("merge", (BF16 + 2 * FP32) * a.queries * a.batch * a.heads * a.head_dim)
+    hop, meeting, keys = _work(a, merge), _meeting(a), _hop(a, strategy, BF16)
     return [
         Segment((_tile(a, first=True), merge), (keys,)),
-        Segment((hop, merge), (keys,), count=a.ring - 2),
-        Segment((hop, merge)),
+        Segment(hop, (keys,), count=meeting - 1),
+        Segment((), (keys,), count=a.ring - 1 - meeting),
+        Segment(hop),
     ]
 
 
@@ -130,18 +132,34 @@ def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
     sums = memory(
         "merge", (BF16 + 2 * FP32) * width * (a.heads * a.queries + 2 * a.kv_heads * a.queries), backward=True
     )
-    first, hop = (_tile(a, first=own, backward=True) for own in (True, False))
-    keys, grads = _hop(a, strategy, BF16), _hop(a, strategy, FP32)
+    first, hop = _tile(a, first=True, backward=True), _work(a, sums, backward=True)
+    keys, grads, meeting = _hop(a, strategy, BF16), _hop(a, strategy, FP32), _meeting(a)
     home = Segment((), (_hop(a, strategy, FP32, a.blocks.last_grads),))
     if a.ring == 2:
-        return [Segment((first, sums), (keys,)), Segment((hop, sums)), home]
+        return [Segment((first, sums), (keys,)), Segment(hop), home]
     return [
         Segment((first, sums), (keys,)),
-        Segment((hop, sums), (keys,)),
-        Segment((hop, sums), (keys, grads), count=a.ring - 3),
-        Segment((hop, sums), (grads,)),
+        Segment(hop if meeting > 1 else (), (keys,)),
+        Segment(hop, (keys, grads), count=max(meeting - 2, 0)),
+        Segment((), (keys, grads), count=a.ring - 1 - max(meeting, 2)),
+        Segment(hop, (grads,)),
         home,
     ]
+
+
+def _meeting(a: Attended) -> int:
+    """Blocks of other ranks that queries of the busiest rank meet: under a window those that hold the keys just before
+    each half of a zigzag rank, or before a contiguous one. A ring of two: one half's are its own."""
+    if not a.seen:
+        return a.ring - 1
+    spans, length = (2, a.queries / 2) if a.balanced else (1, a.queries)
+    return max(1, min(a.ring - 1, spans * ceil(a.seen / length)))
+
+
+def _work(a: Attended, sums: Kernel, *, backward: bool = False) -> tuple[Kernel, ...]:
+    """On another's block. A kernel for many tiles adds to the sums itself."""
+    tile = _tile(a, first=False, backward=backward)
+    return (tile,) if a.kernel == MANY_TILES else (tile, sums)
 
 
 def _hop(a: Attended, strategy: Strategy, itemsize: int, blocks: float = 1.0) -> Transfer:
@@ -158,7 +176,12 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
     elif a.causal and a.balanced:
         pairs, keys = pairs / 2, n // 2
     if a.seen:  # those nearest a query are its own block's
-        every = n * a.seen
-        pairs = min(pairs, every) if first else max(every - n * n / 2, 0.0) / (a.ring - 1)
+        spans, length = (2, n / 2) if a.balanced and a.ring > 1 else (1, n)
+        near = min(a.seen, length)
+        own = spans * (length - near / 2) * near
+        if spans == a.ring == 2:  # the second half's keys before it are here too
+            own += near * near / 2
+        every = max(n * a.seen, own)
+        pairs = own if first and a.ring > 1 else every if first else (every - own) / _meeting(a)
         keys = min(float(keys), max(pairs / n, 1.0))
     return tile(n, keys, a.heads * a.batch, a.head_dim, pairs, backward=backward, name=a.kernel)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron.formulas.chunks import chunks_of
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer
@@ -18,6 +19,7 @@ from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
 from megatron.simulator.cost.segment import Parts, Segment, add, price, price_and_launches
 from megatron.simulator.cost.state_operations import (
     States,
+    bucket_size,
     gather_parameters,
     optimizer_step,
     reduce_gradients,
@@ -107,7 +109,8 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
     if pipeline == 1:
         add(parts, first)
     if strategy.zero >= 2:
-        _sharded_layers(parts, sum(forward.values()), sum(backward.values()), strategy, held, machine, program)
+        rooted = shape.tied or chunks_of(workload, strategy).loss > 0
+        _sharded_layers(parts, sum(forward.values()), sum(backward.values()), strategy, held, machine, program, rooted)
     once = sum(parts.values())
     total = add({}, parts, batches)
     if pipeline > 1:
@@ -133,7 +136,14 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
 
 
 def _sharded_layers(
-    parts: Parts, forward: float, backward: float, strategy: Strategy, held: States, machine: Machine, program: Program
+    parts: Parts,
+    forward: float,
+    backward: float,
+    strategy: Strategy,
+    held: States,
+    machine: Machine,
+    program: Program,
+    rooted: bool,
 ) -> None:
     """ZeRO 2 and 3: weights come while the layer before runs, gradients leave while the one below does."""
     gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
@@ -144,8 +154,15 @@ def _sharded_layers(
     waited = max(felt * gather, gather - forward) if weights else gather
     beside = again * weights + scatter * gradients
     waited += max(felt * beside, beside - backward) + again * (not weights) + scatter * (not gradients)
-    ends = transfer_seconds(gather_parameters(strategy, held.ends), machine)
-    ends += transfer_seconds(reduce_gradients(strategy, held.ends, program.gradients), machine)
+    # The embedding comes first and leaves last. An output layer of its own travels beside the layers; read by a loss in
+    # chunks, or tied, it is part of FSDP's root, and its weight and gradient travel with the embedding's.
+    alone = held.ends if rooted or not (weights and gradients) else held.table
+    ends, hidden = (
+        transfer_seconds(gather_parameters(strategy, size), machine)
+        + transfer_seconds(reduce_gradients(strategy, size, program.gradients), machine)
+        for size in (alone, held.ends - alone)
+    )
+    ends += felt * hidden
     copies = split_and_join(strategy, held.all)
     parts["memory"] = parts.get("memory", 0.0) + kernel_seconds(copies, machine)
     # What nothing hides: the first layer's weights, the last one's gradients, and the ends'.
@@ -163,7 +180,7 @@ def _exposed_states(
         if not overlapped:
             return took
         # What comes last, the embedding's gradient and a bucket, or first, has nothing to hide behind.
-        tail = took * min(1.0, (held.layer + held.table) / held.all)
+        tail = took * min(1.0, (min(held.layer, bucket_size(strategy)) + held.table) / held.all)
         return tail + max(felt * (took - tail), took - tail - beside * held.layers)
 
     reduce = transfer_seconds(reduce_gradients(strategy, held.all, program.gradients), machine)

@@ -24,10 +24,13 @@ def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
     return [Segment((lookup,)), Segment((), leaving(strategy, shape.hidden, tokens))]
 
 
-def embedding_grad(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
-    """A gradient as large as the table, added to the main gradients."""
+def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 1) -> list[Segment]:
+    """A gradient as large as the table, in each of ``pieces``, added to the main gradients, or up for FSDP."""
     table = padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor * shape.hidden
-    lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden + (2 * BF16 + 2 * FP32) * table, backward=True)
+    each = pieces * (2 * BF16 + 2 * FP32)
+    if strategy.zero > 1 and strategy.fused:
+        each = BF16 if pieces == 1 else each + 2 * BF16  # the first is made wide, the sum narrow
+    lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden + each * table, backward=True)
     return [Segment((), entering(strategy, shape.hidden, tokens)), Segment((lookup,))]
 
 
@@ -57,13 +60,18 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
     leave = leaving(strategy, shape.hidden, together)
     if chunks:
         wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)
+        # Their sum is scaled, for FSDP in its place and then made narrow, else into the main gradient.
+        summed = (BF16 if strategy.zero > 1 else 0) + 3 * FP32
+        summed *= vocab * shape.hidden * strategy.fused
         return [
             Segment((entropy,), count=pieces),
             Segment((dgrad,), count=groups),
             Segment((), leave, count=groups),
             Segment((wide,) if strategy.fused else (wgrad, sums), count=groups),
+            Segment((memory("main_grad", summed, backward=True),) if summed else ()),
         ]
-    return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, sums), leave)]
+    added = () if strategy.zero > 1 and strategy.fused else (sums,)
+    return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, *added), leave)]
 
 
 def _groups(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> int:

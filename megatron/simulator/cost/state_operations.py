@@ -55,6 +55,11 @@ def _states(shape: Shape, tensor: int, pipeline: int, stage: int, zero: int, ran
     return States(layer, held.layers, every - layer * held.layers, table, every, vectors)
 
 
+def bucket_size(strategy: Strategy) -> int:
+    """Parameters of one transfer under DDP, at least: the default of core/distributed/distributed_data_parallel.py."""
+    return max(40_000_000, 1_000_000 * strategy.group("dp").size)
+
+
 def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32) -> Transfer:
     """Onto shards; ZeRO 0 keeps all of them. ``itemsize``: bytes of a gradient on its way."""
     kind = "reduce_scatter" if strategy.zero else "all_reduce"

@@ -44,7 +44,10 @@ def ends(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Se
     """
     shape, chunks = workload.shape, chunks_of(workload, strategy)
     tokens = workload.seq_length * strategy.micro_batch // strategy.context
-    looked_up, summed = embedding(shape, strategy, tokens), embedding_grad(shape, strategy, tokens)
+    looked_up, summed = (
+        embedding(shape, strategy, tokens),
+        embedding_grad(shape, strategy, tokens, chunks.ffn if strategy.stream_hidden else 1),
+    )
     last = loss(shape, strategy, tokens, chunks.loss) + loss_grad(shape, strategy, tokens, chunks.loss)
     if strategy.stream_hidden:
         state = BF16 * strategy.local_tokens(workload) * shape.hidden

@@ -124,7 +124,8 @@ def dry_run(
         reports.append(RankReport(rank, stage, ran, ran_batches, found, profile, replayed, whole))
     if machine is None:
         return DryRun(config, world_size, None, reports)
-    step = together(config, {report.stage: report.program for report in reports}, reports[0].micro_batches[0])
+    # Of a stage the first rank; its neighbour on a ring comes last, and is here for its memory.
+    step = together(config, {report.stage: report.program for report in reports[::-1]}, reports[0].micro_batches[0])
     seconds = step.seconds if len(step.stages) > 1 else reports[0].figures.seconds["step"]
     reasons = tuple(too_full(config, reports, world_size, machine))
     model = step_flops(config, vocab_size).model * config.data.global_batch_size
