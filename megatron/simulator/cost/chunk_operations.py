@@ -31,17 +31,53 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
     if strategy.fpdt_offload:
         travelling = ring_keys_by_queries(strategy, a.causal, chunks)
-    kept = _copies(2 * q + kv + lse, 0) if offload else ()
+    kept = _copies(2 * q + kv + lse, 0) if offload and not _beside_all(a, strategy) else ()
     if chunks == 1:
         head, *rest = ring_forward(a, strategy)
         return [replace(head, copies=kept), *rest]
+    first = _copies(q + kv, 0) if offload and _beside_all(a, strategy) else kept
     loaded = forward_loads(chunks, a.ring, early_half=a.causal and a.balanced, causal=a.causal)
     back = _copies(0, (loaded.keys * kv + loaded.queries * q) / met) if offload else ()
     hops = _hops(a, strategy, size, chunks, travelling)
     return [
-        Segment((_tile(a, size, own=True),), copies=kept, count=chunks),
+        Segment((_tile(a, size, own=True),), copies=first),  # its output waits until they have left
+        Segment((_tile(a, size, own=True),), copies=kept, count=chunks - 1),
         Segment((_tile(a, size), merge), hops, back, met),
     ]
+
+
+def stored_beside(a: Attended, strategy: Strategy, chunks: int) -> HostCopy | None:
+    """What a forward pass keeps for its backward pass, where it leaves beside all of the layer, the FFN too; but for the
+    queries and keys of the first chunk."""
+    if not _beside_all(a, strategy):
+        return None
+    q, kv, lse = _chunk_bytes(a, chunks)
+    return HostCopy("to_host", chunks * (2 * q + kv + lse) - (q + kv) * (chunks > 1))
+
+
+def loaded_beside(a: Attended, strategy: Strategy, chunks: int) -> HostCopy | None:
+    """By queries, what comes back beside all of a layer's backward pass: a chunk is on its way while the one before it
+    goes through the FFN and meets its keys."""
+    if not _beside_all(a, strategy) or chunks == 1 or _by_keys_back(a):
+        return None
+    q, kv, lse = _chunk_bytes(a, chunks)
+    return HostCopy("to_device", (chunks - 1) * (2 * q + lse) + chunks * kv)
+
+
+def _beside_all(a: Attended, strategy: Strategy) -> bool:
+    """On a ring all chunks go through attention before the first is at the FFN; of the paper's program we do not know
+    it: there copies are beside the tiles."""
+    return strategy.fpdt_offload and strategy.fused and a.ring == 1
+
+
+def _by_keys_back(a: Attended) -> bool:
+    return a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
+
+
+def _chunk_bytes(a: Attended, chunks: int) -> tuple[float, float, float]:
+    """Bytes of a chunk's queries (or outputs), of its keys and values, and of lse."""
+    tokens = a.queries / chunks * a.batch
+    return BF16 * tokens * a.head_dim * a.heads, 2 * BF16 * tokens * a.head_dim * a.kv_heads, FP32 * tokens * a.heads
 
 
 def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segment]:
@@ -55,7 +91,7 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         if chunks == 1:
             return ring_backward(a, strategy)
         return [Segment((own, sums), count=chunks), Segment((other, sums), travel, count=met)]
-    by_keys = a.ring > 1 or goes_by_keys(a.heads, a.kv_heads, BF16)
+    by_keys = _by_keys_back(a)
     if _one_rank_by_keys(a, strategy):
         return _by_keys((own, sums), (other, sums), chunks, met, q, kv, lse)
     if not by_keys:
@@ -66,6 +102,12 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
     before = [Segment(copies=first)]
     if chunks == 1:
         return [*before, *ring_backward(a, strategy)]
+    if not by_keys and strategy.fused:
+        return [
+            Segment(copies=_copies(0, 2 * q + lse)),
+            Segment((own, sums), count=chunks),
+            Segment((other, sums), travel, pair, met),
+        ]
     if a.ring == 1:
         return [
             *before,

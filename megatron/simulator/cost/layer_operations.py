@@ -17,7 +17,13 @@ from megatron.simulator.cost.attention_operations import (
     to_heads,
     to_sequence,
 )
-from megatron.simulator.cost.chunk_operations import beside_ffn_backward, chunked_backward, chunked_forward
+from megatron.simulator.cost.chunk_operations import (
+    beside_ffn_backward,
+    chunked_backward,
+    chunked_forward,
+    loaded_beside,
+    stored_beside,
+)
 from megatron.simulator.cost.linear_operations import mlp, mlp_grad, output, output_grad, project, project_grad
 from megatron.simulator.cost.operations import BF16
 from megatron.simulator.cost.segment import Segment
@@ -65,6 +71,10 @@ class _Layer:
         """Tokens of a chunk, of a TP group."""
         return self.attended.rows / self.chunks
 
+    def stored(self) -> HostCopy | None:
+        """What leaves for host memory beside a forward pass."""
+        return stored_beside(self.attended, self.strategy, self.chunks) if self.strategy.fpdt_chunk else None
+
     def project(self) -> list[Segment]:
         return project(self.shape, self.strategy, self.rows, self.chunks)
 
@@ -105,7 +115,8 @@ def beside(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
 
 
 def _forward(work: _Layer, *, saving: bool) -> list[Segment]:
-    return [*work.project(), *_attention(work, saving=saving), *work.output(), *work.ffn(mlp)]
+    segments = [*work.project(), *_attention(work, saving=saving), *work.output(), *work.ffn(mlp)]
+    return _with(segments, work.stored() if saving else None)
 
 
 def _again(work: _Layer) -> list[Segment]:
@@ -113,11 +124,16 @@ def _again(work: _Layer) -> list[Segment]:
     strategy, a = work.strategy, work.attended
     if not strategy.fpdt_chunk or strategy.recompute_layers > 1:
         return _forward(work, saving=True)
-    return [
+    segments = [
         *work.project(),
         *to_heads(a, strategy, work.rows, work.chunks),
         *chunked_forward(a, strategy, work.chunks, saving=True),
     ]
+    return _with(segments, work.stored())
+
+
+def _with(segments: list[Segment], copy: HostCopy | None) -> list[Segment]:
+    return segments if copy is None else beside(segments, copy)
 
 
 def _attention(work: _Layer, *, saving: bool) -> list[Segment]:
@@ -141,10 +157,11 @@ def _backward(work: _Layer) -> list[Segment]:
     if not strategy.fpdt_chunk:  # runs of the FFN are computed again on their way back
         return [*work.ffn(mlp), *segments] if work.ffn_chunks else segments
     # Chunked layers keep nothing between a chunk's passes: projections and FFN run again before their gradients.
-    return [
+    segments = [
         *work.ffn(mlp),
         *work.output(),
         *to_sequence(a, strategy, rows, chunks),
         *work.project(),
         *segments,
     ]
+    return _with(segments, loaded_beside(a, strategy, chunks))

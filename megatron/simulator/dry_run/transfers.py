@@ -46,6 +46,8 @@ def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup
         return "all_gather", group, bytes_of(out if func.namespace == "_c10d_functional" else args[0])
     if name.startswith(("alltoall", "all_to_all")):
         return "all_to_all", group, _sent_to_others(args, group)
+    if name in ("scatter", "scatter_"):  # a part each, from rank 0
+        return "broadcast", group, bytes_of(args[1]) * (group.size() - 1) // group.size() if args[1] else 0
     if name.startswith("broadcast"):
         root = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
         return "broadcast", group, bytes_of(args[0]) if group.rank() == root else 0
