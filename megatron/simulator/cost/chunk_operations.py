@@ -46,22 +46,22 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     ]
 
 
-def stored_beside(a: Attended, strategy: Strategy, chunks: int) -> HostCopy | None:
-    """What a forward pass keeps for its backward pass, where it leaves beside all of the layer, the FFN too; but for the
-    queries and keys of the first chunk."""
+def stored_beside(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
+    """What a forward pass keeps for its backward pass, where it leaves beside all of the layer, the FFN too, but for
+    the queries and keys of the first chunk."""
     if not _beside_all(a, strategy):
-        return None
+        return ()
     q, kv, lse = _chunk_bytes(a, chunks)
-    return HostCopy("to_host", chunks * (2 * q + kv + lse) - (q + kv) * (chunks > 1))
+    return _copies(chunks * (2 * q + kv + lse) - (q + kv) * (chunks > 1), 0)
 
 
-def loaded_beside(a: Attended, strategy: Strategy, chunks: int) -> HostCopy | None:
+def loaded_beside(a: Attended, strategy: Strategy, chunks: int) -> tuple[HostCopy, ...]:
     """By queries, what comes back beside all of a layer's backward pass: a chunk is on its way while the one before it
     goes through the FFN and meets its keys."""
     if not _beside_all(a, strategy) or chunks == 1 or _by_keys_back(a):
-        return None
+        return ()
     q, kv, lse = _chunk_bytes(a, chunks)
-    return HostCopy("to_device", (chunks - 1) * (2 * q + lse) + chunks * kv)
+    return _copies(0, (chunks - 1) * (2 * q + lse) + chunks * kv)
 
 
 def _beside_all(a: Attended, strategy: Strategy) -> bool:

@@ -19,8 +19,8 @@ from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
 from megatron.simulator.cost.segment import Parts, Segment, add, price, price_and_launches
 from megatron.simulator.cost.state_operations import (
     States,
-    bucket_size,
     gather_parameters,
+    last_bucket,
     optimizer_step,
     reduce_gradients,
     split_and_join,
@@ -180,7 +180,7 @@ def _exposed_states(
         if not overlapped:
             return took
         # What comes last, the embedding's gradient and a bucket, or first, has nothing to hide behind.
-        tail = took * min(1.0, (min(held.layer, bucket_size(strategy)) + held.table) / held.all)
+        tail = took * min(1.0, (last_bucket(strategy, held) + held.table) / held.all)
         return tail + max(felt * (took - tail), took - tail - beside * held.layers)
 
     reduce = transfer_seconds(reduce_gradients(strategy, held.all, program.gradients), machine)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.chunks import chunks_of
@@ -71,9 +71,9 @@ class _Layer:
         """Tokens of a chunk, of a TP group."""
         return self.attended.rows / self.chunks
 
-    def stored(self) -> HostCopy | None:
+    def stored(self) -> tuple[HostCopy, ...]:
         """What leaves for host memory beside a forward pass."""
-        return stored_beside(self.attended, self.strategy, self.chunks) if self.strategy.fpdt_chunk else None
+        return stored_beside(self.attended, self.strategy, self.chunks) if self.strategy.fpdt_chunk else ()
 
     def project(self) -> list[Segment]:
         return project(self.shape, self.strategy, self.rows, self.chunks)
@@ -102,21 +102,36 @@ def streamed(
     return forward, backward
 
 
+FLOPS_A_BYTE = 200.0  # of GPUs' data sheets: 156 (A100) to 295 (H100) FLOP/s in bf16 over memory's bytes a second
+
+
 def beside(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
     """The copies spread over all kernels, by their number: they have the time of all of them."""
-    kernels = sum(segment.count for segment in segments if segment.kernels)
-    shares = [HostCopy(copy.direction, copy.bytes / kernels) for copy in copies]
+    return _spread(segments, [1.0 if segment.kernels else 0.0 for segment in segments], copies)
+
+
+def beside_work(segments: list[Segment], *copies: HostCopy) -> list[Segment]:
+    """The same, of copies that wait for nothing, by the kernels' work."""
+    work = [sum(kernel.flops + FLOPS_A_BYTE * kernel.bytes for kernel in segment.kernels) for segment in segments]
+    return _spread(segments, work, copies) if copies else segments
+
+
+def _spread(segments: list[Segment], shares: list[float], copies: Sequence[HostCopy]) -> list[Segment]:
+    whole = sum(share * segment.count for share, segment in zip(shares, segments))
     return [
-        Segment(segment.kernels, segment.transfers, (*segment.copies, *shares), segment.count)
-        if segment.kernels
+        replace(
+            segment,
+            copies=(*segment.copies, *(HostCopy(copy.direction, copy.bytes * share / whole) for copy in copies)),
+        )
+        if share
         else segment
-        for segment in segments
+        for share, segment in zip(shares, segments)
     ]
 
 
 def _forward(work: _Layer, *, saving: bool) -> list[Segment]:
     segments = [*work.project(), *_attention(work, saving=saving), *work.output(), *work.ffn(mlp)]
-    return _with(segments, work.stored() if saving else None)
+    return beside_work(segments, *(work.stored() if saving else ()))
 
 
 def _again(work: _Layer) -> list[Segment]:
@@ -129,11 +144,7 @@ def _again(work: _Layer) -> list[Segment]:
         *to_heads(a, strategy, work.rows, work.chunks),
         *chunked_forward(a, strategy, work.chunks, saving=True),
     ]
-    return _with(segments, work.stored())
-
-
-def _with(segments: list[Segment], copy: HostCopy | None) -> list[Segment]:
-    return segments if copy is None else beside(segments, copy)
+    return beside_work(segments, *work.stored())
 
 
 def _attention(work: _Layer, *, saving: bool) -> list[Segment]:
@@ -164,4 +175,4 @@ def _backward(work: _Layer) -> list[Segment]:
         *work.project(),
         *segments,
     ]
-    return _with(segments, loaded_beside(a, strategy, chunks))
+    return beside_work(segments, *loaded_beside(a, strategy, chunks))

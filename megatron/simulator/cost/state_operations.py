@@ -13,8 +13,9 @@ from megatron.simulator.cost.operations import BF16, FP32, collective, memory
 from megatron.simulator.cost.trace import Kernel, Transfer
 
 # An Adam step reads gradient, weight and two moments and writes three of these; then weights are read and written in
-# bf16. Before it, the gradient is read for its norm, scaled into memory of its own, and copied back. Bytes a parameter.
-ADAM_BYTES = 7 * FP32 + FP32 + BF16 + 5 * FP32
+# bf16. Before it, the gradient is read for its norm, scaled into memory of its own, and copied back; a kernel of apex
+# or Transformer Engine, which papers' programs have, scales it in its place. Bytes a parameter.
+ADAM_BYTES, SCALED_IN_PLACE = 7 * FP32 + FP32 + BF16 + 5 * FP32, 2 * FP32
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ def _states(shape: Shape, tensor: int, pipeline: int, stage: int, zero: int, ran
     return States(layer, held.layers, every - layer * held.layers, table, every, vectors)
 
 
-def bucket_size(strategy: Strategy) -> int:
-    """Parameters of one transfer under DDP, at least: the default of core/distributed/distributed_data_parallel.py."""
-    return max(40_000_000, 1_000_000 * strategy.group("dp").size)
+def last_bucket(strategy: Strategy, held: States) -> int:
+    """Parameters of the layers' last transfer under DDP: core's buckets have at least so many
+    (core/distributed/distributed_data_parallel.py). Of the papers' programs we do not know, and take a layer's."""
+    return min(held.layer, max(40_000_000, 1_000_000 * strategy.group("dp").size)) if strategy.fused else held.layer
 
 
 def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32) -> Transfer:
@@ -86,9 +88,8 @@ def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list
 def optimizer_step(strategy: Strategy, parameters: int) -> Kernel:
     """Adam on this rank's shard, and all of its gradients set to zero (ZeRO 2 and 3 have a shard of them)."""
     share = strategy.context * strategy.data if strategy.zero else 1
-    return memory(
-        "optimizer", ADAM_BYTES * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1)
-    )
+    each = ADAM_BYTES if strategy.fused else ADAM_BYTES - SCALED_IN_PLACE
+    return memory("optimizer", each * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1))
 
 
 def split_and_join(strategy: Strategy, parameters: int) -> Kernel:
