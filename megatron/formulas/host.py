@@ -61,7 +61,7 @@ def host_memory(
         one = (2 * query + key) * itemsize + ring_tokens * heads.local_q * WIDE
         chunk_bytes = one * keeping * (1 if recomputed else flying)
         if chunk_bytes and recomputed and block:
-            chunk_bytes = one * ((keeping - 1) * flying + 1)
+            chunk_bytes = one * (keeping * flying if layers > strategy.recompute_layers else 1)
         on_ring, count = strategy.ring > 1, chunks_of(workload, strategy).attention
         # dk and dv of chunks that wait; a mask may make all wait.
         share = waiting_chunks(count, balanced=on_ring and strategy.balance == "zigzag")

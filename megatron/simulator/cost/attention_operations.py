@@ -115,14 +115,25 @@ def _exchange(
 def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
     if a.ring == 1:
         return [Segment((_tile(a, first=True),))]
-    merge = memory("merge", (BF16 + 2 * FP32) * a.queries * a.batch * a.heads * a.head_dim)
+    begin, merge = merges(strategy, a.queries * a.batch * a.heads * a.head_dim)
     hop, meeting, keys = _work(a, merge), _meeting(a), _hop(a, strategy, BF16)
     return [
-        Segment((_tile(a, first=True), merge), (keys,)),
+        Segment((_tile(a, first=True), begin), (keys,)),
         Segment(hop, (keys,), count=meeting - 1),
         Segment((), (keys,), count=a.ring - 1 - meeting),
         Segment(hop),
     ]
+
+
+def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
+    """(the first output of ``size`` numbers made wide, and the last narrow; another one merged into it).
+
+    A merge (attention/merge.py) takes the difference to what is there, weighs it, and subtracts it: each reads and
+    writes fp32. The papers' programs are taken to have one kernel.
+    """
+    one = BF16 + 2 * FP32
+    first, other = (2 * (BF16 + FP32), one + 5 * FP32) if strategy.fused else (one, one)
+    return memory("merge", first * size), memory("merge", other * size)
 
 
 def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:

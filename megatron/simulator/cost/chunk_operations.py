@@ -16,7 +16,7 @@ from megatron.decisions.chunks import goes_by_keys
 from megatron.formulas.communication import ring_keys_by_queries
 from megatron.formulas.copies import forward_loads, waiting_chunks
 from megatron.formulas.strategy import Strategy
-from megatron.simulator.cost.attention_operations import Attended, ring_backward, ring_forward
+from megatron.simulator.cost.attention_operations import Attended, merges, ring_backward, ring_forward
 from megatron.simulator.cost.operations import BF16, FP32, memory, tile
 from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
@@ -27,7 +27,8 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
     q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
-    merge = memory("merge", (BF16 + 2 * FP32) * width * a.heads)
+    begin, merge = merges(strategy, width * a.heads)
+    own = (_tile(a, size, own=True), begin) if strategy.fused else (_tile(a, size, own=True),)
     offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
     if strategy.fpdt_offload:
         travelling = ring_keys_by_queries(strategy, a.causal, chunks)
@@ -40,8 +41,8 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     back = _copies(0, (loaded.keys * kv + loaded.queries * q) / met) if offload else ()
     hops = _hops(a, strategy, size, chunks, travelling)
     return [
-        Segment((_tile(a, size, own=True),), copies=first),  # its output waits until they have left
-        Segment((_tile(a, size, own=True),), copies=kept, count=chunks - 1),
+        Segment(own, copies=first),  # its output waits until they have left
+        Segment(own, copies=kept, count=chunks - 1),
         Segment((_tile(a, size), merge), hops, back, met),
     ]
 
@@ -117,6 +118,8 @@ def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segme
         ]
     # Queries begin to come when a block has: nothing hides the first ones.
     blocks, coming = chunks * a.ring, _copies(0, 5 * q + lse)
+    if a.seen:  # those within reach of each half of a zigzag rank, or of a contiguous one
+        blocks = min(blocks, chunks + (2 if a.balanced else 1) * ceil(a.seen / size))
     waiting = waiting_chunks(chunks, balanced=a.balanced)
     last = min(blocks - chunks, met)  # pairs of a block: nothing more comes beside them
     begun = min(chunks - 1, met - last)  # sums of dq that begin: nothing of them comes
