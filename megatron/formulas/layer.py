@@ -140,6 +140,12 @@ def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> 
     if ring > 1:
         working = sizes.local_q * (1 + WIDE // itemsize) + ring_blocks(sizes.local_kv, ring, itemsize)
         working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
+        if ring > 2 and workload.causal and not workload.keys:
+            # Our own dk and dv are of one tile, in its dtype until those of others come home. The most is there when
+            # a block's sums are packed to be sent, beside those that arrive, or when a tile is done.
+            wide = WIDE // itemsize
+            sums = max((3 + 3 * wide) * sizes.local_kv, (4 + 2 * wide) * sizes.local_kv + sizes.local_q // 2)
+            working = sizes.local_q * (1 + wide) + sums
     if strategy.ulysses > 1:
         shape = workload.shape
         heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)

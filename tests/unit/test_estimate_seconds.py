@@ -13,6 +13,7 @@ from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.cost.program import Program
 from megatron.simulator.dry_run.dry_run import dry_run
 from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner.plans import fullest
 from megatron.training.arguments.parser import parse
 from tests.unit.formula_runs import LLAMA, Case, flags
 
@@ -66,8 +67,63 @@ MORE += [  # by keys: the host link decides
 ]
 
 
+WINDOW = 4 * K  # tokens of which each sees those before it
+
+
+def sampled(name: str, tokens: int, batch: int = 1, kv_heads: int = 8, layers: int = 2, **grid: Any) -> Case:
+    """One of a random sample of which estimate, or memory, had once been further off than the tolerance."""
+    found = case(name, tokens, batch, layers, **grid)
+    keys = WINDOW - (WINDOW * WINDOW - WINDOW) / 2 / tokens if "window" in name else 0.0
+    workload = replace(found.workload, shape=replace(SHAPE, layers=layers, kv_heads=kv_heads), keys=keys)
+    return replace(found, workload=workload)
+
+
+FULL, IN_HOST = {"recompute": "full"}, {"recompute": "full", "offload_checkpoints": True}
+SAMPLED = [
+    sampled("short sequences on many ranks", 16 * K, 2, ring=4, data=2, zero=0, **FULL),
+    pytest.param(
+        sampled("window on a ring", 32 * K, 2, ulysses=2, ring=4, zero=2, recompute="selective", ffn_chunks=4),
+        marks=pytest.mark.full,
+    ),
+    *(
+        pytest.param(one, marks=pytest.mark.full)
+        for one in (
+            sampled(
+                "streamed on a ring", 128 * K, 4, ulysses=4, ring=2, data=2, zero=2, fpdt_chunk=32 * K,
+                stream_hidden=True, **FULL,
+            ),
+            sampled("fpdt under zero 2", 32 * K, 2, ulysses=4, zero=2, fpdt_chunk=16 * K),
+            sampled("fpdt on a ring", 32 * K, 1, 32, 4, ulysses=4, ring=2, zero=2, fpdt_chunk=16 * K, **IN_HOST),
+            sampled("every head, zero 2", 128 * K, 1, 32, tensor=2, ulysses=2, ring=4, zero=2, loss_chunks=8),
+            sampled(
+                "tensor under zero 2", 16 * K, 4, 32, 4, tensor=2, ulysses=4, data=2, zero=2, recompute="selective",
+                loss_chunks=8,
+            ),
+            sampled(
+                "fpdt, a pipeline, a layer recomputed", 64 * K, 2, 2, 4, ulysses=4, pipeline=2, fpdt_chunk=16 * K,
+                recompute_method="block", **IN_HOST,
+            ),
+        )
+    ),
+]  # fmt: skip
+
+
 def names(cases: list[Case]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@names(SAMPLED)
+def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
+    """Device and host memory too, of the fullest rank: it may not be told to be less than it is."""
+    machine, ranks, workload, strategy = load("A100-80G"), case.strategy.ranks, case.workload, case.strategy
+    window = ["--window-size", f"{WINDOW - 1},0"] if workload.keys else []
+    config = parse([*flags(case), *window], dict(LLAMA), ranks)
+    found = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
+    assert estimate(workload, strategy, machine).seconds == pytest.approx(found.predicted_seconds, rel=TOLERANCE)
+    memory = fullest(workload, strategy)
+    device, host = (max(getattr(one.figures, of) for one in found.ranks) for of in ("device_peak", "host_peak"))
+    assert 0.99 * device < memory.total < (1 + TOLERANCE) * device
+    assert 0.99 * host <= memory.host <= (1 + TOLERANCE) * host
 
 
 @names(CASES)

@@ -54,7 +54,7 @@ def refuse_to_measure(table: int) -> int:
 def attention_seconds(machine: Machine, seq_length: int, ulysses: int, ring: int, balance: str) -> float:
     """One forward pass of the attention of one layer."""
     shape = Shape(1, HEADS * HEAD_DIM, 1, HEADS, KV_HEADS, HEAD_DIM, 1)
-    strategy = Strategy(ulysses=ulysses, ring=ring, balance=balance)
+    strategy = Strategy(ulysses=ulysses, ring=ring, balance=balance, fused=False)
     a = attended(Workload(shape, seq_length), strategy)
     work = [*to_heads(a, strategy, a.rows), *ring_forward(a, strategy), *to_sequence(a, strategy, a.rows)]
     return sum(price(work, machine).values())
