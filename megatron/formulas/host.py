@@ -73,6 +73,8 @@ def host_memory(
     states = 0
     if streamed:
         states = (saved + passing) * hidden
+        if not recomputed:  # all chunks are there when the loss is done, with its input, gradient and the next state's
+            states = max(states, (saved + 3) * hidden - sums)
     elif strategy.offload_checkpoints:
         states = saved * hidden * flying
     return HostBytes(chunk_bytes, sums, states)
@@ -80,7 +82,7 @@ def host_memory(
 
 def _layers(layers: int, strategy: Strategy, block: bool) -> tuple[int, int, int]:
     """Layers that keep chunks at once; hidden states saved for backward; streamed ones that come and go besides."""
-    passing = 2  # the gradients of output and input, or the next state and its own
+    passing = 2  # the gradients of output and input
     if strategy.recompute != "full":
         return layers, layers, passing
     unit = strategy.recompute_layers

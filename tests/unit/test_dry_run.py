@@ -72,7 +72,7 @@ def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
     ring = config_of("--ring-parallel-size 4 --tensor-model-parallel-size 2 --context-parallel-balance contiguous", 8)
     assert list(ranks_of(ring, 8)) == [(6, "first")]
     # A zigzag ring's first rank has fewer keys within a window; with FPDT its neighbour has the fuller host.
-    zigzag = "--ring-parallel-size 4 --ulysses-parallel-size 2"
+    zigzag = "--ring-parallel-size 4 --ulysses-parallel-size 2 --context-parallel-balance zigzag"
     assert list(ranks_of(config_of(zigzag, 8), 8)) == [(0, "first")]
     assert list(ranks_of(config_of(zigzag + " --window-size 7,0", 8), 8)) == [(2, "first")]
     assert list(ranks_of(config_of(zigzag + " --fpdt --fpdt-chunk-size 16", 8), 8)) == [(0, "first"), (2, "first")]

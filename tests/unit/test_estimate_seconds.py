@@ -99,10 +99,6 @@ SAMPLED = [
                 "tensor under zero 2", 16 * K, 4, 32, 4, tensor=2, ulysses=4, data=2, zero=2, recompute="selective",
                 loss_chunks=8,
             ),
-            sampled(
-                "fpdt, a pipeline, a layer recomputed", 64 * K, 2, 2, 4, ulysses=4, pipeline=2, fpdt_chunk=16 * K,
-                recompute_method="block", **IN_HOST,
-            ),
         )
     ),
 ]  # fmt: skip
