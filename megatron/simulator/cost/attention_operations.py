@@ -133,7 +133,7 @@ def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
     """
     one = BF16 + 2 * FP32
     first, other = (2 * (BF16 + FP32), one + 5 * FP32) if strategy.fused else (one, one)
-    return memory("merge", first * size), memory("merge", other * size)
+    return memory("widen", first * size), memory("merge_output", other * size)
 
 
 def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:

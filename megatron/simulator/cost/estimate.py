@@ -119,7 +119,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine, program)
     for transfer in sum_shared_gradients(shape, strategy, held):
         total[transfer.axis] = total.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
-    total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all), machine)
+    total["optimizer"] = kernel_seconds(optimizer_step(strategy, held.all, ours=program.runs == "ours"), machine)
     if "launching" in total:  # else the host is ahead by now
         launching = machine.dispatch * program.optimizer_launches(held.layers)
         total["launching"] += max(0.0, launching - total["optimizer"])
@@ -156,7 +156,7 @@ def _sharded_layers(
     waited += max(felt * beside, beside - backward) + again * (not weights) + scatter * (not gradients)
     # The embedding comes first and leaves last. An output layer of its own travels beside the layers; read by a loss in
     # chunks, or tied, it is part of FSDP's root, and its weight and gradient travel with the embedding's.
-    alone = held.ends if rooted or not (weights and gradients) else held.table
+    alone = held.ends if rooted or program.runs != "ours" or not (weights and gradients) else held.table
     ends, hidden = (
         transfer_seconds(gather_parameters(strategy, size), machine)
         + transfer_seconds(reduce_gradients(strategy, size, program.gradients), machine)
@@ -180,7 +180,7 @@ def _exposed_states(
         if not overlapped:
             return took
         # What comes last, the embedding's gradient and a bucket, or first, has nothing to hide behind.
-        tail = took * min(1.0, (last_bucket(strategy, held) + held.table) / held.all)
+        tail = took * min(1.0, (last_bucket(strategy, held, ours=program.runs == "ours") + held.table) / held.all)
         return tail + max(felt * (took - tail), took - tail - beside * held.layers)
 
     reduce = transfer_seconds(reduce_gradients(strategy, held.all, program.gradients), machine)

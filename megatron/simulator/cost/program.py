@@ -24,6 +24,8 @@ Way = Literal["ours", "eager", "compiled", "fused"]
 # SwiGLU: 4 and 6 for 6; 12 and 6 for 10. Megatron-core's cross-entropy moves 46 and 26, PyTorch's 18 and 22.
 RMS_NORM, SWIGLU, CROSS_ENTROPY = (9.0, 6.0), (10 / 6, 18 / 10), (18 / 46, 22 / 26)
 FUSED_CROSS_ENTROPY = (6 / 46, 4 / 26)  # one kernel a pass: torch.compile's, Triton's, Transformer Engine's
+# A ring's outputs merged by one kernel, where ours are by several (attention_operations.py, ``merges``).
+OWN_MERGES = {"widen": 10 / 12, "merge_output": 10 / 30}
 # A tensor that is cast for an FP8 product: read in bf16, written as it is and transposed.
 CAST_BYTES = BF16 + 2
 # What the host launches for a layer's forward pass, hidden behind the GPU unless that is faster: PyTorch's operations
@@ -136,6 +138,8 @@ def _traffic(kernel: Kernel, shape: Shape, runs: Way) -> float:
     """Bytes that the program moves for one that ours moves."""
     if runs == "ours":
         return 1.0
+    if kernel.name in OWN_MERGES:
+        return OWN_MERGES[kernel.name]
     if kernel.name == "cross_entropy":
         return (CROSS_ENTROPY if runs == "eager" else FUSED_CROSS_ENTROPY)[kernel.backward]
     if runs != "eager":

@@ -56,10 +56,14 @@ def _states(shape: Shape, tensor: int, pipeline: int, stage: int, zero: int, ran
     return States(layer, held.layers, every - layer * held.layers, table, every, vectors)
 
 
-def last_bucket(strategy: Strategy, held: States) -> int:
+def last_bucket(strategy: Strategy, held: States, *, ours: bool = True) -> int:
     """Parameters of the layers' last transfer under DDP: core's buckets have at least so many
     (core/distributed/distributed_data_parallel.py). Of the papers' programs we do not know, and take a layer's."""
-    return min(held.layer, max(40_000_000, 1_000_000 * strategy.group("dp").size)) if strategy.fused else held.layer
+    return (
+        min(held.layer, max(40_000_000, 1_000_000 * strategy.group("dp").size))
+        if strategy.fused and ours
+        else held.layer
+    )
 
 
 def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32) -> Transfer:
@@ -85,10 +89,10 @@ def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list
     return found
 
 
-def optimizer_step(strategy: Strategy, parameters: int) -> Kernel:
+def optimizer_step(strategy: Strategy, parameters: int, *, ours: bool = True) -> Kernel:
     """Adam on this rank's shard, and all of its gradients set to zero (ZeRO 2 and 3 have a shard of them)."""
     share = strategy.context * strategy.data if strategy.zero else 1
-    each = ADAM_BYTES if strategy.fused else ADAM_BYTES - SCALED_IN_PLACE
+    each = ADAM_BYTES if strategy.fused and ours else ADAM_BYTES - SCALED_IN_PLACE
     return memory("optimizer", each * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1))
 
 
