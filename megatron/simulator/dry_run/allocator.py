@@ -284,9 +284,3 @@ def replayed(changes: list[tuple[int, int]], settings: Settings, capacity: float
         if change > 0:
             held[number] = allocator.malloc(change), change
     return allocator
-
-
-def reserved_by_setting(changes: list[tuple[int, int]]) -> dict[str, float]:
-    """Most bytes reserved while the changes happen, by what PYTORCH_CUDA_ALLOC_CONF says."""
-    settings = {"default": Settings(), "expandable_segments": Settings(expandable_segments=True)}
-    return {name: float(replayed(changes, setting).peak_reserved) for name, setting in settings.items()}
