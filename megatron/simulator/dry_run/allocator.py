@@ -9,7 +9,7 @@ its size, the best fit first, and grows together with free neighbours of its seg
 Under ``expandable_segments`` each pool is one range of addresses, of which memory is mapped page by page (2 or 20 MiB)
 where the range's end is not enough: holes then are all that is lost.
 
-One stream is modelled: blocks that another stream still reads are given back at once here.
+One stream is modelled, where PyTorch has pools for each: blocks that another stream still reads are given back at once.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from megatron.simulator.dry_run.pool import rounded
 
 Changes = list[tuple[int, int]]  # (block, change of its bytes)
-WINDOW, PLACES = 16, 64  # changes that must be alike for two places of lists to be the same; places that are looked at
+WINDOWS = (16, 4, 2)  # changes that must be alike for two places of lists to be the same, tried in turn
+PLACES = 64  # that are looked at
 FEWER = 4  # layers of the shorter list, in units: what grows with layers has at least so many times what one adds
 
 
@@ -84,19 +85,22 @@ def _alike(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> int
 
 def _next_alike(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
     """The place of ``b`` behind ``j`` from which on it is longest as ``a`` from ``i`` on; ``whole``: bytes of ``b``."""
-    wanted, width = a[i : i + WINDOW].tobytes(), a.itemsize
-    at, best, length = (j + 1) * width, None, 0
+    width, best, length = a.itemsize, None, 0
     last = (len(b) - (len(a) - i)) * width  # what is left of ``a`` must fit behind
-    for _ in range(PLACES):
-        at = whole.find(wanted, at)
-        while at >= 0 and at % width:
-            at = whole.find(wanted, at + 1)
-        if at < 0 or at > last:
+    for window in WINDOWS:
+        wanted, at = a[i : i + window].tobytes(), (j + 1) * width
+        for _ in range(PLACES):
+            at = whole.find(wanted, at)
+            while at >= 0 and at % width:
+                at = whole.find(wanted, at + 1)
+            if at < 0 or at > last:
+                break
+            found = _alike(a, b, i, at // width, 1)
+            if found > length:
+                best, length = at // width, found
+            at += width
+        if best is not None:
             break
-        found = _alike(a, b, i, at // width, 1)
-        if found > length:
-            best, length = at // width, found
-        at += width
     return best
 
 
@@ -104,13 +108,13 @@ def continued(
     changes: Changes, stretches: Sequence[tuple[int, int]], times: int, larger: dict[int, int] | None = None
 ) -> tuple[Changes, list[int]]:
     """``changes`` with each of the stretches ``times`` times more, right after itself, and blocks as much ``larger``
-    each time; and where each of ``changes`` is now.
+    each time (None: the stretches are of micro-batches, not layers); and where each of ``changes`` is now.
 
     Raises:
         NoPattern: a stretch frees what no repeated one makes.
     """
+    chain_of = _chains(changes, stretches, whole=larger is None)
     larger = larger or {}
-    chain_of = _chains(changes, stretches)
     newest_first = _newest_first(changes, chain_of)
     live: dict[int, deque[int]] = defaultdict(deque)
     held: dict[int, int] = {}
@@ -149,46 +153,55 @@ def continued(
     return out, [*places, len(out)]
 
 
-def _chains(changes: Changes, stretches: Sequence[tuple[int, int]]) -> dict[int, int]:
+def _chains(changes: Changes, stretches: Sequence[tuple[int, int]], whole: bool) -> dict[int, int]:
     """Number of the chain, by block. A stretch's block is of one chain with those at its place in the loop's other
-    rounds; where a stretch frees older blocks still, they are of the chain of the like that it makes."""
+    rounds; where a stretch frees older blocks still, they are of the chain of the like that it makes. ``whole``: only
+    whole rounds count, as of micro-batches."""
     chain_of: dict[int, int] = {}
-    unfreed: dict[int, deque[int]] = defaultdict(deque)
-    freed_at = {block: at for at, (block, change) in enumerate(changes) if change < 0}
     sizes = [size for _, size in changes]
     for begin, end in stretches:
-        first = begin - _alike(sizes, sizes, begin - 1, end - 1, -1)
-        last = end + _alike(sizes, sizes, begin, end, 1)
+        period = end - begin
+        before, behind = _alike(sizes, sizes, begin - 1, end - 1, -1), _alike(sizes, sizes, begin, end, 1)
+        first = begin - (before // period * period if whole else before)
+        last = end + (behind // period * period if whole else behind)
         for at in range(begin, end):
             block, size = changes[at]
-            if size < 0:
-                continue
-            chain, period = block, end - begin
-            for like in range(at - (at - first) // period * period, last, period):
-                chain_of.setdefault(changes[like][0], chain)
-            if not begin <= freed_at.get(block, -1) < end:
-                unfreed[size].append(chain)
-    return _with_older(changes, stretches, chain_of, unfreed)
-
-
-def _with_older(
-    changes: Changes, stretches: Sequence[tuple[int, int]], chain_of: dict[int, int], unfreed: dict[int, deque[int]]
-) -> dict[int, int]:
-    taken: set[int] = set()
-    older = []
-    for begin, end in stretches:
-        for block, change in changes[begin:end]:
-            if change < 0 and block in chain_of:
-                taken.add(chain_of[block])
-            elif change < 0:
-                older.append((block, -change))
-    for block, size in older:
-        chain = next((chain for chain in unfreed[size] if chain not in taken), None)
-        if chain is None:
-            raise NoPattern("a stretch frees what no other makes")
-        taken.add(chain)
-        chain_of[block] = chain
+            for like in range(at - (at - first) // period * period, last, period) if size > 0 else ():
+                chain_of.setdefault(changes[like][0], block)
+    older = [block for at, end in stretches for block, size in changes[at:end] if size < 0 and block not in chain_of]
+    if older:
+        _add_older(changes, stretches, chain_of, older)
     return chain_of
+
+
+def _add_older(
+    changes: Changes, stretches: Sequence[tuple[int, int]], chain_of: dict[int, int], older: list[int]
+) -> None:
+    """Of each size, the first that a stretch frees is like the first of those that it makes to be freed later; and what
+    is freed between them, made before, comes in turn."""
+    begin, end = stretches[0][0], stretches[-1][1]
+    made_at = {block: at for at, (block, change) in enumerate(changes) if change > 0}
+    freed_at = {block: at for at, (block, change) in enumerate(changes) if change < 0}
+    later: dict[int, list[int]] = defaultdict(list)  # by size, in the order in which they are freed
+    for block in sorted(made_at, key=lambda block: freed_at.get(block, len(changes) + block)):
+        if made_at[block] < end <= freed_at.get(block, end):
+            later[changes[made_at[block]][1]].append(block)
+    inside = {made_at[block] for at, to in stretches for block, change in changes[at:to] if change > 0}
+    for size, freed in _by_size(changes, made_at, older).items():
+        made = [block for block in later[size] if made_at[block] in inside][: len(freed)]
+        if len(made) < len(freed):
+            raise NoPattern("a stretch frees what no other makes")
+        waits = [block for block in later[size] if made_at[block] < begin and block not in chain_of]
+        between = [block for block in waits if freed_at.get(block, len(changes)) < freed_at.get(made[0], len(changes))]
+        for number, block in enumerate([*freed, *between]):
+            chain_of[block] = chain_of[made[number % len(made)]]
+
+
+def _by_size(changes: Changes, made_at: dict[int, int], blocks: list[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for block in blocks:
+        found[changes[made_at[block]][1]].append(block)
+    return found
 
 
 def _newest_first(changes: Changes, chain_of: dict[int, int]) -> dict[int, bool]:

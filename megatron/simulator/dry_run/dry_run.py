@@ -19,7 +19,7 @@ from megatron.simulator.dry_run.figures import Figures, figures, grown
 from megatron.simulator.dry_run.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.one_rank import micro_batches, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
-from megatron.simulator.dry_run.reserved import Allocations, Reserved, reserved
+from megatron.simulator.dry_run.reserved import Allocations, Reserved, reserved, settings
 from megatron.simulator.dry_run.runtime_memory import needed_by_setting, runtime_memory
 from megatron.simulator.dry_run.steady import Stretch, Unsteady, stretch_of
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, together
@@ -100,9 +100,11 @@ def dry_run(
         workers: processes that share the work.
 
     Raises:
-        Refusal: what the run itself would refuse; FP8 on a machine without it.
+        Refusal: what the run itself would refuse, a PYTORCH_ALLOC_CONF that PyTorch does too; FP8 on a machine
+            without it.
     """
     check_fp8(config.model, machine)
+    settings()  # refuses now, not after the work
     depths = stage_layers(config)
     counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
