@@ -22,6 +22,7 @@ from megatron.simulator.machines import measure
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.machines.measure import DTYPES, HEAD_DIM, HEAD_SIZES, Effort
 from megatron.simulator.machines.measure_links import KINDS, Figures, figures, measure_in_processes
+from megatron.simulator.machines.measure_runtime import context_and_workspace
 from megatron.training.refusal import Refusal
 from megatron.training.report.flops import GPU_PEAKS
 
@@ -76,10 +77,12 @@ def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> di
         def tell(text: str) -> None:
             progress.update(task, description=text, advance=1)
 
+        runtime = context_and_workspace(device) if cuda else {}  # before anything else has used the GPU
         links = link_figures(device, processes, plan, args.timeout, tell)
         raw = device_figures(device, plan, tell)
         progress.update(task, completed=steps, description="done")
-    return named(raw | node_fields(links, raw, device), args.output, device)
+    raw |= node_fields(links, raw, device) | runtime_fields(runtime, links)
+    return named(raw, args.output, device)
 
 
 def link_figures(device: torch.device, processes: int, plan: Effort, timeout: float, tell: Tell) -> Figures:
@@ -163,6 +166,12 @@ def node_fields(links: Figures, raw: dict[str, Any], device: torch.device) -> di
         "calibration": calibration,
         "sources": sources,
     }
+
+
+def runtime_fields(runtime: dict[str, int], links: Figures) -> dict[str, Any]:
+    """``runtime``: bytes that no tensor holds; nothing without a GPU."""
+    found = runtime | links.buffers
+    return {"runtime": found} if found else {}
 
 
 def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], float]:

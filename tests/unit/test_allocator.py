@@ -7,8 +7,10 @@ import random
 
 import pytest
 
-from megatron.simulator.dry_run.allocator import CachingAllocator, OutOfMemory, Settings, replayed
+from megatron.simulator.dry_run.allocator import CachingAllocator, OutOfMemory, replayed
+from megatron.simulator.dry_run.allocator_settings import Settings, from_environment
 from megatron.simulator.dry_run.pool import MIB, rounded, segment_size
+from megatron.training.refusal import Refusal
 
 EXPANDABLE = Settings(expandable_segments=True)
 
@@ -180,3 +182,77 @@ def test_a_recorded_sequence_is_replayed() -> None:
     changes = [(0, 30 * MIB), (1, 5 * MIB), (0, -30 * MIB), (2, 4 * MIB), (2, 8 * MIB), (1, -5 * MIB)]  # 2 is resized
     found = replayed(changes, Settings())
     assert found.allocated == 12 * MIB and found.peak_allocated == 35 * MIB and found.peak_reserved == 50 * MIB
+
+
+def test_an_expandable_range_gets_back_free_pages_before_it_refuses() -> None:
+    allocator = CachingAllocator(EXPANDABLE, 122 * MIB)
+    first, second = allocator.malloc(40 * MIB), allocator.malloc(40 * MIB)
+    allocator.free(first)
+    third = allocator.malloc(60 * MIB)
+    assert (third.begin, allocator.reserved, allocator.retries) == (80 * MIB, 100 * MIB, 1)
+    assert second.used and allocator.allocated == 100 * MIB
+
+
+def test_what_is_free_is_not_lost_where_an_expandable_range_refuses() -> None:
+    allocator = CachingAllocator(EXPANDABLE, 102 * MIB)
+    kept, gone = allocator.malloc(50 * MIB), allocator.malloc(20 * MIB)  # 10 of the fourth page are never used
+    allocator.free(gone)
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(80 * MIB)
+    assert allocator.snapshot() == [{"segment": 1, "free": [(50 * MIB, allocator.reserved - 50 * MIB)]}]
+    assert kept.used and allocator.malloc(40 * MIB).begin == 50 * MIB  # what is left is enough for it
+
+
+def test_a_full_device_gets_one_large_block_back_under_max_split_size() -> None:
+    allocator = CachingAllocator(Settings(max_split_size=32 * MIB), 200 * MIB)
+    for block in [allocator.malloc(size * MIB) for size in (40, 60, 80)]:
+        allocator.free(block)
+    allocator.malloc(30 * MIB)  # below the limit: the 40 are given back for it, and the others wait
+    assert (allocator.reserved, allocator.retries) == (170 * MIB, 0)
+    allocator.malloc(100 * MIB)  # none is large enough: the largest ones in turn, 80 and 60
+    assert (allocator.reserved, allocator.retries) == (130 * MIB, 0)
+
+
+def test_sizes_are_rounded_to_parts_of_powers_of_two() -> None:
+    """In blocks of no less than 512 bytes."""
+    assert rounded(1200, (4,) * 16) == 1536 and rounded(4000, (4,) * 16) == 4096
+    assert [rounded(size * MIB, (4,) * 16) // MIB for size in (33, 40, 41, 64, 65)] == [40, 40, 48, 64, 80]
+    allocator = CachingAllocator(Settings(divisions=(1,) * 8 + (2,) * 8))
+    allocator.malloc(300 * MIB)
+    assert allocator.allocated == 384 * MIB
+
+
+def test_a_program_may_be_given_a_share_of_the_memory() -> None:
+    with pytest.raises(OutOfMemory):
+        CachingAllocator(Settings(fraction=0.5), 100 * MIB).malloc(60 * MIB)
+
+
+def test_settings_of_the_environment() -> None:
+    assert from_environment({}) is None
+    name, found, notes = from_environment(
+        {
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True, max_split_size_mb:64,"
+            "roundup_power2_divisions:[256:1,512:2,1024:4,>:8],max_non_split_rounding_mb:40,"
+            "per_process_memory_fraction:0.9,pinned_use_background_threads:True"
+        }
+    )
+    assert (name, notes) == ("PYTORCH_CUDA_ALLOC_CONF", [])
+    assert found == Settings(True, 64 * MIB, 40 * MIB, (1,) * 9 + (2, 4) + (8,) * 5, 0.9)
+    both = {"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:4", "PYTORCH_CUDA_ALLOC_CONF": "nonsense"}
+    assert from_environment(both)[:2] == ("PYTORCH_ALLOC_CONF", Settings(divisions=(4,) * 16))
+
+
+@pytest.mark.parametrize("option", ["garbage_collection_threshold:0.8", "backend:cudaMallocAsync"])
+def test_settings_that_are_not_modelled_are_named(option: str) -> None:
+    _, settings, (note,) = from_environment({"PYTORCH_ALLOC_CONF": option})
+    assert settings == Settings() and option.partition(":")[0] in note and "not modelled" in note
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["expandable_segment:True", "expandable_segments:yes", "max_split_size_mb:8", "roundup_power2_divisions:3",
+     "roundup_power2_divisions:[3:2]", "per_process_memory_fraction:2", "garbage_collection_threshold:x", "backend"],
+)  # fmt: skip
+def test_settings_that_pytorch_refuses_are_refused(text: str) -> None:
+    with pytest.raises(Refusal, match="PYTORCH_ALLOC_CONF"):
+        from_environment({"PYTORCH_ALLOC_CONF": text})

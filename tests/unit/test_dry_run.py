@@ -15,6 +15,7 @@ from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport, dry_run, ranks_of, run_job, too_full
 from megatron.simulator.dry_run.figures import Figures
 from megatron.simulator.dry_run.report import verdict
+from megatron.simulator.dry_run.reserved import Reserved
 from megatron.simulator.dry_run.runtime_memory import runtime_memory
 from megatron.simulator.machines.machine import Calibration, Machine
 from megatron.simulator.machines.machine_file import load
@@ -170,20 +171,21 @@ def test_the_verdict_says_which_setting_of_the_allocator_fits() -> None:
     machine = replace(load("A100-80G"), memory=25 * gib, reserved=0)
     peaks = {"forward": {"activations": 20 * gib}}
     reserved = {"default": 30.0 * gib, "expandable_segments": 22.0 * gib}
-    one = RankReport(0, "first", (1, 1), (1, 1), Figures(peaks, 0, 0, {}, {}, {}, {}, {}, reserved), None, None)
+    one = RankReport(0, "first", (1, 1), (1, 1), Figures(peaks, 0, 0, {}, {}, {}, {}, {}), None, None)
+    one = replace(one, reserved=Reserved(reserved))
 
     def told(machine: Machine, report: RankReport) -> tuple[list[str], list[str]]:
         reasons = list(too_full(config, [report], 1, machine))
         return reasons, verdict(DryRun(config, 1, machine, [report], 1.0, 0.5, not reasons, tuple(reasons)))
 
-    own = runtime_memory(config, 1, machine).total
+    own = runtime_memory(config, 1, machine).beside
     reasons, (default, expandable) = told(machine, one)
     assert not reasons
     assert "default allocator it does not fit: 5.5 GiB of device memory are lacking" in default
     assert f"expandable_segments:True it fits, with {readable(3 * gib - own)} of device memory to spare" in expandable
     (reason,), lines = told(replace(machine, memory=21 * gib), one)
     assert "needs 22.5 GiB of device memory: 20.0 allocated" in reason and not any("it fits" in line for line in lines)
-    reasons, (line,) = told(machine, replace(one, figures=replace(one.figures, reserved={})))
+    reasons, (line,) = told(machine, replace(one, reserved=Reserved()))
     assert not reasons and line == "it fits, with 5.0 GiB of device memory to spare"
 
 

@@ -13,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.simulator.machines import measure
+from megatron.simulator.dry_run.runtime_memory import runtime_memory
+from megatron.simulator.machines import measure, measure_runtime
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.machines.measure import Effort
 from megatron.simulator.machines.measure_links import KINDS, Figures, figures, listen, measure_in_processes
+from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from tools import hardware_figures, measure_hardware
 
@@ -113,6 +115,53 @@ def test_links_become_a_link_and_shares_of_it():
     assert link == {"bandwidth": 10e9, "latency": pytest.approx(2e-6)}
     assert shares == {"link": 0.8, "all_to_all": 0.5, "p2p": 1.0}
     assert collective == pytest.approx(3e-6)
+
+
+class Gpu:
+    """Stands for torch.cuda: what others take grows with the first product and with each communicator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.others, self.allocated = 400, 0
+        for name, answer in {
+            "synchronize": lambda device: None,
+            "mem_get_info": lambda device: (80_000 - self.others - self.reserved, 80_000),
+            "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: self.allocated,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch, "mm", self.product)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+        monkeypatch.setattr(torch.distributed, "all_reduce", self.reduce)
+        monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *_, group: None)
+
+    @property
+    def reserved(self) -> int:
+        return 2 * self.allocated
+
+    def product(self, *_: torch.Tensor, out: torch.Tensor) -> None:
+        self.others, self.allocated = 500, 32
+
+    def reduce(self, x: torch.Tensor, group: object) -> None:
+        self.others, self.allocated = self.others + 128, self.allocated + 1
+
+
+def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """By stand-ins for torch.cuda: nobody has tried it on a GPU."""
+    device, _ = torch.device("cpu"), Gpu(monkeypatch)
+    found = measure_runtime.context_and_workspace(device)
+    assert found == {"context": 500, "cublas": 32}
+    assert measure_runtime.communicator(None, device) == 128
+    links = Figures({}, None, (1.0, 0.0), 4, 1, {"nccl": 128})
+    raw = hardware_figures.named({"sources": {}} | hardware_figures.runtime_fields(found, links), "x.json", device)
+    assert raw["runtime"] == {"context": 500, "cublas": 32, "nccl": 128}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"extends": "H100-80G", **raw}))
+    machine = load(path)
+    shape = "--model llama3-8b --seq-length 1024 --micro-batch-size 1 --global-batch-size 1 --mock-data --train-iters 1"
+    own = runtime_memory(parse([*shape.split(), "--lr", "1e-3", "--ulysses-parallel-size", "4"], {}, 4), 4, machine)
+    assert (own.context, own.cublas, own.nccl) == (500, 32, 128 * own.communicators)
+    assert own.beside == own.context + own.nccl and own.source.startswith("measured on")
+    assert hardware_figures.runtime_fields({}, Figures({}, None, (1.0, 0.0), 1, 1)) == {}
 
 
 @pytest.mark.full

@@ -9,16 +9,15 @@ its size, the best fit first, and grows together with free neighbours of its seg
 Under ``expandable_segments`` each pool is one range of addresses, of which memory is mapped page by page (2 or 20 MiB)
 where the range's end is not enough: holes then are all that is lost.
 
-One stream is modelled: blocks that another stream still reads are given back at once here.
+One stream is modelled, where PyTorch has pools for each: blocks that another stream still reads are given back at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 
+from megatron.simulator.dry_run.allocator_settings import Settings
 from megatron.simulator.dry_run.pool import (
-    LARGE_SEGMENT,
     SMALL,
     SMALLEST,
     Block,
@@ -33,18 +32,6 @@ class OutOfMemory(MemoryError):
     """The device has not enough memory, also when all that is cached is given back to it."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Of PYTORCH_CUDA_ALLOC_CONF.
-
-    Attributes:
-        max_split_size: bytes; larger blocks are not cut; None: all may be.
-    """
-
-    expandable_segments: bool = False
-    max_split_size: int | None = None
-
-
 class CachingAllocator:
     """
     Attributes:
@@ -52,11 +39,11 @@ class CachingAllocator:
         retries: how often everything cached was given back because the device was full.
 
     Args:
-        capacity: bytes that the device has for it.
+        capacity: bytes that the device has for it; of them it takes at most the settings' ``fraction``.
     """
 
     def __init__(self, settings: Settings = Settings(), capacity: float = float("inf")) -> None:
-        self.settings, self.capacity = settings, capacity
+        self.settings, self.capacity = settings, settings.fraction * capacity
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
         self._pools = {small: Pool(small) for small in (True, False)}
         self._segments = 0
@@ -64,11 +51,19 @@ class CachingAllocator:
     def malloc(self, request: int) -> Block:
         """
         Raises:
-            OutOfMemory: ``capacity`` is not enough.
+            OutOfMemory: ``capacity`` is not enough. Blocks in use are as before, and what is free is not lost.
         """
-        size = rounded(request)
+        size = rounded(request, self.settings.divisions)
         pool = self._pools[size <= SMALL]
         block = self._best_fit(pool, size) or self._new(pool, size)
+        if block is None and self._give_large_back(pool, size):
+            block = self._new(pool, size)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._new(pool, size)
+        if block is None:
+            raise OutOfMemory(f"{size} bytes beside {self.reserved} of {self.capacity:.0f}")
         if self._splits(block, size):
             self._split(pool, block, size)
         block.used = True
@@ -107,14 +102,15 @@ class CachingAllocator:
         at = bisect_left(pool.free, (size, -1, -1))
         if at == len(pool.free):
             return None
-        limit, found = self.settings.max_split_size, pool.free[at][3]
+        limit, rounding = self.settings.max_split_size, self.settings.max_non_split_rounding
+        found = pool.free[at][3]
         if self.settings.expandable_segments:  # the end of the range, which can grow, is for what fits nowhere else
             while at + 1 < len(pool.free) and could_be(pool.free[at + 1][3]) < could_be(found):
                 at, found = at + 1, pool.free[at + 1][3]
         if limit is not None:
             if size < limit <= found.size:  # large blocks are kept for large requests ...
                 return None
-            if size >= limit and found.size >= size + LARGE_SEGMENT:  # ... that need nearly all of them
+            if size >= limit and found.size >= size + rounding:  # ... that need nearly all of them
                 return None
         pool.take(found)
         return found
@@ -153,21 +149,37 @@ class CachingAllocator:
     def _moved(pool: Pool, old: Block, new: Block) -> None:
         pool.ranges = [new if head is old else head for head in pool.ranges]
 
-    def _new(self, pool: Pool, size: int) -> Block:
+    def _give_large_back(self, pool: Pool, size: int) -> bool:
+        """Under ``max_split_size``: the smallest block above it that frees enough, or the largest ones in turn."""
+        limit = self.settings.max_split_size
+        if limit is None or self.settings.expandable_segments:
+            return False
+        wanted, given = max(size, limit), 0
+        at = bisect_left(pool.free, (wanted, -1, -1))
+        if at == len(pool.free):
+            at -= 1
+        while given < wanted and at >= 0 and pool.free[at][0] >= limit:
+            block = pool.free[at][3]
+            pool.take(block)
+            self.reserved -= block.size
+            given += block.size
+            at -= 1
+        return given >= wanted
+
+    def _new(self, pool: Pool, size: int) -> Block | None:
+        """None: the device is full."""
         if self.settings.expandable_segments:
             return self._grown(pool, size)
         wanted = segment_size(size)
         if self.reserved + wanted > self.capacity:
-            self.retries += 1
-            self.empty_cache()
-        if self.reserved + wanted > self.capacity:
-            raise OutOfMemory(f"{wanted} bytes more than {self.reserved} of {self.capacity:.0f}")
+            return None
         self.reserved += wanted
         self._segments += 1
         return Block(self._segments, 0, wanted, pool.small)
 
-    def _grown(self, pool: Pool, size: int) -> Block:
-        """The first place in the pool's range where free and unmapped bytes, side by side, are enough."""
+    def _grown(self, pool: Pool, size: int) -> Block | None:
+        """The first place in the pool's range where free and unmapped bytes, side by side, are enough. None: the device
+        is full; what has been mapped until then is free."""
         if not pool.ranges:
             self._segments += 1
             pool.ranges.append(Block(self._segments, 0, 2**62, pool.small, mapped=False))
@@ -183,15 +195,13 @@ class CachingAllocator:
                 continue
             have = start.size if start.mapped else 0
             pages = min(-(-(size - have) // pool.page) * pool.page, gap.size)
-            self._reserve(pages)
+            if self.reserved + pages > self.capacity:
+                if start.mapped:
+                    pool.add(start)
+                return None
+            self.reserved += pages
             self._map(pool, start, gap, pages)
         return start
-
-    def _reserve(self, pages: int) -> None:
-        if self.reserved + pages > self.capacity:
-            self.retries += 1
-            raise OutOfMemory(f"{pages} bytes more than {self.reserved} of {self.capacity:.0f}")
-        self.reserved += pages
 
     def _map(self, pool: Pool, start: Block, gap: Block, pages: int) -> None:
         """The first ``pages`` bytes of ``gap`` become part of ``start``, which is the gap or the block before it."""
@@ -274,9 +284,3 @@ def replayed(changes: list[tuple[int, int]], settings: Settings, capacity: float
         if change > 0:
             held[number] = allocator.malloc(change), change
     return allocator
-
-
-def reserved_by_setting(changes: list[tuple[int, int]]) -> dict[str, float]:
-    """Most bytes reserved while the changes happen, by what PYTORCH_CUDA_ALLOC_CONF says."""
-    settings = {"default": Settings(), "expandable_segments": Settings(expandable_segments=True)}
-    return {name: float(replayed(changes, setting).peak_reserved) for name, setting in settings.items()}

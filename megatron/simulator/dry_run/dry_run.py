@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from megatron.simulator.dry_run.alike import Unlike
-from megatron.simulator.dry_run.figures import Figures, figures, grown, with_reserved
+from megatron.simulator.dry_run.figures import Figures, figures, grown
 from megatron.simulator.dry_run.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.one_rank import micro_batches, run_rank
 from megatron.simulator.dry_run.replay import Replay, replay
-from megatron.simulator.dry_run.runtime_memory import needed_by_setting
+from megatron.simulator.dry_run.reserved import Allocations, Reserved, reserved, settings
+from megatron.simulator.dry_run.runtime_memory import needed_by_setting, runtime_memory
 from megatron.simulator.dry_run.steady import Stretch, Unsteady, stretch_of
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, together
 from megatron.simulator.machines.machine import Machine
@@ -42,6 +43,7 @@ class RankReport:
         micro_batches: of a step, and how many of them ran.
         profile, replayed: memory and time of what ran, for pictures.
         program: the passes of its whole step; None without a machine.
+        reserved: what PyTorch's allocator takes from the driver; empty without a GPU.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class RankReport:
     profile: Profile
     replayed: Replay | None
     program: Program | None = None
+    reserved: Reserved = Reserved()
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,11 @@ def dry_run(
         workers: processes that share the work.
 
     Raises:
-        Refusal: what the run itself would refuse; FP8 on a machine without it.
+        Refusal: what the run itself would refuse, a PYTORCH_ALLOC_CONF that PyTorch does too; FP8 on a machine
+            without it.
     """
     check_fp8(config.model, machine)
+    settings()  # refuses now, not after the work
     depths = stage_layers(config)
     counts = [None] if every_layer or len(set(depths)) > 1 else layer_counts(config)
     kinds = list(ranks_of(config, world_size))
@@ -114,14 +119,26 @@ def dry_run(
         mine = done[index * len(counts) : (index + 1) * len(counts)]
         found, layers = mine[-1][0], depths[rank * len(depths) // world_size]
         if len(counts) > 1:
-            found = with_reserved(grown(mine[0][0], found, *counts, layers), found)
+            found = grown(mine[0][0], found, *counts, layers)
         ran = layers, counts[-1] or layers
-        _, ran_batches, profile, replayed, stretch = mine[-1]
+        _, ran_batches, profile, replayed, stretch, _ = mine[-1]
         whole = None
         if replayed is not None:
             numbers = counts[0] or layers, ran[1], layers
             whole = program_of(mine[0][3], replayed, numbers, stretch, len(depths) > 1)
-        reports.append(RankReport(rank, stage, ran, ran_batches, found, profile, replayed, whole))
+        taken = Reserved()
+        if machine is not None and machine.is_gpu:
+            own = runtime_memory(config, world_size, machine)
+            every = (config, world_size, rank, vocab_size, machine, every_micro_batch)
+            taken = reserved(
+                [job[-1] for job in mine],
+                counts,
+                layers,
+                machine.memory - own.beside,
+                own.cublas,
+                lambda every=every: run_job(every)[-1],
+            )
+        reports.append(RankReport(rank, stage, ran, ran_batches, found, profile, replayed, whole, taken))
     if machine is None:
         return DryRun(config, world_size, None, reports)
     # Of a stage the first rank; its neighbour on a ring comes last, and is here for its memory.
@@ -168,7 +185,7 @@ def layer_counts(config: Config) -> list[int | None]:
 
 
 Job = tuple[Config, int, int, int, Machine | None, bool]
-Done = tuple["Figures", tuple[int, int], Profile, Replay | None, Stretch | None]
+Done = tuple[Figures, tuple[int, int], Profile, Replay | None, Stretch | None, Allocations]
 
 
 def _do(jobs: list[Job], workers: int) -> list[Done]:
@@ -181,7 +198,7 @@ def _do(jobs: list[Job], workers: int) -> list[Done]:
 
 def run_job(job: Job) -> Done:
     """Figures of a rank's step; its micro-batches, and those that ran; memory and time of what ran; which micro-batches
-    stand for the rest."""
+    stand for the rest; allocations of what ran."""
     config, world_size, rank, vocab_size, machine, every_micro_batch = job
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
@@ -199,7 +216,7 @@ def run_job(job: Job) -> Done:
     replayed = replay(done.trace, machine) if machine else None
     whole = replay(done.trace, machine, keep_spans=False, repeat=done.repeat) if machine and stretch else replayed
     ran = stretch.micro_batches if stretch else batches
-    return figures(done, whole), (batches, ran), done.profile, replayed, stretch
+    return figures(done, whole), (batches, ran), done.profile, replayed, stretch, done.allocations
 
 
 def with_layers(config: Config, layers: int) -> Config:
@@ -228,7 +245,7 @@ def too_full(config: Config, reports: list[RankReport], world_size: int, machine
     gib = 2**30
     for report in reports:
         device, host = report.figures.device_peak, report.figures.host_peak * min(machine.gpus, world_size)
-        needed = needed_by_setting(report.figures.reserved, config, world_size, machine)
+        needed = needed_by_setting(report.reserved.bytes, config, world_size, machine)
         if needed and min(needed.values()) > machine.memory:
             yield (
                 f"rank {report.rank} needs {min(needed.values()) / gib:,.1f} GiB of device memory: {device / gib:,.1f} "

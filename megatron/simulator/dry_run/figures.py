@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.simulator.cost.trace import HostCopy, Trace
-from megatron.simulator.dry_run.allocator import reserved_by_setting
 from megatron.simulator.dry_run.one_rank import RankStep
 from megatron.simulator.dry_run.replay import Replay
 
@@ -23,7 +22,6 @@ class Figures:
         communication: bytes sent, by axis.
         copies: bytes between device and host, by direction.
         seconds, exposed, busy: of the replay on a machine; empty without one.
-        reserved: bytes that PyTorch's allocator takes from the driver, by its setting; empty without a GPU.
     """
 
     peaks: dict[str, dict[str, float]]
@@ -34,7 +32,6 @@ class Figures:
     seconds: dict[str, float]
     exposed: dict[str, float]
     busy: dict[str, float]
-    reserved: dict[str, float] = field(default_factory=dict)
 
     @property
     def device_peak_by_kind(self) -> dict[str, int]:
@@ -66,15 +63,7 @@ def figures(done: RankStep, replayed: Replay | None) -> Figures:
         seconds,
         exposed,
         busy,
-        reserved_by_setting(done.allocations) if replayed else {},
     )
-
-
-def with_reserved(whole: Figures, some: Figures) -> Figures:
-    """All layers' figures, with as much reserved for each allocated byte as where ``some`` layers ran: waste is of the
-    segments that each of them cuts, and does not grow evenly enough to be continued from two numbers of layers."""
-    share = whole.device_peak / max(some.device_peak, 1)
-    return replace(whole, reserved={name: share * size for name, size in some.reserved.items()})
 
 
 def copied(trace: Trace) -> dict[str, float]:

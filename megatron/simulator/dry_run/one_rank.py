@@ -22,6 +22,7 @@ from megatron.simulator.dry_run.chunks_alike import chunks_alike
 from megatron.simulator.dry_run.fp8 import Fp8, held_by, in_fp8
 from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
 from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.dry_run.reserved import Allocations
 from megatron.simulator.dry_run.simulated_offload import simulated_offload
 from megatron.simulator.dry_run.steady import Repeat, Stretch, find_repeat, with_growth
 from megatron.simulator.dry_run.transfers import axes_of
@@ -40,7 +41,8 @@ class RankStep:
         host_peak: most bytes of host memory.
         profile: the step's memory over time, as --profile-memory records it.
         repeat: events of the trace that stand for more micro-batches; None where all of them ran.
-        allocations: (storage, change of its bytes) on the device, in their order; what was there before comes first.
+        allocations: (storage, change of its bytes) on the device, in their order, what was there before first; and
+            which of them happen as often as ``repeat`` says.
     """
 
     rank: int
@@ -49,7 +51,7 @@ class RankStep:
     trace: Trace
     profile: Profile = field(repr=False)
     repeat: Repeat | None = None
-    allocations: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    allocations: Allocations = field(default_factory=lambda: Allocations([]), repr=False)
 
     @property
     def device_peak(self) -> int:
@@ -155,13 +157,14 @@ def run_rank(
                 history = watch.history
                 timeline = profile.finish()
             host_peak = max(watch.host_peak, runtime.offload.pool.peak if runtime.offload else 0)
-            repeat = None
+            repeat, repeated = None, None
             if stretch:
                 repeat = find_repeat(watch.trace, stretch)
-                marks = [events - profile.first_event for _, events, name in profile.phases if name == "forward"]
-                begin, end = marks[stretch.first], marks[stretch.first + stretch.passes]
+                marks = [events for _, events, name in profile.phases if name == "forward"]
+                repeated = marks[stretch.first], marks[stretch.first + stretch.passes], stretch.times
+                begin, end = (mark - profile.first_event for mark in repeated[:2])
                 timeline = with_growth(timeline, begin, end, stretch.times)
-            changes = allocations(history)
+            changes = allocations(history, repeated)
         return RankStep(rank, peaks_by_phase(timeline), host_peak, watch.trace, timeline, repeat, changes)
 
 
@@ -173,10 +176,15 @@ def as_in_later_steps(chunk: nn.Module) -> None:
         group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
 
 
-def allocations(history: History) -> list[tuple[int, int]]:
-    """(storage, change of its bytes) of the device's."""
+def allocations(history: History, repeated: tuple[int, int, int] | None = None) -> Allocations:
+    """(storage, change of its bytes) of the device's; ``repeated``: events (begin, end) that happen so often more."""
     device = {block.number for block in history.blocks if block.place == "device"}
-    return [(number, change) for _, number, change in history.events if number in device and change]
+    kept = [bool(number in device and change) for _, number, change in history.events]
+    changes = [(number, change) for keep, (_, number, change) in zip(kept, history.events) if keep]
+    if repeated is None:
+        return Allocations(changes)
+    begin, end, times = repeated
+    return Allocations(changes, sum(kept[:begin]), sum(kept[:end]), times)
 
 
 def of_all(mean_loss: Callable, run: int, all_batches: int) -> Callable:

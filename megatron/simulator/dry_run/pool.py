@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MIB = 2**20
@@ -66,8 +67,15 @@ class Pool:
         return block.size, block.segment, block.begin, block
 
 
-def rounded(size: int) -> int:
-    """Bytes of the block for a request."""
+def rounded(size: int, divisions: Sequence[int] = ()) -> int:
+    """Bytes of the block for a request; ``divisions``: parts between powers of two, by interval, from 1 MiB on."""
+    size = max(size, 1)
+    if divisions and size >= SMALLEST:
+        floor = 1 << (size.bit_length() - 1)
+        parts = divisions[min(max(floor.bit_length() - MIB.bit_length(), 0), len(divisions) - 1)]
+        if parts > 1 and size > SMALLEST * parts:
+            part = floor // parts
+            return -(-size // part) * part
     return max(SMALLEST, -(-size // SMALLEST) * SMALLEST)
 
 

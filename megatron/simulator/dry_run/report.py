@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from megatron.simulator.cost.jitter import Jitter, spread, told
 from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
-from megatron.simulator.dry_run.runtime_memory import ASSUMED, needed_by_setting, runtime_memory
+from megatron.simulator.dry_run.runtime_memory import needed_by_setting, runtime_memory
 from megatron.training.refusal import Refusal
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
+
+LABELS = {"default": "reserved by PyTorch", "expandable_segments": "reserved, expandable segments"}
 
 
 def show(result: DryRun, console: Console, jitter: Jitter | None = None) -> None:
@@ -37,12 +40,8 @@ def show(result: DryRun, console: Console, jitter: Jitter | None = None) -> None
     if jitter:
         console.print(f" > {unequal(result, jitter)}")
     if result.machine.is_gpu:
-        own = runtime_memory(result.config, result.world_size, result.machine)
-        console.print(
-            f" > beside PyTorch's: context {readable(own.context)}, cuBLAS {readable(own.cublas)}, NCCL "
-            f"{readable(own.nccl)} for {own.communicators} groups ({ASSUMED}); the machine's file sets "
-            f"{readable(result.machine.reserved)} aside"
-        )
+        for line in _runtime(result):
+            console.print(f" > {line}")
     for reason in result.reasons:
         console.print(f" > does not fit: {reason}")
     for line in verdict(result):
@@ -77,7 +76,27 @@ def needed(result: DryRun, report: RankReport) -> dict[str, float]:
     """Bytes of a device that a rank's process takes, by the allocator's setting; empty where that is not known."""
     if result.machine is None:
         return {}
-    return needed_by_setting(report.figures.reserved, result.config, result.world_size, result.machine)
+    return needed_by_setting(report.reserved.bytes, result.config, result.world_size, result.machine)
+
+
+def _runtime(result: DryRun) -> Iterator[str]:
+    """What PyTorch's allocator reserves, where that is not the whole story, and what others take beside it."""
+    yield from sorted({note for report in result.ranks for note in report.reserved.notes})
+    for report in result.ranks:
+        taken = report.reserved
+        if taken.scaled:
+            yield f"{name(report)}: reserved is scaled, not replayed, from {taken.scaled}"
+        for setting, retries in taken.retries.items():
+            if retries is None:
+                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: more than there is for PyTorch"
+            elif retries:
+                yield f"{name(report)}: full, so that all that is cached is given back {retries} times ({setting})"
+    own = runtime_memory(result.config, result.world_size, result.machine)
+    yield (
+        f"beside PyTorch's: context {readable(own.context)}, NCCL {readable(own.nccl)} for {own.communicators} groups; "
+        f"in what it reserves: cuBLAS' workspace, {readable(own.cublas)} ({own.source.partition(':')[0]}); the "
+        f"machine's file sets {readable(result.machine.reserved)} aside"
+    )
 
 
 def unequal(result: DryRun, jitter: Jitter) -> str:
@@ -96,10 +115,9 @@ def _memory(result: DryRun) -> Table:
     for kind in DEVICE_KINDS:
         table.add_row(kind, *(readable(found.get(kind, 0)) for found in kinds))
     table.add_row("device, in all", *(readable(report.figures.device_peak) for report in result.ranks), style="bold")
-    names = {"default": "reserved by PyTorch", "expandable_segments": "reserved, expandable segments"}
-    for setting, label in names.items():
-        if all(report.figures.reserved for report in result.ranks):
-            table.add_row(label, *(readable(report.figures.reserved[setting]) for report in result.ranks))
+    for setting in result.ranks[0].reserved.bytes:
+        label = LABELS.get(setting, f"reserved, {setting}")
+        table.add_row(label, *(readable(report.reserved.bytes[setting]) for report in result.ranks))
     table.add_row("host", *(readable(report.figures.host_peak) for report in result.ranks))
     return table
 
@@ -147,7 +165,9 @@ def as_json(result: DryRun) -> dict[str, Any]:
                 "device_peak_bytes": report.figures.device_peak,
                 "device_peak_by_kind": report.figures.device_peak_by_kind,
                 "host_peak_bytes": round(report.figures.host_peak),
-                "reserved_bytes": {name: round(size) for name, size in report.figures.reserved.items()},
+                "reserved_bytes": {name: round(size) for name, size in report.reserved.bytes.items()},
+                "reserved_retries": report.reserved.retries,
+                "reserved_scaled_from": report.reserved.scaled or None,
                 "needed_bytes": {name: round(size) for name, size in needed(result, report).items()},
                 "flops": report.figures.flops,
                 "communication_bytes": {axis: round(size) for axis, size in report.figures.communication.items()},

@@ -98,6 +98,21 @@ class Calibration:
     fp8: float = 1.0
 
 
+@dataclass(frozen=True)
+class Runtime:
+    """Bytes of device memory that no tensor holds; None: as dry_run/runtime_memory.py assumes.
+
+    Attributes:
+        context: of the CUDA context with the kernels that are loaded. cublas: of cuBLAS' workspace.
+        nccl: of a communicator's buffers in a node; nccl_network: of one between nodes.
+    """
+
+    context: float | None = None
+    cublas: float | None = None
+    nccl: float | None = None
+    nccl_network: float | None = None
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Machine:
@@ -123,6 +138,7 @@ class Machine:
         power: watts; None: the rates are those of the limit that it runs under.
         collectives: what NCCL can choose from; None: rings at one rate, with the links' latency.
         dispatch: seconds in which the host launches a kernel or a transfer; 0: as fast as the device needs them.
+        runtime: device memory of contexts and libraries, which ``reserved`` has room for.
     """
 
     name: str
@@ -150,6 +166,7 @@ class Machine:
     power: Power | None = None
     collectives: Collectives | None = None
     dispatch: float = 0.0
+    runtime: Runtime = Runtime()
 
     def __post_init__(self) -> None:
         # Prices of transfers (cost/seconds.py): fewer to look up than in a cache that machines are keys of.

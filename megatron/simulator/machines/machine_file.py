@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.simulator.machines.collectives import GENERATIONS, WAYS, Collectives, Way
 from megatron.simulator.machines.json_file import read_json
-from megatron.simulator.machines.machine import Calibration, Link, Machine, Power, Rate
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Power, Rate, Runtime
 from megatron.training.refusal import Refusal
 
 MACHINES = Path(__file__).parent
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
 OPTIONAL = (
     "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel", "power",
-    "collectives", "dispatch",
+    "collectives", "dispatch", "runtime",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
 KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
@@ -273,5 +273,6 @@ READERS: dict[str, Callable] = {
     "power": record(Power, {"limit": number, "rated": number, "idle": seconds}, ("limit", "rated", "idle")),
     "collectives": collectives,
     "dispatch": seconds,
+    "runtime": record(Runtime, {f.name: seconds for f in fields(Runtime)}),
     "calibration": record(Calibration, {f.name: share for f in fields(Calibration)}),
 }

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 
@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from megatron.simulator.machines.measure import Effort, host_copy, settle
+from megatron.simulator.machines.measure_runtime import communicator
 from megatron.training.refusal import Refusal
 
 KINDS = ("all_gather", "all_to_all", "p2p")
@@ -33,7 +34,8 @@ CALLS = 200  # at most, in a batch
 class Figures:
     """(Seconds of a small message, bytes a second of a large one) by kind; and of copies to the host, by all at once.
 
-    ``network`` is that of p2p between nodes, None with one node.
+    ``network`` is that of p2p between nodes, None with one node. ``buffers``: bytes that NCCL takes for a communicator,
+    in a node (``nccl``) and between nodes (``nccl_network``); empty without GPUs.
     """
 
     node: dict[str, tuple[float, float]]
@@ -41,6 +43,7 @@ class Figures:
     host: tuple[float, float]
     processes: int
     nodes: int
+    buffers: dict[str, int] = field(default_factory=dict)
 
 
 def transfer(kind: str, size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Callable[[], None], float]:
@@ -101,8 +104,10 @@ def figures(device: torch.device, per_node: int, plan: Effort, tell: Callable[[s
     ranks, rank = dist.get_world_size(), dist.get_rank()
     nodes = ranks // per_node
     group, _ = dist.new_subgroups(per_node)
-    found = {}
+    found, buffers = {}, {}
     if per_node > 1:
+        if device.type == "cuda":
+            buffers["nccl"] = communicator(group, device)
         for kind in KINDS:
             tell(f"{kind} among {per_node} processes")
             found[kind] = both_ends(kind, group, device, plan.message_bytes, plan.window)
@@ -114,12 +119,14 @@ def figures(device: torch.device, per_node: int, plan: Effort, tell: Callable[[s
             across = dist.new_group(members)
             if rank in members:
                 mine = across
+        if device.type == "cuda":
+            buffers["nccl_network"] = communicator(mine, device)
         network = both_ends("p2p", mine, device, plan.message_bytes, plan.window)
     tell("copies to the host, all at once")
     dist.barrier()
     copied = torch.tensor(host_copy(plan.copy_bytes, device, plan.window), dtype=torch.float64, device=device)
     bandwidth, latency = copied.tolist() if per_node == 1 else slowest(copied, group)
-    return Figures(found, network, (bandwidth, latency), per_node, nodes)
+    return Figures(found, network, (bandwidth, latency), per_node, nodes, buffers)
 
 
 def slowest(copied: Tensor, group: dist.ProcessGroup) -> list[float]:
