@@ -56,7 +56,8 @@ def test_ffn_in_runs_fits_where_nothing_did() -> None:
     asked = Problem(Request(("--model", "llama3-8b"), 1).workload(128 * K), 8, A100, plain)
     assert not search(asked, near=1.0).plans
     found = search(replace(asked, limits=replace(plain, ffn_chunks=True)), near=1.0)
-    assert found.plans and found.plans[0].strategy.ffn_chunks and found.plans[0].memory.total < 60 * GIB
+    assert found.plans and all(plan_.strategy.ffn_chunks for plan_ in found.plans)
+    assert found.plans[0].fits and min(plan_.memory.total for plan_ in found.plans) < 60 * GIB
 
 
 def test_as_few_layers_are_recomputed_as_fit() -> None:
@@ -138,12 +139,12 @@ def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
 
 
 def test_an_offer_that_leaves_too_little_comes_after_the_others() -> None:
-    """The second is faster and leaves a byte less than it should."""
+    """The second is faster and leaves less than it should."""
     limits = Limits(tensor=(1,), ulysses=(8,), zero=(3,), recompute=("full",), fpdt_chunk=(0,), offload=False)
     workload = Request(("--model", "llama3-8b")).workload(96 * K)
     first = Problem(workload, 8, A100, limits)
     second = replace(first, gpus=16)
-    second = replace(second, spare=search(second, near=1.0).plans[0].margin + 1)
+    second = replace(second, spare=search(second, near=1.0).plans[0].margin + 5 * GIB)
     found = offers([first, second], 1, None, near=1.0)
     assert [offer.plan.tight for offer in found] == [False, True]
     assert found[1].plan.seconds < found[0].plan.seconds

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,8 @@ def test_alternatives_change_one_thing(problem: Problem) -> None:
     lines = alternatives(winner, problem)
     assert 3 <= len(lines) <= 6 and len(set(lines)) == len(lines)
     assert any(line.startswith("Without ") for line in lines) and any(" slower: " in line for line in lines)
+    longer = replace(problem, workload=replace(problem.workload, seq_length=192 * 1024))
+    lines = alternatives(search(longer).plans[0], longer)
     assert any("GiB more than an A800-80G has" in line for line in lines)
 
 

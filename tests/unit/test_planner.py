@@ -168,7 +168,7 @@ def test_few_of_the_ways_on_a_thousand_gpus_are_priced() -> None:
         cache.cache_clear()
     assert len(search(asked, near=1.0).plans) >= 10
     assert priced_layer.cache_info().misses < 3500
-    assert priced_ends.cache_info().misses < 2200
+    assert priced_ends.cache_info().misses < 2500  # gradients are summed otherwise by each stage of ZeRO
     assert device_memory.cache_info().misses < 3500
 
 
