@@ -34,8 +34,8 @@ def chunks_alike(recorder: Recorder) -> Iterator[None]:
         for loops in (by_queries, by_keys):
             stack.enter_context(patch.object(loops, "attend", _attend(alike, loops.attend)))
             stack.enter_context(patch.object(loops, "attend_grad", _attend_grad(alike, loops.attend_grad)))
-        for name, each_time in WORK.items():
-            stack.enter_context(patch.object(ChunkWork, name, _work(alike, name, each_time)))
+        for name, work in WORK.items():
+            stack.enter_context(patch.object(ChunkWork, name, work(alike, getattr(ChunkWork, name))))
         stack.enter_context(patch.object(chunked_loss, "_loss", _loss(alike, chunked_loss._loss)))
         yield
 
@@ -104,23 +104,54 @@ def _shapes(tiles: Sequence[Tile]) -> tuple:
     return tuple((tile.q, tile.k, tile.kind) for tile in tiles)
 
 
-def _work(alike: Alike, name: str, each_time: Callable[[ChunkWork], bool]) -> Callable:
-    """A method of a chunk's work: it is given tensors, the chunk, and where in the chunk it begins."""
-    method = getattr(ChunkWork, name)
+def _project(alike: Alike, project: Callable) -> Callable:
+    @wraps(project)
+    def run(work: ChunkWork, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        if work.kernel is None or torch.is_grad_enabled():  # the first one learns the shapes
+            return project(work, x, chunk)
+        return tuple(alike.call(work, ("project", _spans(work, chunk)), [x], lambda: project(work, x, chunk)))
 
-    @wraps(method)
-    def run(work: ChunkWork, *given: Tensor | int | None) -> Tensor | tuple[Tensor, ...]:
-        if each_time(work):
-            return method(work, *given)
+    return run
 
-        def really() -> tuple[Tensor, ...]:
-            outs = method(work, *given)
-            return outs if isinstance(outs, tuple) else (outs,)
 
-        chunk, *start = (x for x in given if isinstance(x, int))
-        tensors = [x for x in given if not isinstance(x, int)]
-        outs = alike.call(work, (name, _spans(work, chunk), *start), tensors, really)
-        return tuple(outs) if len(outs) > 1 else outs[0]
+def _project_grad(alike: Alike, project_grad: Callable) -> Callable:
+    @wraps(project_grad)
+    def run(work: ChunkWork, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
+        key = "project_grad", _spans(work, chunk)
+        return alike.call(work, key, [x, dq, dkv], lambda: (project_grad(work, x, dq, dkv, chunk),))[0]
+
+    return run
+
+
+def _output(alike: Alike, output: Callable) -> Callable:
+    @wraps(output)
+    def run(work: ChunkWork, out: Tensor, x: Tensor, chunk: int) -> Tensor:
+        if work.layer.replay or torch.is_grad_enabled():
+            return output(work, out, x, chunk)
+        key = "output", _spans(work, chunk)
+        return alike.call(work, key, [out, x], lambda: (output(work, out, x, chunk),))[0]
+
+    return run
+
+
+def _output_grad(alike: Alike, output_grad: Callable) -> Callable:
+    @wraps(output_grad)
+    def run(work: ChunkWork, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        if work.layer.replay:
+            return output_grad(work, out, x, dy, chunk)
+        key = "output_grad", _spans(work, chunk)
+        return tuple(alike.call(work, key, [out, x, dy], lambda: output_grad(work, out, x, dy, chunk)))
+
+    return run
+
+
+def _ffn(alike: Alike, ffn: Callable) -> Callable:
+    @wraps(ffn)
+    def run(work: ChunkWork, hidden: Tensor, chunk: int, start: int) -> Tensor:
+        if work.layer.replay or torch.is_grad_enabled():
+            return ffn(work, hidden, chunk, start)
+        key = "ffn", _spans(work, chunk), start
+        return alike.call(work, key, [hidden], lambda: (ffn(work, hidden, chunk, start),))[0]
 
     return run
 
@@ -143,15 +174,10 @@ def _spans(work: ChunkWork, chunk: int) -> tuple[Any, ...]:
     return tuple(stop - start for start, stop in work.layer.layout.local_chunk_spans(chunk))
 
 
-def _watched(work: ChunkWork) -> bool:
-    return work.layer.replay is not None or torch.is_grad_enabled()
-
-
-# By method, whether it is run each time.
-WORK: dict[str, Callable[[ChunkWork], bool]] = {
-    "project": lambda work: work.kernel is None or torch.is_grad_enabled(),  # the first one learns the shapes
-    "project_grad": lambda work: False,
-    "_output": _watched,
-    "output_grad": lambda work: work.layer.replay is not None,
-    "_ffn": _watched,
+WORK = {
+    "project": _project,
+    "project_grad": _project_grad,
+    "_output": _output,
+    "output_grad": _output_grad,
+    "_ffn": _ffn,
 }

@@ -159,6 +159,8 @@ def read_lengths(path: Path) -> list[int]:
                 found = [int(line) for line in path.read_text().split()]
     except OSError as error:
         raise Refusal(f"--documents {path}: cannot be read: {error.strerror or error}") from None
+    except Refusal:
+        raise  # it is a ValueError as well
     except (ValueError, struct.error):
         raise Refusal(f"--documents {path}: give lengths in tokens, one a line, or the .idx of a dataset") from None
     found = [length for length in found if length > 0]
