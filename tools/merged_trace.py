@@ -40,7 +40,8 @@ def _first_forward(dry: Json, rank: int) -> float:
 
 
 def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Iterator[Json]:
-    """The compared step's events with times from ``zero`` on, names of processes and threads, and whole arrows."""
+    """Events of the compared step, and what the trace has after it, with times from ``zero`` on; names of processes and
+    threads, and whole arrows."""
     timed = [event for event in trace["traceEvents"] if "ts" in event and event.get("ph") != "M"]
     begin = last_step(trace)[0]
     if begin == float("-inf"):

@@ -41,6 +41,7 @@ from megatron.training.refusal import Refusal, Refusals
 from tools.plan_options import asked, parser, terms
 
 EXIT_REFUSED = 2
+SEED = 1234  # of --jitter
 TRIES = 3  # dry runs of --confirm
 
 
@@ -90,7 +91,7 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     told, winner = Report(request, problem, offer.plans, offer.run), offer.plan
     console.print(told.table(top))
     if args.jitter:
-        jitter = Jitter(args.jitter, args.seed)
+        jitter = Jitter(args.jitter, SEED if args.seed is None else args.seed)
         for number, plan in enumerate(offer.plans[: min(top, 3)], 1):
             varied = step_spread(problem.workload, plan.strategy, problem.machine, jitter)
             console.print(f"{number}: {spread_words(varied, jitter)}.")

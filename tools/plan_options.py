@@ -51,7 +51,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--jitter", type=float, default=0.0, metavar="SHARE",
         help="ranks' compute varies by this, standard deviation over mean: a step's mean and 95th percentile",
     )  # fmt: skip
-    found.add_argument("--seed", type=int, default=1234, metavar="N", help="of --jitter (1234)")
+    found.add_argument("--seed", type=int, metavar="N", help="of --jitter (1234)")
     run = found.add_argument_group("a whole run")
     run.add_argument("--train-tokens", metavar="N", help="to train on: its days and GPU-hours; 15T, 300B (1000s)")
     run.add_argument("--prices", type=Path, metavar="FILE", help="JSON, currency and gpu_hour by GPU: its money")
@@ -98,6 +98,8 @@ def asked(args: argparse.Namespace, flags: list[str]) -> tuple[Request, list[Pro
         raise Refusal("--longest: give one --gpus and one --gpu")
     if not 0 <= args.jitter < 1:
         raise Refusal(f"--jitter {args.jitter:g}: give a share from 0 to below 1, such as 0.02")
+    if args.seed is not None and not args.jitter:
+        raise Refusal(f"--seed {args.seed} is of --jitter: add --jitter SHARE, or leave it out")
     if args.no_fpdt and args.fpdt_chunk:
         raise Refusal("--no-fpdt and --fpdt-chunk exclude each other: leave one out")
     if args.confirm and args.documents:

@@ -70,15 +70,20 @@ def thread_of(event: Json) -> Thread:
 
 
 def last_step(trace: Json) -> tuple[float, float]:
-    """(begin, end) of the last step, on the CPU: from the first phase after an optimizer to that of the next; where the
-    trace has no phases, everything."""
+    """(begin, end) of the last step, on the CPU: from the first phase after an optimizer to that of the next. A step
+    that the profiler stopped in before its optimizer does not count where there is another; where the trace has no
+    phases, everything is the step."""
     marks = _marks([event for event in trace["traceEvents"] if event.get("ph") == "X"])
     begins = [
         when
         for at, (when, name) in enumerate(marks)
         if name != "optimizer" and (not at or marks[at - 1][1] == "optimizer")
     ]
-    return (begins[-1] if begins else float("-inf")), float("inf")
+    if not begins:
+        return float("-inf"), float("inf")
+    if len(begins) > 1 and marks[-1][1] != "optimizer":
+        return begins[-2], begins[-1]
+    return begins[-1], float("inf")
 
 
 def _marks(spans: list[Json]) -> list[tuple[float, str]]:

@@ -67,6 +67,23 @@ def test_a_few_layers_stand_for_all(ranks, flags):
     assert few.predicted_seconds == pytest.approx(every.predicted_seconds, rel=2e-2)
 
 
+def test_where_one_number_of_layers_needs_every_micro_batch_so_does_the_other(monkeypatch):
+    from megatron.simulator.dry_run import dry_run as module
+
+    run_rank = module.run_rank
+
+    def sometimes(config, *args, stretch, **how):
+        if stretch and config.model.num_layers == module.FEW[1]:
+            raise module.Unsteady("a wait reaches too far back")
+        return run_rank(config, *args, stretch=stretch, **how)
+
+    monkeypatch.setattr(module, "run_rank", sometimes)
+    config = config_of("--num-layers 10 --global-batch-size 6", 1)
+    found = dry_run(config, 1, load("A100-80G"), vocab_size=301)
+    assert found.ranks[0].micro_batches == (6, 6) and len(found.ranks[0].program.forward) == 6
+    assert found.predicted_seconds > 0
+
+
 def test_each_kind_of_stage_and_the_busiest_rank_of_a_ring():
     pipeline = config_of("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 16)
     assert list(ranks_of(pipeline, 16)) == [(0, "first"), (8, "middle"), (12, "last")]

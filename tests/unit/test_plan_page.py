@@ -89,6 +89,12 @@ def scheduled(step: Json) -> list[list[list[float]]]:
     ]
 
 
+def test_what_a_bar_is_made_of_can_be_told_apart() -> None:
+    text = (Path(plan.__file__).parents[1] / "megatron/simulator/planner/page.html").read_text()
+    colours = dict(re.findall(r"(\w+): \"(#\w{6})\"", text.split("const COLOURS = {")[1].split("forward:")[0]))
+    assert len(colours) == len({*colours.values()}) >= 12
+
+
 def test_a_plans_passes_end_when_its_step_does(tmp_path: Path) -> None:
     """The schedule of what a plan's passes take, and the closed form's bubble: they know nothing of each other."""
     words = "--model llama3-8b --gpus 16 --gpu A100-80G --seq-length 32K --global-batch 32 --pipeline 4 --top 3 --html"

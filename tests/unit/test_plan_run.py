@@ -166,6 +166,14 @@ def test_lengths_are_read_from_a_file_and_from_the_index_of_a_dataset(tmp_path: 
             packed(wrong, 4096)
 
 
+@pytest.mark.parametrize("announced", [4, 2**63])
+def test_an_index_that_is_cut_short_or_damaged_is_refused(announced: int, tmp_path: Path) -> None:
+    index = tmp_path / "data.idx"
+    index.write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ3i", 1, 4, announced, 4, 5, 6, 7))
+    with pytest.raises(Refusal, match=f"data.idx: says that it has {announced:,} lengths, but has room for 3"):
+        packed(str(index), 1000)
+
+
 def test_the_index_is_what_our_own_preprocessing_writes(tmp_path: Path) -> None:
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -98,6 +98,16 @@ def test_calls_say_what_kernels_are_and_in_which_order(launches: bool, coalesced
     assert {x.begin for x in theirs} <= kernels
 
 
+def test_a_step_that_the_profiler_stopped_in_does_not_count() -> None:
+    trace = gpu_trace()
+    whole = measured(trace, {"aten::mm": "gemm"})
+    for name, category, at in (("forward", "user_annotation", 100), ("aten::mm", "cpu_op", 200)):
+        last = max(event["ts"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op")
+        event = {"ph": "X", "cat": category, "name": name, "pid": 7, "tid": 1, "ts": last + at, "dur": 40.0}
+        trace["traceEvents"].append(event)
+    assert measured(trace, {"aten::mm": "gemm"}) == whole
+
+
 def test_a_real_trace_whose_all_to_alls_run_as_sends() -> None:
     trace = read(DATA / "all_to_all.json")
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "kernel"]

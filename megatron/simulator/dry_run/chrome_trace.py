@@ -51,8 +51,8 @@ def _write(file: TextIO, about: Event, events: Iterator[Event]) -> None:
 
 
 def shown(result: DryRun, most: int) -> tuple[list[int], int]:
-    """The ranks in the trace, and how many of a rank's passes at its begin and again at its end have their kernels; all
-    of a stage are alike, so one of each is left out last."""
+    """The ranks in the trace, and how many of a rank's passes at its begin and again at its end have their kernels,
+    perhaps none; all ranks of a stage are alike, so one of each is left out last."""
     stages, world = len(result.step.stages), result.world_size
     sizes = [[len(one.done.spans) for one in row] for row in result.step.stages]
     if sum(map(sum, sizes)) * (world // stages) <= most:
@@ -63,7 +63,7 @@ def shown(result: DryRun, most: int) -> tuple[list[int], int]:
     # The outermost passes of every stage, as many as there is room for.
     longest = max(map(len, sizes))
     outer = [sum(row[at] + row[-1 - at] for row in sizes if at < len(row) - at) for at in range(longest)]
-    return ranks, max(1, sum(total <= most for total in accumulate(outer)))
+    return ranks, sum(total <= most for total in accumulate(outer))
 
 
 def _simulated(result: DryRun, stage: int) -> int:

@@ -22,7 +22,7 @@ from megatron.simulator.planner.sizes import tokens
 from megatron.training.refusal import Refusal
 
 INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron-LM's datasets begins
-DRAWS = 100_000  # documents at most that are drawn
+DRAWS = 100_000  # documents that are drawn, about: more where FEWEST samples hold more, fewer where MOST hold fewer
 FEWEST, MOST = 16, 512  # samples that are packed
 RINGS = (2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -140,12 +140,18 @@ def read_lengths(path: Path) -> list[int]:
     """Lengths of a file's documents.
 
     Raises:
-        Refusal: it cannot be read, or holds no lengths.
+        Refusal: it cannot be read, is cut short, or holds no lengths.
     """
     try:
         with path.open("rb") as file:
             if file.read(len(INDEX)) == INDEX:
                 _, _, sequences, _ = struct.unpack("<QBQQ", file.read(25))
+                there = (path.stat().st_size - file.tell()) // 4
+                if sequences > there:
+                    raise Refusal(
+                        f"--documents {path}: says that it has {sequences:,} lengths, but has room for {there:,}: it "
+                        "was cut short or is damaged, write it again"
+                    )
                 sizes = array("i")
                 sizes.frombytes(file.read(4 * sequences))
                 found = list(sizes)
@@ -153,6 +159,8 @@ def read_lengths(path: Path) -> list[int]:
                 found = [int(line) for line in path.read_text().split()]
     except OSError as error:
         raise Refusal(f"--documents {path}: cannot be read: {error.strerror or error}") from None
+    except Refusal:
+        raise  # it is a ValueError as well
     except (ValueError, struct.error):
         raise Refusal(f"--documents {path}: give lengths in tokens, one a line, or the .idx of a dataset") from None
     found = [length for length in found if length > 0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that a planner may choose from: grids that the program accepts, and ways to save memory on them.
 
-What is refused is what training/validate*.py refuse; tests hold the two together.
+What is refused is what training/arguments/validate/ refuses; tests hold the two together.
 """
 
 from __future__ import annotations
