@@ -16,6 +16,7 @@ from megatron.simulator.cost.nccl_tests import beside, fields, read_runs
 from megatron.simulator.cost.operations import collective
 from megatron.simulator.cost.placement import Placement, placed
 from megatron.simulator.cost.seconds import transfer_seconds
+from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import known, load
 from megatron.training.refusal import Refusal
 from tools import measure_hardware
@@ -160,6 +161,58 @@ def test_a_machine_file_may_change_an_algorithm_and_is_told_what_is_wrong(tmp_pa
         with pytest.raises(Refusal, match=f"collectives.{field}"):
             load(write(**ways))
     assert load("A100-40G").collectives is not None and replace(A100, collectives=None).collectives is None
+
+
+def machine_of(tmp_path: Path, **fields) -> Machine:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(fields))
+    return load(path)
+
+
+def names(kind: str, machine: Machine, stride: int = 1) -> set[str]:
+    return {line.name for line in price_of(kind, 8, stride, machine).lines}
+
+
+def test_a_ring_without_its_tree_and_a_tree_without_its_ring(tmp_path):
+    given = {"start": 1e-6, "step": 1e-7, "hop": 1e-6, "share": 0.92}
+    pcie = machine_of(tmp_path, extends="L20-48G", collectives={"ring_ll128": given})
+    assert "ring ll128" in names("all_gather", pcie) and "tree ll128" not in names("all_reduce", pcie)
+    bare = machine_of(tmp_path, extends="H100-80G", collectives={"tree_ll128": None})
+    for stride in (1, 8):  # a hop of rings, where a group has one rank a node, is the tree's in NCCL's table
+        gather = price_of("all_gather", 8, stride, bare)
+        assert gather.lines == price_of("all_gather", 8, stride, H100).lines
+    assert "ring ll128" in names("all_gather", bare) and "tree ll128" in names("all_reduce", H100, 8)
+    assert "tree ll128" not in names("all_reduce", bare, 8)
+    trees = machine_of(tmp_path, extends="H100-80G", collectives={"ring_ll128": None})
+    assert "ring ll128" not in names("all_gather", trees) and "tree ll128" in names("all_reduce", trees, 8)
+
+
+def test_of_equal_algorithms_the_first_stays(tmp_path):
+    same = {"start": 8e-6, "step": 1e-6, "hop": 1e-6, "share": 0.9, "between": 0.9}
+    ways = {"ring_ll": {**same, "limits": [1e15] * 3}, "ring_ll128": same, "ring_simple": same}
+    tie = machine_of(tmp_path, extends="H100-80G", collectives=ways)
+    assert names("all_gather", tie) == {"ring ll"} and price_of("all_gather", 8, 1, tie)(0) == pytest.approx(15e-6)
+
+
+def test_an_algorithm_that_the_generation_lacks_is_given_whole(tmp_path):
+    whole = {"start": 0.0, "step": 25e-6, "hop": 18e-6, "share": 0.7}
+    for part in whole:
+        ways = {"nvls": {key: figure for key, figure in whole.items() if key != part}}
+        with pytest.raises(Refusal, match=f"collectives.nvls.{part}: missing; pcie"):
+            machine_of(tmp_path, extends="L20-48G", collectives=ways)
+    assert "nvls" in names("all_reduce", machine_of(tmp_path, extends="L20-48G", collectives={"nvls": whole}))
+    with pytest.raises(Refusal, match="collectives.generation"):
+        machine_of(tmp_path, extends="H100-80G", collectives={"generation": ["hopper"]})
+
+
+def test_links_that_are_later_than_nccls_table(tmp_path):
+    """1 ms more a step: seven steps of a ring in a node, for all_reduce the switch and back."""
+    late = machine_of(tmp_path, extends="H100-80G", link={"latency": 1.0006e-3}, collectives={"nvls_tree": None})
+    rings = price_of("all_gather", 8, 1, late)(8) - price_of("all_gather", 8, 1, H100)(8)
+    assert rings == pytest.approx(7e-3, rel=1e-3)
+    assert price_of("all_reduce", 8, 1, late)(8) == pytest.approx(2e-3 + 25e-6, rel=1e-3)
+    assert price_of("all_reduce", 16, 1, late)(8) == pytest.approx(14e-3, rel=0.01)  # a chain in each node, both ways
+    assert price_of("all_reduce", 16, 8, late) == price_of("all_reduce", 16, 8, H100)  # crosses none of them
 
 
 def test_a_price_is_kept():

@@ -219,10 +219,11 @@ def limits(path: Path, name: str, value: Any) -> tuple[float, ...]:
 
 def collectives(path: Path, name: str, value: Any) -> Collectives:
     """A generation, and what differs from it: an algorithm's figures, or null where NCCL cannot choose it."""
-    if not isinstance(value, dict) or value.get("generation") not in GENERATIONS:
+    generation = value.get("generation") if isinstance(value, dict) else None
+    if not isinstance(generation, str) or generation not in GENERATIONS:
         raise Refusal(f"{path}: {name}.generation: must be {', '.join(GENERATIONS)}")
     refuse_unknown(path, f"{name}.", value, ["generation", "post", *WAYS])
-    base, given = GENERATIONS[value["generation"]], {}
+    base, given = GENERATIONS[generation], {}
     for key, item in value.items():
         where = f"{name}.{key}"
         if key == "post":
@@ -236,7 +237,11 @@ def collectives(path: Path, name: str, value: Any) -> Collectives:
                 raise Refusal(f"{path}: {where}: must be an object with {', '.join(WAY)}, not {item!r}")
             refuse_unknown(path, f"{where}.", item, list(WAY))
             found = {part: WAY[part](path, f"{where}.{part}", figure) for part, figure in item.items()}
-            given[key] = replace(getattr(base, key) or Way(0.0, 0.0, 0.0), **found)
+            if (own := getattr(base, key)) is None:
+                for part in ("start", "step", "hop", "between" if key == "nvls_tree" else "share"):
+                    if part not in found:
+                        raise Refusal(f"{path}: {where}.{part}: missing; {generation} has no figures of {key}")
+            given[key] = replace(own, **found) if own else Way(**found)
     return replace(base, **given)
 
 
