@@ -130,7 +130,6 @@ def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
     """Without those that another one beats at every size."""
     found = list(lines)
 
-
     def beaten(place: int, line: Line) -> bool:
         for index, other in enumerate(found):
             equal = not line.filled and (other.latency, other.rate) == (line.latency, line.rate)
