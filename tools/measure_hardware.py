@@ -11,6 +11,7 @@ other: by default one a GPU, or two on a CPU. Under torchrun over several nodes,
     python tools/measure_hardware.py --output mine.json --extends H100-80G --nccl-tests all_reduce.log all_gather.log
 
 Nothing is measured: links, network and NCCL's algorithms as these outputs of nccl-tests say, all else as H100-80G.
+With --extends mine.json --overwrite more of them are added to that file.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.nccl_tests) != bool(args.extends):
         parser.error("--nccl-tests and --extends go together: give both, or neither")
+    measuring = ("device", "quick", "processes", "timeout", "gemm_sizes", "attention_lengths", "message_mib")
+    if args.nccl_tests and (given := [name for name in measuring if getattr(args, name) != parser.get_default(name)]):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        parser.error(f"--nccl-tests measures nothing: leave out {flags}")
     for name in ("processes", "timeout", "message_mib"):
         if (value := getattr(args, name)) is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} {value}: give a number above 0")

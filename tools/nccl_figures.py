@@ -12,26 +12,43 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron.simulator.cost.nccl_tests import KINDS, Run, beside, fields, read_runs
+from megatron.simulator.cost.nccl_tests import beside, fields
 from megatron.simulator.machines.machine import Machine
-from megatron.simulator.machines.machine_file import load
+from megatron.simulator.machines.machine_file import MACHINES, find, machine_of, merge, read_fields, read_machine
+from megatron.simulator.machines.nccl_log import KINDS, Run, read_runs
 from megatron.training.data.text_files import whole_files
 from megatron.training.refusal import Refusal
 
 
 def import_logs(args: argparse.Namespace) -> int:
-    """Writes the file, prints what it says beside what was measured; returns the exit code."""
+    """Writes the file, prints what it says beside what was measured; returns the exit code.
+
+    Where the file extends itself, its figures stay but for those that the logs give.
+    """
+    output = Path(args.output)
     try:
-        machine = load(args.extends)
-        runs = [run for given in args.nccl_tests for run in read_runs(*_file(given))]
-        raw = {"extends": _base(args.extends), "name": Path(args.output).stem} | fields(runs, machine)
-        raw["sources"] = _sources(raw, [_file(given)[0] for given in args.nccl_tests])
+        machine, base = _base(args.extends)
+        try:
+            runs = [run for given in args.nccl_tests for run in read_runs(*_file(given))]
+            found = fields(runs, machine)
+        except Refusal as refusal:
+            raise Refusal(f"--nccl-tests {refusal}") from None
+        found["sources"] = _sources(found, [_file(given)[0] for given in args.nccl_tests])
+        if base.resolve() == output.resolve():
+            raw = read_fields(base)
+            if (old := raw.get("sources", {}).get("collectives")) and "collectives" in found:  # of both, then
+                found["sources"]["collectives"] = f"{old}; {found['sources']['collectives']}"
+            raw = merge(raw, found)
+        else:
+            extends = args.extends if base.parent == MACHINES else str(base.resolve())
+            raw = {"extends": extends, "name": output.stem} | found
+        after = machine_of(output, raw)  # before anything is written
         with whole_files([args.output], args.overwrite) as (name,):
             Path(name).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    show(runs, machine, load(args.output))
+    show(runs, machine, after)
     print(f"written: {args.output}; use it as --gpu {args.output}")
     return 0
 
@@ -41,8 +58,11 @@ def _file(given: str) -> tuple[str, str | None]:
     return (path, kind) if path and kind in KINDS else (given, None)
 
 
-def _base(extends: str) -> str:
-    return str(Path(extends).resolve()) if extends.endswith(".json") else extends
+def _base(extends: str) -> tuple[Machine, Path]:
+    try:
+        return read_machine(path := find(extends)), path
+    except Refusal as refusal:
+        raise Refusal(f"--extends {str(refusal).removeprefix('--gpu ')}") from None
 
 
 def _sources(raw: dict[str, Any], files: list[str]) -> dict[str, str]:

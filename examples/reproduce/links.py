@@ -16,9 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.reproduce.picture import GREY, INK, SERIES  # noqa: E402
 from megatron.simulator.cost.collectives import price_of  # noqa: E402
-from megatron.simulator.cost.nccl_tests import Run, beside, read_runs  # noqa: E402
+from megatron.simulator.cost.nccl_tests import beside  # noqa: E402
 from megatron.simulator.machines.machine import Machine  # noqa: E402
 from megatron.simulator.machines.machine_file import load  # noqa: E402
+from megatron.simulator.machines.nccl_log import Run, read_runs  # noqa: E402
 
 LOGS = Path(__file__).parent / "published" / "nccl_tests"
 PUBLISHED = {

@@ -12,11 +12,13 @@ import pytest
 
 from megatron.formulas.strategy import Group, Strategy
 from megatron.simulator.cost.collectives import price_of
-from megatron.simulator.cost.nccl_tests import beside, fields, read_runs
+from megatron.simulator.cost.nccl_tests import beside, fields
 from megatron.simulator.cost.operations import collective
 from megatron.simulator.cost.placement import Placement, placed
 from megatron.simulator.cost.seconds import transfer_seconds
+from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import known, load
+from megatron.simulator.machines.nccl_log import read_runs
 from megatron.training.refusal import Refusal
 from tools import measure_hardware
 
@@ -139,6 +141,64 @@ def test_a_machine_from_logs_is_as_fast_as_they_say(tmp_path, capsys):
     assert fields([run], H100) == {"calibration": {"network": pytest.approx(0.4727, rel=1e-3)}}
 
 
+def log(path: Path, rows: list[tuple], ranks: int = 0, nodes: int = 1, redop: str = "sum") -> Path:
+    """An output of nccl-tests; of each row bytes, microseconds and both bandwidths."""
+    lines = [f"#  Rank {rank:2d} Group  0 Pid 1 on  n{rank * nodes // ranks} device  0 [0x00]" for rank in range(ranks)]
+    for size, took, alg, bus in rows:
+        lines.append(f" {size}  {size // 4}  float  {redop}  -1  {took}  {alg}  {bus}  0  {took}  {alg}  {bus}  0")
+    path.write_text("\n".join([*lines, "# Avg bus bandwidth    : 1"]))
+    return path
+
+
+def test_a_log_of_few_gpus_a_node_is_one_between_nodes(tmp_path):
+    file = log(tmp_path / "a.log", [(8, 30.0, 0.0, 0.0), (2**30, 25000.0, 42.95, 42.95)], ranks=2, nodes=2)
+    (run,) = read_runs(file, "all_reduce")
+    found = fields([run], H100)
+    rows = beside(run, machine_of(tmp_path, extends="H100-80G", **found))
+    assert [ours for _, _, ours, _ in rows] == pytest.approx([took for _, took, _, _ in rows], rel=0.02)
+    assert set(found["calibration"]) == {"network"}
+    with pytest.raises(Refusal, match="16 ranks a node, H100-80G has 8"):
+        fields([replace(run, ranks=16, nodes=1)], H100)
+
+
+@pytest.mark.parametrize(
+    "kind, redop, rows, ranks, nodes, said",
+    [
+        ("all_gather", "none", [(2**20, 100.0, 10.0, 10.0)], 0, 1, "no all_gather, by its bandwidths"),
+        ("all_reduce", "sum", [(2**20, 1000.0, 0.01, 0.02)], 0, 1, "no all_reduce, by its bandwidths"),
+        ("all_reduce", "sum", [(1024, 0.0, 10.0, 17.5)], 0, 1, "no time above 0"),
+        ("all_reduce", "sum", [(8, 30.0, 0.0, 0.0)], 0, 1, "printed as 0"),
+        ("sendrecv", "sum", [(2**20, 100.0, 10.0, 10.0)], 0, 1, "left the node"),
+        ("all_reduce", "sum", [(2**20, 100.0, 10.0, 13.3)], 3, 2, "3 ranks on 2 nodes"),
+    ],
+)
+def test_logs_that_say_too_little_are_refused(tmp_path, kind, redop, rows, ranks, nodes, said):
+    with pytest.raises(Refusal, match=said):
+        read_runs(log(tmp_path / "a.log", rows, ranks, nodes, redop), kind)
+
+
+def test_a_second_log_is_added_to_ones_own_file(tmp_path, capsys):
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({"extends": "H100-80G", "gpus": 4, "sources": {"gpus": "mine"}}))
+    between = log(tmp_path / "b.log", [(2**30, 25000.0, 42.95, 42.95)], ranks=2, nodes=2)
+    words = ["--output", str(mine), "--extends", f"{tmp_path}/./mine.json", "--nccl-tests", f"all_reduce={between}"]
+    before = mine.read_text()
+    assert measure_hardware.main(words) == 2 and mine.read_text() == before
+    assert measure_hardware.main([*words, "--overwrite"]) == 0
+    assert (load(mine).gpus, load(mine).sources["gpus"]) == (4, "mine")
+    assert load(mine).calibration.network < 0.9 and str(between) in load(mine).sources["calibration.network"]
+    base, before = tmp_path / "base.json", mine.read_text()
+    base.write_text(before)
+    mine.write_text('{"extends": "base.json"}')  # what it would extend builds on it
+    words[1] = str(base)
+    capsys.readouterr()
+    assert measure_hardware.main([*words, "--overwrite"]) == 2 and base.read_text() == before
+    assert "cannot build on itself" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        measure_hardware.main([*words, "--quick", "--message-mib", "4"])
+    assert "leave out --quick, --message-mib" in capsys.readouterr().err
+
+
 def test_a_machine_file_may_change_an_algorithm_and_is_told_what_is_wrong(tmp_path):
     def write(**ways) -> Path:
         path = tmp_path / "mine.json"
@@ -160,6 +220,58 @@ def test_a_machine_file_may_change_an_algorithm_and_is_told_what_is_wrong(tmp_pa
         with pytest.raises(Refusal, match=f"collectives.{field}"):
             load(write(**ways))
     assert load("A100-40G").collectives is not None and replace(A100, collectives=None).collectives is None
+
+
+def machine_of(tmp_path: Path, **fields) -> Machine:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(fields))
+    return load(path)
+
+
+def names(kind: str, machine: Machine, stride: int = 1) -> set[str]:
+    return {line.name for line in price_of(kind, 8, stride, machine).lines}
+
+
+def test_a_ring_without_its_tree_and_a_tree_without_its_ring(tmp_path):
+    given = {"start": 1e-6, "step": 1e-7, "hop": 1e-6, "share": 0.92}
+    pcie = machine_of(tmp_path, extends="L20-48G", collectives={"ring_ll128": given})
+    assert "ring ll128" in names("all_gather", pcie) and "tree ll128" not in names("all_reduce", pcie)
+    bare = machine_of(tmp_path, extends="H100-80G", collectives={"tree_ll128": None})
+    for stride in (1, 8):  # a hop of rings, where a group has one rank a node, is the tree's in NCCL's table
+        gather = price_of("all_gather", 8, stride, bare)
+        assert gather.lines == price_of("all_gather", 8, stride, H100).lines
+    assert "ring ll128" in names("all_gather", bare) and "tree ll128" in names("all_reduce", H100, 8)
+    assert "tree ll128" not in names("all_reduce", bare, 8)
+    trees = machine_of(tmp_path, extends="H100-80G", collectives={"ring_ll128": None})
+    assert "ring ll128" not in names("all_gather", trees) and "tree ll128" in names("all_reduce", trees, 8)
+
+
+def test_of_equal_algorithms_the_first_stays(tmp_path):
+    same = {"start": 8e-6, "step": 1e-6, "hop": 1e-6, "share": 0.9, "between": 0.9}
+    ways = {"ring_ll": {**same, "limits": [1e15] * 3}, "ring_ll128": same, "ring_simple": same}
+    tie = machine_of(tmp_path, extends="H100-80G", collectives=ways)
+    assert names("all_gather", tie) == {"ring ll"} and price_of("all_gather", 8, 1, tie)(0) == pytest.approx(15e-6)
+
+
+def test_an_algorithm_that_the_generation_lacks_is_given_whole(tmp_path):
+    whole = {"start": 0.0, "step": 25e-6, "hop": 18e-6, "share": 0.7}
+    for part in whole:
+        ways = {"nvls": {key: figure for key, figure in whole.items() if key != part}}
+        with pytest.raises(Refusal, match=f"collectives.nvls.{part}: missing; pcie"):
+            machine_of(tmp_path, extends="L20-48G", collectives=ways)
+    assert "nvls" in names("all_reduce", machine_of(tmp_path, extends="L20-48G", collectives={"nvls": whole}))
+    with pytest.raises(Refusal, match="collectives.generation"):
+        machine_of(tmp_path, extends="H100-80G", collectives={"generation": ["hopper"]})
+
+
+def test_links_that_are_later_than_nccls_table(tmp_path):
+    """1 ms more a step: seven steps of a ring in a node, for all_reduce the switch and back."""
+    late = machine_of(tmp_path, extends="H100-80G", link={"latency": 1.0006e-3}, collectives={"nvls_tree": None})
+    rings = price_of("all_gather", 8, 1, late)(8) - price_of("all_gather", 8, 1, H100)(8)
+    assert rings == pytest.approx(7e-3, rel=1e-3)
+    assert price_of("all_reduce", 8, 1, late)(8) == pytest.approx(2e-3 + 25e-6, rel=1e-3)
+    assert price_of("all_reduce", 16, 1, late)(8) == pytest.approx(14e-3, rel=0.01)  # a chain in each node, both ways
+    assert price_of("all_reduce", 16, 8, late) == price_of("all_reduce", 16, 8, H100)  # crosses none of them
 
 
 def test_a_price_is_kept():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -19,8 +20,11 @@ from megatron.formulas.communication import ring_blocks_sent, ring_keys_by_queri
 from megatron.formulas.copies import forward_loads
 from megatron.formulas.flops import busiest_ring_rank, step_flops
 from megatron.formulas.strategy import Shape, Strategy, Workload
-from megatron.simulator.cost.step_operations import busiest_stage, step_trace
-from megatron.simulator.cost.trace import Kernel
+from megatron.simulator.cost.layer_operations import layer
+from megatron.simulator.cost.segment import Segment
+from megatron.simulator.cost.state_operations import gather_parameters, reduce_gradients, states, sum_shared_gradients
+from megatron.simulator.cost.step_operations import busiest_stage, micro_batch, sharded_transfers, stage_transfer
+from megatron.simulator.cost.trace import Event, Kernel, Trace
 
 LLAMA = Shape(layers=4, hidden=256, ffn=768, heads=16, kv_heads=4, head_dim=32, vocab=1000)
 GPT = replace(LLAMA, kv_heads=16, gated=False, bias=True, layer_norm=True, tied=True, positions=4096)
@@ -30,6 +34,31 @@ SHAPES = {
     "mha, tied": GPT,
     "norms of queries and keys": replace(LLAMA, qk_norm=True, qkv_bias=True),
 }
+
+
+def step_trace(workload: Workload, strategy: Strategy) -> Trace:
+    """All kernels, transfers and copies that `estimate` prices, but for the
+    optimizer's, without saying what goes on beside what."""
+    batches, held = strategy.micro_batches(workload), states(workload.shape, strategy, busiest_stage(strategy))
+    work, events = micro_batch(workload, strategy), []
+    for how, layers in strategy.layer_kinds(held.layers):
+        forward, backward = layer(workload, how)
+        events += _events([*forward, *backward], batches * layers)
+    events += _events(work.last, batches)
+    if strategy.pipeline == 1:
+        events += _events(work.first, batches)
+    if strategy.zero >= 2:
+        events += [replace(event, count=event.count * batches) for event in sharded_transfers(strategy, held)]
+    else:
+        events += [reduce_gradients(strategy, held.all)]
+        events += [gather_parameters(strategy, held.all)] if strategy.zero else []
+    return Trace([*events, *sum_shared_gradients(workload.shape, strategy, held), stage_transfer(workload, strategy)])
+
+
+def _events(segments: Iterable[Segment], times: int) -> Iterator[Event]:
+    for segment in segments:
+        for event in (*segment.kernels, *segment.transfers, *segment.copies):
+            yield replace(event, count=event.count * segment.count * times)
 
 
 def check(workload: Workload, strategy: Strategy) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import log2
 
 from megatron.simulator.cost.placement import Placement, placed
-from megatron.simulator.machines.collectives import Collectives, Way
+from megatron.simulator.machines.collectives import LL128_TREE_HOP, Collectives, Way
 from megatron.simulator.machines.machine import Machine
 
 PLATEAU = 1.4  # of the latency of rings between nodes, all_reduce by Simple
@@ -129,14 +129,17 @@ def bandwidth(where: Placement, machine: Machine, times: float = 1.0) -> float:
 def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
     """Without those that another one beats at every size."""
     found = list(lines)
-    return tuple(
-        line
-        for line in found
-        if not any(
-            other is not line and not other.filled and other.latency <= line.latency and other.rate <= line.rate
-            for other in found
-        )
-    )
+
+    def beaten(place: int, line: Line) -> bool:
+        for index, other in enumerate(found):
+            equal = not line.filled and (other.latency, other.rate) == (line.latency, line.rate)
+            if index == place or other.filled or (equal and index > place):  # of equals the first stays
+                continue
+            if other.latency <= line.latency and other.rate <= line.rate:
+                return True
+        return False
+
+    return tuple(line for place, line in enumerate(found) if not beaten(place, line))
 
 
 def _hop(where: Placement, machine: Machine) -> Line:
@@ -182,40 +185,45 @@ def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Colle
     tensor = size / (2 * (size - 1)) if reduces else size / (size - 1)  # its bytes for a byte that a ring sends
     nodes, passes = where.nodes, 2 if reduces else 1
     plain = bandwidth(where, machine)
-    # What this network takes longer than the one of NCCL's table; Simple's fence crosses it too.
+    # What these links take longer than those of NCCL's table; Simple's fence crosses them too.
+    near = max(0.0, machine.link.latency - ways.ring_ll.step)
     slower = max(0.0, machine.network.latency - ways.ring_ll.hop)
-    for name, ring, tree in ways.rings():
-        fences = 2 if name == "ring simple" else 1
-        step, hop = ring.step, ring.hop
-        if nodes > 1:
-            step = max(step, ways.post * (3 if name == "ring simple" else 1))
-            hop = (tree.hop if where.most == 1 else ring.hop) + fences * slower
-        latency = ring.start + passes * ((size - nodes) * step + (nodes - 1) * hop)
-        if name == "ring simple" and reduces and nodes > 1:
-            latency *= PLATEAU
-        yield Line(name, latency, 1 / _capped(plain, ring, nodes))
-        if reduces:
+    for name, ring, tree in ways.protocols():
+        simple = name == "simple"
+        fences = 2 if simple else 1
+        if ring:
+            step, hop = ring.step, ring.hop
+            if nodes > 1:
+                step = max(step, ways.post * (3 if simple else 1))
+                apart = tree.hop if tree else LL128_TREE_HOP  # NCCL's table has the tree's hop there, for rings too
+                hop = (apart if where.most == 1 else ring.hop) + fences * slower
+            latency = ring.start + passes * ((size - nodes) * (step + fences * near) + (nodes - 1) * hop)
+            if simple and reduces and nodes > 1:
+                latency *= PLATEAU
+            yield Line(f"ring {name}", latency, 1 / _capped(plain, ring, nodes))
+        if reduces and tree:
             # Half of a ring's bandwidth is the tensor's: of the bytes that a ring would send, (n - 1) / n.
             wide = bandwidth(where, machine, 2.0 if nodes == 2 else 1.0)
             rate = size / (size - 1) / _capped(wide, tree, nodes)
-            latency = tree.start + 2 * ((where.most - 1) * tree.step + log2(nodes) * (tree.hop + fences * slower))
-            yield Line(name.replace("ring", "tree"), latency, rate, FILLED[name.split()[1]], tensor)
+            step, hop = tree.step + fences * near, tree.hop + fences * slower
+            latency = tree.start + 2 * ((where.most - 1) * step + log2(nodes) * hop)
+            yield Line(f"tree {name}", latency, rate, FILLED[name], tensor)
     if reduces and nodes == 1 and size > 2 and ways.nvls:
-        yield Line("nvls", ways.nvls.start + ways.nvls.step, tensor / (plain * ways.nvls.share))
+        yield Line("nvls", ways.nvls.start + ways.nvls.step + 2 * near, tensor / (plain * ways.nvls.share))
     if reduces and nodes > 1 and where.fewest > 1 and ways.nvls_tree:
-        yield _nvls_tree(size, where, machine, ways.nvls_tree, slower)
+        yield _nvls_tree(size, where, machine, ways.nvls_tree, near, slower)
     if not reduces and where.most == 1 and ways.pat and kind != "broadcast":
         latency = ways.pat.start + log2(size) * (ways.pat.hop + slower) + size * ways.pat.step
         yield Line("pat", latency, 1 / _capped(plain, ways.pat, nodes))
 
 
-def _nvls_tree(size: int, where: Placement, machine: Machine, way: Way, slower: float) -> Line:
+def _nvls_tree(size: int, where: Placement, machine: Machine, way: Way, near: float, slower: float) -> Line:
     """Bytes of the tensor a second: what the switches sum, or what the tree between nodes carries."""
     inside = machine.link.bandwidth * machine.calibration.link * way.between
     sent = 2 * (size - 1) / size  # by a ring, for a byte of the tensor
     cards = machine.network.bandwidth * machine.calibration.network * where.cards(machine.calibration.interleaved)
     rate = min(inside, (2 if where.nodes == 2 else 1) * cards / sent)
-    latency = way.start + way.step + 2 * log2(where.nodes) * (way.hop + 2 * slower)
+    latency = way.start + way.step + 2 * near + 2 * log2(where.nodes) * (way.hop + 2 * slower)
     return Line("nvls tree", latency, 1 / (sent * rate), FILLED["simple"], 1 / sent)
 
 

@@ -1,111 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what nccl-tests prints (all_reduce_perf and its like), and turns it into the fields of a machine's file.
-
-A table has, for each size in bytes of the whole tensor, microseconds and two bandwidths, out of place and in place. The
-bus bandwidth is what a rank sends in a ring over the time (nccl-tests' doc/PERFORMANCE.md): the same bytes that a
-transfer has here. Lines may begin with anything, as mpirun and srun put it there.
-"""
+"""What nccl-tests measured beside what we expect, and as the fields of a machine's file."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from megatron.simulator.cost.collectives import price_of
+from megatron.simulator.cost.collectives import Price, price_of
 from megatron.simulator.machines.machine import Machine
+from megatron.simulator.machines.nccl_log import Run
 from megatron.training.refusal import Refusal
-
-KINDS = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all", "sendrecv": "p2p",
-}  # fmt: skip
-PROGRAM = re.compile(rf"\b({'|'.join(KINDS)})_perf")
-RANK = re.compile(r"Rank +(\d+) .*\bon +(\S+) +device")
-# size, count, type, operation (some have none), root, then twice: microseconds, GB/s, GB/s, errors.
-ROW = re.compile(
-    r"(?:^|\s)(?P<size>\d+) +(?P<count>\d+) +(?P<type>[a-z]+\w*) +(?P<redop>[a-z]+) +(?:-?\d+ +)?"
-    r"(?P<time>[\d.]+) +(?P<alg>[\d.]+) +(?P<bus>[\d.]+) +\S+ +(?P<again>[\d.]+) +[\d.]+ +[\d.]+"
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One table.
-
-    Attributes:
-        kind: as a transfer's; ranks, nodes: that took part, 0 nodes where the text does not say.
-        rows: (bytes that a rank sends in a ring, seconds), the better of out of place and in place; sizes rise.
-    """
-
-    kind: str
-    ranks: int
-    nodes: int
-    rows: tuple[tuple[float, float], ...]
-
-    @property
-    def bus(self) -> float:
-        """Bytes a second of the largest message."""
-        size, took = self.rows[-1]
-        return size / took
-
-
-def read_runs(path: str | Path, kind: str | None = None) -> list[Run]:
-    """All tables of a file; ``kind``: of those that do not say what they are, by nccl-tests' name.
-
-    Raises:
-        Refusal: the file cannot be read, has no table, or does not say which test it is.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise Refusal(f"--nccl-tests {path}: cannot be read: {error.strerror or error}") from None
-    found, program, last, hosts, rows = [], kind, -1, set(), []
-    for line in [*text.splitlines(), "# Avg bus bandwidth"]:
-        if match := PROGRAM.search(line):
-            program = kind or match[1]
-        elif match := RANK.search(line):
-            last = max(last, int(match[1]))
-            hosts.add(match[2])
-        elif match := ROW.search(line):
-            rows.append(match)
-        elif "Avg bus bandwidth" in line and rows:
-            found.append(_run(path, program, last + 1, len(hosts), rows))
-            program, last, hosts, rows = kind, -1, set(), []
-    if not found:
-        raise Refusal(f"--nccl-tests {path}: has no table of nccl-tests, such as all_reduce_perf prints")
-    return found
-
-
-def _run(path: str | Path, program: str | None, ranks: int, nodes: int, rows: list[re.Match]) -> Run:
-    last = rows[-1]
-    share = float(last["bus"]) / float(last["alg"]) if float(last["alg"]) else 0.0  # of the tensor, that a rank sends
-    if program is None and share > 1:
-        program = "all_reduce"
-    elif program is None and last["redop"] != "none":
-        program = "reduce_scatter" if share < 1 else None
-    if program is None or share == 0:
-        raise Refusal(
-            f"--nccl-tests {path}: does not say which test it is; give KIND={path}, KIND of {', '.join(KINDS)}"
-        )
-    if not ranks and program != "sendrecv":
-        ranks = round(2 / (2 - share) if program == "all_reduce" else 1 / (1 - share))
-    exact = {"all_reduce": 2 * (ranks - 1) / max(ranks, 1), "sendrecv": 1.0}.get(program, (ranks - 1) / max(ranks, 1))
-    if abs(exact - share) > 0.02:
-        raise Refusal(
-            f"--nccl-tests {path}: {program} of {ranks} ranks has other bus bandwidths than are printed there"
-        )
-    times = [(float(row["size"]) * exact, 1e-6 * min(float(row["time"]), float(row["again"]))) for row in rows]
-    return Run(KINDS[program], ranks or 2, nodes, tuple(sorted((size, took) for size, took in times if size and took)))
 
 
 def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
     """The fields that make ``machine`` as fast with large messages, and as late with small ones, as was measured.
 
     Raises:
-        Refusal: a bandwidth is more than twice what the machine has.
+        Refusal: a bandwidth is more than twice what the machine has, or more GPUs took part on a node than it has.
     """
+    for run in runs:
+        if run.nodes and run.ranks > run.nodes * machine.gpus:
+            raise Refusal(
+                f"{run.kind} had {run.ranks // run.nodes} ranks a node, {machine.name} has {machine.gpus} GPUs; give "
+                "gpus in a file of your own"
+            )
     calibration: dict[str, float] = {}
     ways: dict[str, dict[str, float]] = {}
     order = {"all_gather": 0, "reduce_scatter": 0, "p2p": 1}  # all_reduce and all_to_all build on these
@@ -125,8 +43,13 @@ def fields(runs: list[Run], machine: Machine) -> dict[str, Any]:
 
 def beside(run: Run, machine: Machine) -> list[tuple[float, float, float, str]]:
     """(bytes that a rank sends, measured seconds, ours, the algorithm that we take for it) of each row."""
-    price = price_of(run.kind, run.ranks, 1, machine)
+    price = _price(run, machine)
     return [(size, took, price(size), price.chosen(size)) for size, took in run.rows]
+
+
+def _price(run: Run, machine: Machine) -> Price:
+    """Of nodes that have as many GPUs as took part on each."""
+    return price_of(run.kind, run.ranks, 1, replace(machine, gpus=run.ranks // run.nodes) if run.nodes else machine)
 
 
 def with_figures(machine: Machine, shares: dict[str, float], ways: dict[str, dict[str, float]]) -> Machine:
@@ -150,23 +73,23 @@ def _shares(run: Run, machine: Machine) -> tuple[dict[str, float], str, dict[str
     if run.kind == "all_reduce" and ways and run.ranks > 2 and each > 1:
         tensor = run.bus * run.ranks / (2 * (run.ranks - 1))
         if nodes == 1 and ways.nvls:
-            return {}, "nvls", {"share": _share(run, tensor / (link * kept.link))}
+            return {}, "nvls", {"share": _share(run, machine, tensor / (link * kept.link))}
         if nodes == 2 and ways.nvls_tree:
-            return {}, "nvls_tree", {"between": _share(run, tensor / (link * kept.link))}
+            return {}, "nvls_tree", {"between": _share(run, machine, tensor / (link * kept.link))}
     if nodes == 1:
         name = {"all_to_all": "all_to_all", "p2p": "p2p"}.get(run.kind, "link")
-        return {name: _share(run, run.bus / link)}, "", {}
+        return {name: _share(run, machine, run.bus / link)}, "", {}
     if run.kind == "all_to_all":
         away = (run.ranks - each) / (run.ranks - 1)
-        return {"network_all_to_all": _share(run, away * run.bus / (network * kept.network))}, "", {}
-    return {"network": _share(run, run.bus / (network * (1 if run.kind == "p2p" else each)))}, "", {}
+        return {"network_all_to_all": _share(run, machine, away * run.bus / (network * kept.network))}, "", {}
+    return {"network": _share(run, machine, run.bus / (network * (1 if run.kind == "p2p" else each)))}, "", {}
 
 
-def _share(run: Run, value: float) -> float:
+def _share(run: Run, machine: Machine, value: float) -> float:
     if value > 2:
         raise Refusal(
-            f"--nccl-tests: {run.kind} of {run.ranks} ranks had {run.bus / 1e9:.0f} GB/s, more than twice what the "
-            "machine of --extends has; give its link and network in a file of your own"
+            f"{run.kind} of {run.ranks} ranks had {run.bus / 1e9:.0f} GB/s, more than twice what {machine.name} has; "
+            "give its link and network in a file of your own"
         )
     return float(f"{value:.4g}")
 
@@ -176,7 +99,7 @@ def _starts(run: Run, machine: Machine) -> dict[str, dict[str, float]]:
     if machine.collectives is None or run.kind in ("p2p", "all_to_all") or run.rows[0][0] > 65536:
         return {}
     size, took = run.rows[0]
-    later = took - price_of(run.kind, run.ranks, 1, machine)(size)
+    later = took - _price(run, machine)(size)
     names = ("ring_ll", "tree_ll") if run.kind == "all_reduce" else ("ring_ll",)
     starts = {name: getattr(machine.collectives, name).start + later for name in names}
     return {name: {"start": float(f"{max(0.0, start):.4g}")} for name, start in starts.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole step of the busiest rank: what a micro-batch does, what a pipeline sends, and all of it as one trace."""
+"""A step of the busiest rank: what a micro-batch does, what a pipeline and ZeRO send."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.formulas.chunks import chunks_of
@@ -12,14 +12,8 @@ from megatron.simulator.cost.layer_operations import beside, layer
 from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
 from megatron.simulator.cost.operations import BF16
 from megatron.simulator.cost.segment import Segment
-from megatron.simulator.cost.state_operations import (
-    States,
-    gather_parameters,
-    reduce_gradients,
-    states,
-    sum_shared_gradients,
-)
-from megatron.simulator.cost.trace import Event, HostCopy, Trace, Transfer
+from megatron.simulator.cost.state_operations import States, gather_parameters, reduce_gradients
+from megatron.simulator.cost.trace import HostCopy, Transfer
 
 
 @dataclass(frozen=True)
@@ -76,28 +70,3 @@ def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
     yield replace(reduce_gradients(strategy, held.layer), count=held.layers)
     yield gather_parameters(strategy, held.ends)
     yield reduce_gradients(strategy, held.ends)
-
-
-def step_trace(workload: Workload, strategy: Strategy) -> Trace:
-    """All kernels, transfers and copies that :func:`~megatron.simulator.cost.estimate.estimate` prices, but for the
-    optimizer's, without saying what goes on beside what."""
-    batches, held = strategy.micro_batches(workload), states(workload.shape, strategy, busiest_stage(strategy))
-    work, events = micro_batch(workload, strategy), []
-    for how, layers in strategy.layer_kinds(held.layers):
-        forward, backward = layer(workload, how)
-        events += _events([*forward, *backward], batches * layers)
-    events += _events(work.last, batches)
-    if strategy.pipeline == 1:
-        events += _events(work.first, batches)
-    if strategy.zero >= 2:
-        events += [replace(event, count=event.count * batches) for event in sharded_transfers(strategy, held)]
-    else:
-        events += [reduce_gradients(strategy, held.all)]
-        events += [gather_parameters(strategy, held.all)] if strategy.zero else []
-    return Trace([*events, *sum_shared_gradients(workload.shape, strategy, held), stage_transfer(workload, strategy)])
-
-
-def _events(segments: Iterable[Segment], times: int) -> Iterator[Event]:
-    for segment in segments:
-        for event in (*segment.kernels, *segment.transfers, *segment.copies):
-            yield replace(event, count=event.count * segment.count * times)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import inf
 
+LL128_TREE_HOP = 8.5e-6  # of a tree between nodes; a ring's too, where a group has one rank a node
+
 
 @dataclass(frozen=True)
 class Way:
@@ -53,11 +55,10 @@ class Collectives:
     nvls_tree: Way | None = None
     pat: Way | None = None
 
-    def rings(self) -> list[tuple[str, Way, Way]]:
-        """(name, ring, the tree of the same protocol)."""
-        pairs = [(protocol, f"ring_{protocol}", f"tree_{protocol}") for protocol in ("ll", "ll128", "simple")]
-        found = [(f"ring {protocol}", getattr(self, ring), getattr(self, tree)) for protocol, ring, tree in pairs]
-        return [entry for entry in found if entry[1] is not None and entry[2] is not None]
+    def protocols(self) -> list[tuple[str, Way | None, Way | None]]:
+        """(protocol, its ring, its tree); None: NCCL cannot choose it."""
+        names = ("ll", "ll128", "simple")
+        return [(name, getattr(self, f"ring_{name}"), getattr(self, f"tree_{name}")) for name in names]
 
 
 def _nccl(
@@ -76,7 +77,7 @@ def _nccl(
     }
     if nvlink:  # PCIe may tear 128 bytes
         found["ring_ll128"] = Way(14 * us, step[1] * us, 4.0 * us, 0.92, 0.92)
-        found["tree_ll128"] = Way(14 * us, step[4] * us, 8.5 * us, 0.92 * 7 / 9, 0.92 * 120 / 128)
+        found["tree_ll128"] = Way(14 * us, step[4] * us, LL128_TREE_HOP, 0.92 * 7 / 9, 0.92 * 120 / 128)
     if nvls:
         found["nvls"] = Way(0.0, 25 * us, 18 * us, nvls[0], 0.0)
         found["nvls_tree"] = Way(0.0, 25 * us, 20.9 * us, 0.0, nvls[1])

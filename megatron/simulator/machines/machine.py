@@ -129,14 +129,16 @@ class Machine:
         gpus: of a node. link: between them. host_link: to host memory, when all of a node copy at once.
         host_memory: bytes of a node. network: between nodes, of one GPU.
         sources: where each figure comes from.
-        collective: seconds any transfer takes at least, beside its links' latency.
+        collective: seconds a transfer takes at least, beside its links' latency; where there are ``collectives``, their
+            ``start`` says so for all but all_to_all and p2p.
         head_size: share of the attention rates by head size.
         dtype: that the rates are for; those of another differ as its peak does.
         capability: of the GPU, major and minor version.
         kernels: share of the attention rates that each attention kernel gets; 1 where a name is missing.
         attention_kernel: that runs wherever it can; ``auto``: the first that PyTorch brings for the capability.
         power: watts; None: the rates are those of the limit that it runs under.
-        collectives: what NCCL can choose from; None: rings at one rate, with the links' latency.
+        collectives: what NCCL can choose from; the links' latency counts by what it is above NCCL's own of a step.
+            None: rings at one rate, with the links' latency.
         dispatch: seconds in which the host launches a kernel or a transfer; 0: as fast as the device needs them.
         runtime: device memory of contexts and libraries, which ``reserved`` has room for.
     """

@@ -63,7 +63,12 @@ def read_machine(path: Path) -> Machine:
     Raises:
         Refusal: the file cannot be read, or a field is missing, unknown or no such figure.
     """
-    raw = read_merged(path)
+    return machine_of(path, read_fields(path))
+
+
+def machine_of(path: Path, raw: Json) -> Machine:
+    """The same where the file ``path`` has, or will have, the fields ``raw``."""
+    raw = merged(path, raw)
     refuse_unknown(path, "", raw, [f.name for f in fields(Machine)])
     for name in REQUIRED:
         if name not in raw:
@@ -72,11 +77,14 @@ def read_machine(path: Path) -> Machine:
 
 
 def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
+    return merged(path, read_fields(path), below)
+
+
+def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     """The fields of a file over those of the file that it extends; objects are merged, all else is replaced."""
     if path.resolve() in below:
         raise Refusal(f"{path}: extends: a file cannot build on itself")
-    raw = read_fields(path)
-    raw.setdefault("name", path.stem)
+    raw = {"name": path.stem} | raw
     base_name = raw.pop("extends", None)
     if base_name is None:
         return raw
@@ -102,11 +110,11 @@ def is_replaced(key: str, over: Json) -> bool:
 
 
 def merge(base: Json, over: Json) -> Json:
-    merged = dict(base)
+    found = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = merge(base[key], value) if both else value
-    return merged
+        found[key] = merge(base[key], value) if both else value
+    return found
 
 
 def read_fields(path: Path) -> Json:
@@ -219,10 +227,11 @@ def limits(path: Path, name: str, value: Any) -> tuple[float, ...]:
 
 def collectives(path: Path, name: str, value: Any) -> Collectives:
     """A generation, and what differs from it: an algorithm's figures, or null where NCCL cannot choose it."""
-    if not isinstance(value, dict) or value.get("generation") not in GENERATIONS:
+    generation = value.get("generation") if isinstance(value, dict) else None
+    if not isinstance(generation, str) or generation not in GENERATIONS:
         raise Refusal(f"{path}: {name}.generation: must be {', '.join(GENERATIONS)}")
     refuse_unknown(path, f"{name}.", value, ["generation", "post", *WAYS])
-    base, given = GENERATIONS[value["generation"]], {}
+    base, given = GENERATIONS[generation], {}
     for key, item in value.items():
         where = f"{name}.{key}"
         if key == "post":
@@ -236,7 +245,11 @@ def collectives(path: Path, name: str, value: Any) -> Collectives:
                 raise Refusal(f"{path}: {where}: must be an object with {', '.join(WAY)}, not {item!r}")
             refuse_unknown(path, f"{where}.", item, list(WAY))
             found = {part: WAY[part](path, f"{where}.{part}", figure) for part, figure in item.items()}
-            given[key] = replace(getattr(base, key) or Way(0.0, 0.0, 0.0), **found)
+            if (own := getattr(base, key)) is None:
+                for part in ("start", "step", "hop", "between" if key == "nvls_tree" else "share"):
+                    if part not in found:
+                        raise Refusal(f"{path}: {where}.{part}: missing; {generation} has no figures of {key}")
+            given[key] = replace(own, **found) if own else Way(**found)
     return replace(base, **given)
 
 
