@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron.training.checkpoint.in_memory import copy_file
 from tests.distributed.training_runs import make_job, train_job
 from tests.pairs import also_in_full
 
@@ -149,13 +151,19 @@ def flip_a_bit(folder):
 
 
 def cut_off_while_writing(folder):
-    """A newer step that not all have, one file that never got its name, and one that is cut short."""
+    """A newer step that not all have, one file that never got its name, one that has another's, and one cut short."""
     for node, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
         path = the_file(folder, node, f"iter_0000003.rank_{rank:05d}")
         newer = path.with_name(path.name.replace("iter_0000003", "iter_0000005"))
         if rank == 1:
             newer = newer.with_name(f".{newer.name}.by_1.partial")
-        shutil.copy(path, newer)
+        if rank == 3:
+            shutil.copy(path, newer)
+            continue
+        with safe_open(path, "pt") as file:
+            about = {key: value for key, value in file.metadata().items() if key != "crc32"} | {"iteration": "5"}
+            copy_file.write(newer, [(name, file.get_tensor(name)) for name in file.keys()], about)  # noqa: SIM118
+        copy_file.seal(newer)
     os.truncate(the_file(folder, 1, "iter_0000003.rank_00002"), 1000)
     return "of rank 2 from another node's"
 

@@ -41,8 +41,8 @@ def test_messages_are_counted_once_for_each_receiver():
 
 
 def test_what_is_not_counted_is_told():
-    with simulated_world(4), Traffic(), pytest.raises(NotImplementedError, match="scatter_"):
-        dist.scatter(torch.zeros(1), [torch.zeros(1)] * 4)
+    with simulated_world(4), Traffic(), pytest.raises(NotImplementedError, match="gather_"):
+        dist.gather(torch.zeros(1), [torch.zeros(1)] * 4)
 
 
 @pytest.mark.parametrize("method", ["Ulysses", "Megatron-SP"])

@@ -65,8 +65,12 @@ def longest(problem: Problem, workload: Callable[[int], Workload]) -> tuple[int,
         if power and power < length:
             break
         length *= 2
-    step = max(power // FINE, 1)
-    return power, next((power + k * step for k in range(FINE - 1, 0, -1) if power and fit(power + k * step)), power)
+    step, best, failed = max(power // FINE, 1), power, 0
+    for length in range(power + step, 2 * power, step):
+        best, failed = (length, 0) if fit(length) else (best, failed + 1)
+        if failed == 2:  # one alone may be a length that cannot be cut
+            break
+    return power, best
 
 
 def fewest_gpus(problem: Problem) -> int | None:

@@ -75,7 +75,9 @@ def _look(copies: Copies) -> tuple[Files, set[str]]:
         if (grid, settings) != _form(copies.about):
             strange.add(grid if grid != copies.about["grid"] else "other settings")
             continue
-        files.setdefault((int(about["iteration"]), about["start"]), {})[int(about["rank"])] = path
+        iteration, rank = int(about["iteration"]), int(about["rank"])
+        if path == copies.path(iteration, rank):  # under another name it would be cleared away as another step's
+            files.setdefault((iteration, about["start"]), {})[rank] = path
     return files, strange
 
 
