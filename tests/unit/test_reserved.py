@@ -124,6 +124,19 @@ def test_a_whole_step_is_replayed() -> None:
     assert not found.scaled and set(found.bytes) == {"default", "expandable_segments"}
 
 
+def test_of_very_many_layers_some_are_replayed_and_the_others_counted_without_gaps(monkeypatch) -> None:
+    ran = [Allocations(step(layers)[0]) for layers in (4, 5)]
+    whole = reserved(ran, [4, 5], 40, 1e12, 0)
+    monkeypatch.setattr(module, "LONGEST", 16 * (len(ran[1].changes) - len(ran[0].changes)))
+    found = reserved(ran, [4, 5], 40, 1e12, 0)
+    assert "reserved: 21 of 40 layers replayed" in found.notes[0] and not whole.notes and not found.scaled
+    some = reserved(ran, [4, 5], 21, 1e12, 0)
+    rest = peak(step(40)[0]) - peak(step(21)[0])
+    for setting, size in whole.bytes.items():
+        assert found.bytes[setting] == pytest.approx(some.bytes[setting] + rest, rel=0.02)
+        assert peak(step(40)[0]) < found.bytes[setting] <= size
+
+
 def test_what_cannot_be_continued_is_run_where_that_is_cheap_and_else_scaled_by_name(monkeypatch) -> None:
     few, more, whole = (step(layers)[0] for layers in (4, 5, 17))
     odd = Allocations([(500, 3 * MIB), (500, -3 * MIB), *more])

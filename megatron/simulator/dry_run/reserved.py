@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.simulator.dry_run.allocator import OutOfMemory, replayed
 from megatron.simulator.dry_run.allocator_settings import Settings, from_environment
@@ -14,8 +14,9 @@ from megatron.simulator.dry_run.continued import Changes, NoPattern, added, cont
 from megatron.simulator.dry_run.pool import MIB
 
 MOST = 60_000  # changes of repeated micro-batches; more of them reserve what these do
+LONGEST = 2_500_000  # changes of layers that did not run; what more of them hold is one block, without gaps
 CHEAP = 20_000  # changes of the layers that did not run: below, they are run where the list cannot be continued
-WORKSPACE = -1  # number of the block that is cuBLAS' workspace
+WORKSPACE, BEYOND = -1, -2  # numbers of the blocks that are cuBLAS' workspace, and layers beyond LONGEST
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Reserved:
         bytes: most that is reserved, by setting; more than there is where that is not enough.
         retries: how often everything cached was given back meanwhile, by setting; None: it was not enough.
         scaled: what was multiplied, where the list could not be continued; empty: all was replayed.
-        notes: what PYTORCH_ALLOC_CONF says and is not modelled.
+        notes: what PYTORCH_ALLOC_CONF says and is not modelled, and which layers were not replayed.
     """
 
     bytes: dict[str, float] = field(default_factory=dict)
@@ -71,24 +72,29 @@ def reserved(
     Raises:
         Refusal: PYTORCH_ALLOC_CONF is not what PyTorch takes.
     """
-    last, scale, scaled = ran[-1], 1.0, ""
+    last, scale, scaled, beyond, notes = ran[-1], 1.0, "", 0, ()
     changes, places = lifetimes(last.changes)
     begin, end = places[last.begin], places[last.end]
     if len(counts) > 1:
         few = lifetimes(ran[0].changes)[0]
         more = (layers - counts[1]) // (counts[1] - counts[0])
-        grown = peak(changes) + more * (peak(changes) - peak(few))
-        missing = more * (len(changes) - len(few))
+        each, longer = peak(changes) - peak(few), len(changes) - len(few)
+        grown, missing = peak(changes) + more * each, more * longer
+        if missing > LONGEST:
+            replays = min(max(LONGEST // longer, 2), more)
+            beyond, more = (more - replays) * each, replays
+            shown = f"{counts[1] + replays * (counts[1] - counts[0])} of {layers} layers"
+            notes = (f"reserved: {shown} replayed; what the others hold is counted without gaps",)
         try:
             stretches, larger = added(few, changes)
             if larger and run_all is not None and missing <= CHEAP:
                 raise NoPattern("shards of a distributed optimizer are not cut where layers end")
-            changes, places = checked(*continued(changes, stretches, more, larger), grown)
+            changes, places = checked(*continued(changes, stretches, more, larger), grown - beyond)
             begin, end = places[begin], places[end]
         except NoPattern:
             if run_all is not None and missing <= CHEAP:
                 return reserved([run_all()], [layers], layers, capacity, workspace)
-            scale, scaled = grown / peak(changes), f"{counts[1]} of {layers} layers"
+            scale, scaled, beyond, notes = grown / peak(changes), f"{counts[1]} of {layers} layers", 0, ()
     times = min(last.times, max(MOST // max(end - begin, 1), 4))
     if times:
         try:
@@ -96,7 +102,9 @@ def reserved(
             changes, _ = checked(*continued(changes, [(begin, end)], times), peak(changes) + left)
         except NoPattern:
             scaled = ", ".join(filter(None, (scaled, f"the micro-batches that ran, {last.times} being left out")))
-    return by_setting([(WORKSPACE, workspace), *changes], capacity, scale, scaled)
+    held = [(WORKSPACE, workspace), *[(BEYOND, beyond)] * (beyond > 0)]
+    found = by_setting([*held, *changes], capacity, scale, scaled)
+    return replace(found, notes=found.notes + notes)
 
 
 def by_setting(changes: Changes, capacity: float, scale: float = 1.0, scaled: str = "") -> Reserved:
