@@ -22,9 +22,15 @@ from megatron.formulas.flops import busiest_ring_rank, step_flops
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.segment import Segment
-from megatron.simulator.cost.state_operations import gather_parameters, reduce_gradients, states, sum_shared_gradients
-from megatron.simulator.cost.step_operations import busiest_stage, micro_batch, sharded_transfers, stage_transfer
-from megatron.simulator.cost.trace import Event, Kernel, Trace
+from megatron.simulator.cost.state_operations import (
+    States,
+    gather_parameters,
+    reduce_gradients,
+    states,
+    sum_shared_gradients,
+)
+from megatron.simulator.cost.step_operations import busiest_stage, micro_batch, stage_transfer
+from megatron.simulator.cost.trace import Event, Kernel, Trace, Transfer
 
 LLAMA = Shape(layers=4, hidden=256, ffn=768, heads=16, kv_heads=4, head_dim=32, vocab=1000)
 GPT = replace(LLAMA, kv_heads=16, gated=False, bias=True, layer_norm=True, tied=True, positions=4096)
@@ -34,6 +40,15 @@ SHAPES = {
     "mha, tied": GPT,
     "norms of queries and keys": replace(LLAMA, qk_norm=True, qkv_bias=True),
 }
+
+
+def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
+    """ZeRO 2 and 3, each micro-batch."""
+    gathers = 2 if strategy.zero == 3 else 1  # forward, and again backward
+    yield replace(gather_parameters(strategy, held.layer), count=gathers * held.layers)
+    yield replace(reduce_gradients(strategy, held.layer), count=held.layers)
+    yield gather_parameters(strategy, held.ends)
+    yield reduce_gradients(strategy, held.ends)
 
 
 def step_trace(workload: Workload, strategy: Strategy) -> Trace:

@@ -26,7 +26,7 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     """All tiles of the forward pass. ``saving``: a backward pass follows, finished chunks go to host memory for it."""
     size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
-    q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
+    q, kv, lse = _chunk_bytes(a, chunks)
     begin, merge = merges(strategy, width * a.heads)
     own = (_tile(a, size, own=True), begin) if strategy.fused else (_tile(a, size, own=True),)
     offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
@@ -84,7 +84,7 @@ def _chunk_bytes(a: Attended, chunks: int) -> tuple[float, float, float]:
 def chunked_backward(a: Attended, strategy: Strategy, chunks: int) -> list[Segment]:
     size, met = a.queries / chunks, _met(a, chunks)
     width = size * a.batch * a.head_dim
-    q, kv, lse = BF16 * width * a.heads, 2 * BF16 * width * a.kv_heads, FP32 * size * a.batch * a.heads
+    q, kv, lse = _chunk_bytes(a, chunks)
     own, other = _tile(a, size, own=True, backward=True), _tile(a, size, backward=True)
     sums = memory("merge", 2 * (BF16 + 2 * FP32) * width * (a.heads + 2 * a.kv_heads), backward=True)
     travel = _hops(a, strategy, size, chunks, a.blocks.keys, a.blocks.grads)
@@ -146,8 +146,7 @@ def beside_ffn_backward(a: Attended, strategy: Strategy, chunks: int) -> tuple[H
 
 
 def _one_rank_by_keys(a: Attended, strategy: Strategy) -> bool:
-    alone = strategy.fpdt_chunk > 0 and strategy.fpdt_offload and a.ring == 1
-    return alone and strategy.fused and goes_by_keys(a.heads, a.kv_heads, BF16)
+    return strategy.fpdt_chunk > 0 and _beside_all(a, strategy) and _by_keys_back(a)
 
 
 def _by_keys(

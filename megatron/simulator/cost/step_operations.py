@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.formulas.chunks import chunks_of
 from megatron.formulas.strategy import Strategy, Workload
@@ -12,7 +11,6 @@ from megatron.simulator.cost.layer_operations import beside, layer
 from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
 from megatron.simulator.cost.operations import BF16
 from megatron.simulator.cost.segment import Segment
-from megatron.simulator.cost.state_operations import States, gather_parameters, reduce_gradients
 from megatron.simulator.cost.trace import HostCopy, Transfer
 
 
@@ -61,12 +59,3 @@ def stage_transfer(workload: Workload, strategy: Strategy) -> Transfer:
     sent = 2 * strategy.virtual - 1 if strategy.pipeline > 1 else 0
     hidden = BF16 * strategy.local_tokens(workload) * workload.shape.hidden
     return Transfer("p2p", "pp", strategy.group("pp"), hidden, count=sent * strategy.micro_batches(workload))
-
-
-def sharded_transfers(strategy: Strategy, held: States) -> Iterator[Transfer]:
-    """ZeRO 2 and 3, each micro-batch."""
-    gathers = 2 if strategy.zero == 3 else 1  # forward, and again backward
-    yield replace(gather_parameters(strategy, held.layer), count=gathers * held.layers)
-    yield replace(reduce_gradients(strategy, held.layer), count=held.layers)
-    yield gather_parameters(strategy, held.ends)
-    yield reduce_gradients(strategy, held.ends)
