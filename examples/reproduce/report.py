@@ -11,7 +11,7 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -184,7 +184,7 @@ def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:
         table.add_row(*cells)
     console.print(table)
     errors = [(row.unit, abs(row.error)) for row in rows if row.error is not None]
-    mean = _mean([error for _, error in errors])
+    mean = mean_error(rows)
     if mean is not None:
         by_unit = {unit: _mean([error for name, error in errors if name == unit]) for unit, _ in errors}
         each = ": " + ", ".join(f"{unit} {value:.1f} %" for unit, value in by_unit.items()) if len(by_unit) > 1 else ""
@@ -194,6 +194,11 @@ def _show(title: str, rows: Sequence[Row], prefix: Path) -> float | None:
         console.print(f"words: {sum(row.agrees for row in words)} of {len(words)} the same", highlight=False)
     console.print(f"written: {prefix}.csv, {prefix}.png", highlight=False, soft_wrap=True)
     return mean
+
+
+def mean_error(rows: Iterable[Row]) -> float | None:
+    """Without signs, in percent, of the rows that have two numbers; None: none has."""
+    return _mean([abs(row.error) for row in rows if row.error is not None])
 
 
 def _mean(values: list[float]) -> float | None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,18 +12,13 @@ from examples.reproduce import fit
 from examples.reproduce.fpdt.latency import first_covered
 from examples.reproduce.fpdt.training import figure_1_rows, figure_11_rows, figure_12_rows, table_3_rows
 from examples.reproduce.genslm.training import throughput_rows
-from examples.reproduce.report import Row, published
+from examples.reproduce.report import Row, mean_error, published
 from examples.reproduce.simulate import CLUSTERS, Simulated, clock, cluster, deepspeed_tflops, usp_tflops
 from examples.reproduce.ulysses.training import figure_3_rows, figure_7_rows, figure_rows, scaling_rows, shape
 from examples.reproduce.usp.attention import attention_rows
 from examples.reproduce.usp.training import figure_5_rows, training_rows
 from megatron.formulas.strategy import Workload
 from megatron.simulator.machines.machine import Machine
-
-
-def mean_error(rows: Iterable[Row]) -> float:
-    found = [abs(row.error) for row in rows if row.error is not None]
-    return sum(found) / len(found)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.report import command, write  # noqa: E402
+from examples.reproduce.report import command, mean_error, write  # noqa: E402
 from examples.reproduce.simulate import clock  # noqa: E402
 from examples.reproduce.usp.training import figure_5_rows  # noqa: E402
 
@@ -20,7 +20,5 @@ if __name__ == "__main__":
     rows = figure_5_rows(clock("usp-a800", args.measure))
     write(args.out_dir, "figure_5", "USP, figure 5", rows, over="seq_length")
     if not args.measure:
-        alone = [
-            abs(row.error) for row in figure_5_rows(clock("usp-a800", False), overlap=False) if row.error is not None
-        ]
-        print(f"with gradients and weights alone, as in tables 5 to 7: {sum(alone) / len(alone):.1f} %")
+        alone = mean_error(figure_5_rows(clock("usp-a800", False), overlap=False))
+        print(f"with gradients and weights alone, as in tables 5 to 7: {alone:.1f} %")
