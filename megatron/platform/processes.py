@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which process this is, and whether another one still runs.
+
+A process number says little: numbers are used again, two hosts may have one name, and a container counts on its own.
+A process is the same one if the boot of its machine, its PID namespace, its number and its start time are all equal.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of one machine.
+
+    Attributes:
+        host: name of its machine, for messages only: two machines may have the same.
+        boot: id of its machine's boot; empty where the system has none.
+        namespace: the PID namespace that ``pid`` is counted in; empty where the system has none.
+        pid: its number.
+        started: when it began, in clock ticks since the boot.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def this_process() -> Process:
+    """The calling process; a fork is another one."""
+    return Process(socket.gethostname(), _boot(), _namespace(), os.getpid(), started(os.getpid()) or 0)
+
+
+def is_alive(process: Process) -> bool | None:
+    """Whether a process still runs; None where this cannot be seen from here (another machine or container).
+
+    A process that has ended and was not waited for (a zombie) does not run.
+    """
+    if not process.boot or process.boot != _boot():
+        return None
+    if process.namespace != _namespace():
+        return None
+    return started(process.pid) == process.started
+
+
+def started(pid: int) -> int | None:
+    """When a process began, in clock ticks since the boot; None of one that does not run."""
+    try:
+        # The name, in parentheses, may hold anything; fields 3 (state) and 22 (start time) follow it.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@cache
+def _boot() -> str:
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
