@@ -21,6 +21,7 @@ from megatron.context_parallel.layout.masks import Causal, Full, Mask, Window
 from megatron.context_parallel.layout.samples import Samples, samples
 from megatron.context_parallel.positions.dropout import Dropout
 
+PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
 CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)  # one thing where queries and keys are as many
 
 
@@ -31,8 +32,8 @@ class ContextParallelAttention(MegatronModule):
 
     Args:
         config: its ``window_size`` and ``window_attn_skip_freq`` choose this layer's window.
-        settings: layout, rule and RoPE. A mask of its rule other than ``Causal()`` takes the place of core's causal one.
-        attn_mask_type: causal or none.
+        settings: layout, rule and RoPE. A mask of its rule other than ``Causal()`` replaces core's causal one.
+        attn_mask_type: causal, none, or either one with padding that ``packed_seq_params`` describes.
         k_channels, v_channels, cp_comm_type, pg_collection: say what the tensors and the layout say as well.
 
     Attributes:
@@ -114,11 +115,14 @@ class ContextParallelAttention(MegatronModule):
         rule = self.rule
         if attn_mask_type not in (None, self.mask_type):
             rule = replace(rule, mask=self._mask(attn_mask_type))
-        if query.dim() == 3:
+        if query.dim() == 3:  # as core passes packed sequences
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if packed_seq_params is not None and not self.settings.separate:
             raise ValueError("packed_seq_params separates documents, AttentionSettings(separate=False) does not")
         seen = with_packed(samples(attention_mask), packed_seq_params, rule.mask)
+        kind = attn_mask_type or self.mask_type
+        if kind in PADDED and not seen.ends:
+            raise ValueError(f"attn_mask_type={kind.name}: packed_seq_params must say which tokens are padding")
         if seen.ends and query.size(1) != len(seen.ends):
             raise ValueError(f"documents of {len(seen.ends)} samples, and a batch of {query.size(1)}")
         rotary = self.settings.rotary
@@ -155,11 +159,11 @@ class ContextParallelAttention(MegatronModule):
         return theirs
 
     def _mask_of_core(self, kind: AttnMaskType) -> Mask:
-        if kind not in (*CAUSAL, AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.padding_causal):
+        if kind not in (*CAUSAL, *PADDED, AttnMaskType.no_mask):
             raise ValueError(
-                f"attn_mask_type={kind.name} wants a mask tensor: give AttentionRule a mask, as MaskFunction"
+                f"attn_mask_type={kind.name} needs a tensor of pairs: give AttentionRule a MaskFunction instead"
             )
-        causal = kind in (*CAUSAL, AttnMaskType.padding_causal)  # what pads is said by packed_seq_params
+        causal = kind in (*CAUSAL, AttnMaskType.padding_causal)
         if self.window is None:
             return Causal() if causal else Full()
         left, right = self.window
@@ -206,9 +210,7 @@ def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Sa
     if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
         raise ValueError(f'packed_seq_params: qkv_format="{packed.qkv_format}", want "thd" with cu_seqlens_q')
     if packed.local_cp_size is not None or packed.cp_group is not None:
-        raise ValueError(
-            "packed_seq_params: local_cp_size and cp_group choose ranks by batch; the layout has them here"
-        )
+        raise ValueError("packed_seq_params: the layout chooses the ranks, not local_cp_size and cp_group")
     ends = []
     for name in ("q", "kv"):
         real, padded = getattr(packed, f"cu_seqlens_{name}"), getattr(packed, f"cu_seqlens_{name}_padded")
