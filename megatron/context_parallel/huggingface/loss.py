@@ -114,10 +114,24 @@ class _OnlyHead:
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
         self._model = model
-        vars(self)[model.base_model_prefix] = lambda *args, **kwargs: _Found(hidden)
+        vars(self)[model.base_model_prefix] = _Base(model.base_model, hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class _Base:
+    """In place of a base, or of the decoder within it that OPT's own forward calls."""
+
+    def __init__(self, base: nn.Module, hidden: Tensor) -> None:
+        self._base, self._hidden = base, hidden
+
+    def __call__(self, *_: Any, **__: Any) -> _Found:
+        return _Found(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._base, name)
+        return _Base(inner, self._hidden) if isinstance(inner, nn.Module) else inner
 
 
 class _Found:
