@@ -67,9 +67,10 @@ class SlowLinks:
         self.rest -= 1
         if not self.edges or len(self.recent) < LEAST or (self.usual and (not slow or self.rest >= 0)):
             return ""
-        self.rest = REST
         times = self._measure()
-        if not self.usual:
+        if self.usual:
+            self.rest = REST
+        else:
             middle = statistics.median_low(times)
             self.usual = [min(mine, middle) for mine in times]
         return named(self.edges, times, self.usual, self.hosts)

@@ -8,13 +8,17 @@ Needs root.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 PREFIX, SWITCH = "sn", "snsw"
 MASTER = "10.77.0.1"
@@ -55,6 +59,7 @@ class Network:
         self.nodes, self.mbit = nodes, mbit
 
     def __enter__(self) -> Network:
+        self._lock = _lock()
         remove()  # what a run left that was killed
         try:
             _ip("netns", "add", SWITCH)
@@ -70,12 +75,13 @@ class Network:
                 _ip("-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "eth0")
             self.limit(self.mbit)
         except BaseException:
-            remove()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         remove()
+        self._lock.close()
 
     def limit(self, mbit: float | None, *nodes: int) -> None:
         """What leaves these nodes (all of them) has this rate from now on; None: any."""
@@ -129,7 +135,7 @@ class Network:
         environment: Mapping[str, str] | None = None,
         prepare: str = "true",
     ) -> list[subprocess.Popen]:
-        """One launcher a node, as on a cluster; their output goes to ``node0.log``, ... in ``folder``, which is made."""
+        """One launcher a node, as on a cluster; their output goes to ``node0.log``, ... in ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self.nodes}"]
         launcher += ["--nproc-per-node", f"{per_node}", "--master-addr", MASTER, "--master-port", "29500"]
@@ -156,12 +162,26 @@ def remove() -> None:
     for name in every:
         if name == SWITCH or (name.startswith(PREFIX) and name[len(PREFIX) :].isdigit()):
             for pid in processes_in(name):
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             _ip("netns", "del", name, check=False)
 
 
+def _lock() -> IO[str]:
+    """A file that is locked as long as it is open: the names of these namespaces are the machine's.
+
+    Raises:
+        OSError: someone else has it.
+    """
+    file = open(os.path.join(tempfile.gettempdir(), "megatron-nodes.lock"), "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise OSError("another rehearsal of several nodes runs on this machine") from None
+    return file
+
+
 if __name__ == "__main__":
-    remove()
+    with suppress(OSError), _lock():
+        remove()
