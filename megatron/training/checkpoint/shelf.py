@@ -61,7 +61,6 @@ def restore(folder: Path) -> None:
         final = path.with_name(path.name[1:].removesuffix(REPLACED))
         if not final.exists():
             path.rename(final)
-            sync_folder(folder)
 
 
 def publish(final: Path) -> None:
