@@ -70,7 +70,9 @@ def saved_twice(root, lock, exchange):
             for _ in range(2):
                 train_job(job, 1)
                 job.progress.iteration = 1
-                path = checkpoint.save(f"{root}/{SAVE}", job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+                path = checkpoint.save(
+                    f"{root}/{SAVE}", job.progress, job.chunks, job.optimizer, job.schedule, job.config
+                )
                 recorder.promise(path.name)
     finally:
         shelf._exchange = real
@@ -89,7 +91,10 @@ def restored(state):
     for path in [path for path in state if path.startswith(f"{SAVE}/.") and path.endswith(REPLACED)]:
         final = f"{SAVE}/{path.removeprefix(f'{SAVE}/.').removesuffix(REPLACED)}"
         if final not in state:
-            state = {f"{final}{name[len(path):]}" if f"{name}/".startswith(f"{path}/") else name: key for name, key in state.items()}
+            state = {
+                f"{final}{name[len(path) :]}" if f"{name}/".startswith(f"{path}/") else name: key
+                for name, key in state.items()
+            }
     return state
 
 

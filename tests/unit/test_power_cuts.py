@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from megatron.training.checkpoint.converting.incoming import from_hugging_face
 from megatron.training.checkpoint.converting.outgoing import to_hugging_face
+from megatron.training.checkpoint.shelf import clear
 from megatron.training.data.whole_folder import whole_folder
 from tests.disk import Recorder, prove
 from tests.unit.test_hugging_face import save_llama
@@ -70,7 +70,7 @@ def test_an_index_cache(tmp_path):
 
 
 def pair_judge(record, prefix):
-    """A pair of files is of one run; once it was told, of that one; and no run's is lost while another takes its place."""
+    """A pair of files is of one run, of the one told last; and none is lost while another takes its place."""
     names = [f"{prefix}.bin", f"{prefix}.idx"]
     pairs = [[tree_of(event)[name] for name in names] for event in record.events if event.promise]
 
@@ -104,3 +104,13 @@ def test_tokenized_data_that_replace_others(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, handler)
     print(*prove({"data": (recorder.record, pair_judge(recorder.record, "new/data_text_document"))}))
+
+
+def test_a_checkpoint_whose_replacement_was_cut_off_has_its_name_again(tmp_path):
+    """Where two folders cannot be exchanged, the earlier one has another name for a moment."""
+    for name in (".iter_0000001.replaced", ".iter_0000002.replaced", "iter_0000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    clear(tmp_path)
+    found = {path.name: (path / "file").read_text() for path in tmp_path.iterdir()}
+    assert found == {"iter_0000001": ".iter_0000001.replaced", "iter_0000002": "iter_0000002"}

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,11 @@ def check_writable(folder: str) -> None:
         raise Refusal(f"--save {folder}: {there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise Refusal(f"--save {folder}: {there} cannot be written to")
+    tracker, sticky = there / TRACKER, there.stat().st_mode & stat.S_ISVTX
+    if sticky and tracker.exists() and os.geteuid() not in (0, there.stat().st_uid, tracker.stat().st_uid):
+        raise Refusal(
+            f"--save {folder}: {tracker} belongs to another user, who alone can replace it there (sticky bit)"
+        )
 
 
 def clear(folder: Path) -> None:
