@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import uuid
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
@@ -159,7 +160,8 @@ def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
     existing = [path for path in paths if os.path.exists(path)]
     if existing and not overwrite:
         raise Refusal(f"{existing[0]} exists: give --overwrite to replace it")
-    temporary = [f"{path}.{os.getpid()}.tmp" for path in paths]
+    ending = f".{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
+    temporary = [f"{path}{ending}" for path in paths]
     folders = sorted({os.path.dirname(os.path.abspath(path)) for path in paths})
     replacing = False
     try:
@@ -182,7 +184,7 @@ def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
             sync_folders_up(folder)
     except OSError as error:
         name = error.filename or paths[0]
-        raise Refusal(f"cannot write {name.removesuffix(f'.{os.getpid()}.tmp')}: {_reason(error)}") from error
+        raise Refusal(f"cannot write {name.removesuffix(ending)}: {_reason(error)}") from error
     finally:
         for path in temporary if not replacing else ():  # the old ones may be gone: then the new ones stay
             with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ def whole_folder(folder: str) -> Iterator[str]:
     Raises:
         OSError: nothing can be written there; or ``folder`` is there, because another run was faster.
     """
-    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
+    temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
     try:
         os.makedirs(temporary)
         yield temporary
