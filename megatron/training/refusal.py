@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+LONGEST = 20_000  # characters of a line that quotes a file
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def one_line(error: object, most: int | None = None) -> str:
@@ -17,6 +21,20 @@ def one_line(error: object, most: int | None = None) -> str:
 def reason(error: BaseException) -> str:
     """What went wrong, in one line of at most 300 characters; a file's error without the file, which others name."""
     return one_line(getattr(error, "strerror", None) or error, 300)
+
+
+def short(value: Any) -> str:
+    """What a value looks like, in some hundred characters however large and deep it is."""
+    return _SHORT.repr(value)
+
+
+def printable(text: str) -> str:
+    """A text as one line that moves no cursor and sends a terminal no command; its end is cut off if it is endless."""
+    text = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
+    if text.isprintable():
+        return text
+    text = " ".join(text.splitlines())
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def near(value: int, unit: int) -> str:
@@ -30,9 +48,13 @@ class Refusal(ValueError):
 
     everywhere = False  # whether every rank has raised it; then rank 0 tells it for all
 
+    def __str__(self) -> str:
+        """One line, whatever the settings and files that it quotes hold."""
+        return printable(super().__str__())
+
     def told(self) -> str:
-        """What is printed, in one line whatever the settings hold."""
-        return " ".join(str(self).splitlines())
+        """What is printed."""
+        return str(self)
 
 
 class Refusals(Refusal):
@@ -51,9 +73,9 @@ class Refusals(Refusal):
     def told(self) -> str:
         """One refusal a line, then the command line that would be taken."""
         text = [f"{len(self.lines)} settings cannot run"]
-        text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
+        text += [f"  {number}. {printable(line)}" for number, line in enumerate(self.lines, 1)]
         if self.command is not None:
-            text += [f"taken would be, {self.changes}:", f"  {self.command}"]
+            text += [f"taken would be, {printable(self.changes)}:", f"  {printable(self.command)}"]
         return "\n".join(text)
 
 

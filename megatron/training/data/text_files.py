@@ -19,6 +19,7 @@ from megatron.training.data import genome
 from megatron.training.refusal import Refusal
 
 PACKED = (".gz", ".zst")
+LONGEST = 1 << 31  # bytes of a document, unpacked: as many tokens are the most that an index can count
 
 
 class Record(NamedTuple):
@@ -88,12 +89,14 @@ class Reader:
                 with open(path, "rb") as raw, _unpacked(path, raw) as stream:
                     size = os.path.getsize(path)  # 0 for a pipe, which cannot tell its position
                     if is_plain_text(path):
-                        content = stream.read()
+                        content = stream.read(LONGEST + 1)
+                        _check_length(content, f"{path}: a text")
                         self.bytes_read = before + size
                         yield Record(path, 0, content)
                     else:
-                        records = _fasta if is_fasta(path) else enumerate
+                        records = _fasta if is_fasta(path) else _lines
                         for number, content in records(stream, 1):
+                            _check_length(content, f"{path}: line {number}")
                             self.bytes_read = before + (raw.tell() if size else 0)
                             yield Record(path, number, content)
                     before += size
@@ -101,10 +104,20 @@ class Reader:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
 
 
+def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers; of one that is too long, as much as shows it."""
+    return enumerate(iter(lambda: stream.readline(LONGEST + 1), b""), first)
+
+
+def _check_length(content: bytes | bytearray, what: str) -> None:
+    if len(content) > LONGEST:
+        raise Refusal(f"--input {what} has more than {LONGEST >> 30} GiB, unpacked, which is no document: split it")
+
+
 def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
     """The records of a FASTA file, each with its first line; blank lines before the first are nothing."""
     record, begun = bytearray(), first
-    for number, line in enumerate(stream, first):
+    for number, line in _lines(stream, first):
         if number == first:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line[:1] == b">" and record:
@@ -115,6 +128,7 @@ def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
                 continue
             begun = number
         record += line
+        _check_length(record, f"{stream.name if hasattr(stream, 'name') else 'FASTA'}: record of line {begun}")
     if record:
         yield begun, record
 
