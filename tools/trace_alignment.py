@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.training.json_file import parse_json
+from megatron.training.json_file import parse_json, read_most
 from megatron.training.refusal import one_line, reason
 
 Json = dict[str, Any]
@@ -50,11 +50,9 @@ def read(path: Path) -> Json:
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            data = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
+            data = read_most(gzip.GzipFile(fileobj=file) if packed else file, MOST_BYTES)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise NoTrace(f"{path}: cannot be read: {reason(error)}") from None
-    if len(data) > MOST_BYTES:
-        raise NoTrace(f"{path}: longer than {MOST_BYTES >> 20} MiB unpacked: trace fewer steps")
     try:
         trace = parse_json(data)
     except ValueError as error:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron.training.refusal import Refusal, one_line, reason
 
+PART = 1 << 20
 MOST_BYTES = 64 << 20  # of a file of settings; as Python's objects it may take some thirty times as much
 DEEPEST = 100  # lists and objects within each other: what walks through them or prints them can follow
 LONGEST_NUMBER = 300  # characters of an integer: all of them fit into a float
@@ -71,10 +72,22 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
         OSError: it cannot be read. ValueError: it has more than ``most`` bytes.
     """
     with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"longer than {most >> 20} MiB")
-    return data
+        return read_most(file, most)
+
+
+def read_most(stream: IO[bytes], most: int) -> bytes:
+    """All of a stream, in parts: ``read(most)`` would ask for the memory of the largest there could be.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it has more than ``most`` bytes.
+    """
+    parts, size = [], 0
+    while part := stream.read(PART):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise ValueError(f"longer than {most >> 20} MiB")
+    return b"".join(parts)
 
 
 def read_json(path: str | Path, flag: str = "", most: int = MOST_BYTES) -> Any:

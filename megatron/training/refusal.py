@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LONGEST = 20_000  # characters of a line that quotes a file
+LONGEST = 1000  # characters of a line that quotes a file
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
@@ -29,12 +29,11 @@ def short(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A text as one line that moves no cursor and sends a terminal no command; its end is cut off if it is endless."""
-    text = text if len(text) <= LONGEST else text[:LONGEST] + " ..."
-    if text.isprintable():
-        return text
-    text = " ".join(text.splitlines())
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    """A text as one line that moves no cursor and sends a terminal no command; of a long one, both ends."""
+    if not text.isprintable():
+        text = " ".join(text[: 10 * LONGEST].splitlines())
+        text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 305]} ... {text[-300:]}"
 
 
 def near(value: int, unit: int) -> str:
@@ -70,12 +69,15 @@ class Refusals(Refusal):
         super().__init__("; ".join(lines))
         self.lines, self.command, self.changes = list(lines), command, changes
 
+    def __str__(self) -> str:
+        return "; ".join(map(printable, self.lines))
+
     def told(self) -> str:
         """One refusal a line, then the command line that would be taken."""
         text = [f"{len(self.lines)} settings cannot run"]
         text += [f"  {number}. {printable(line)}" for number, line in enumerate(self.lines, 1)]
         if self.command is not None:
-            text += [f"taken would be, {printable(self.changes)}:", f"  {printable(self.command)}"]
+            text += [f"taken would be, {printable(self.changes)}:", f"  {self.command}"]
         return "\n".join(text)
 
 

@@ -23,7 +23,7 @@ from megatron.training.json_file import read_bytes, read_json
 from megatron.training.refusal import Refusal, one_line, reason
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
-MAGIC = b"MMIDIDX\x00\x00"
+MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
@@ -53,7 +53,10 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
     if not values:
         raise Refusal(f"{flag} is empty: give a prefix, or weights and prefixes")
-    prefixes, weights = get_blend_from_list(values)
+    try:
+        prefixes, weights = get_blend_from_list(values)
+    except AssertionError:  # some are numbers, and some are not
+        raise Refusal(f"{flag}: give prefixes alone, or a weight before each prefix: 1 PREFIX 2.5 PREFIX") from None
     for prefix, weight in zip(prefixes, weights or []):
         if not (math.isfinite(weight) and weight > 0):
             raise Refusal(f"{flag}: weight {weight:g} of {prefix} must be above 0")
@@ -206,13 +209,16 @@ def load_numbers(path: str) -> np.ndarray:
     Raises:
         OSError, ValueError: it is something else.
     """
+    with open(path, "rb") as file:
+        if file.read(len(NPY)) != NPY:  # numpy opens archives too
+            raise ValueError("not a .npy file")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         raise
     except Exception as error:  # whatever a header that is no header makes numpy and Python's parser raise
         raise ValueError(one_line(error, 100)) from None
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iub":  # an archive (.npz) is no array
+    if found.dtype.kind not in "iub":
         raise ValueError("not an array of whole numbers")
     return found
 

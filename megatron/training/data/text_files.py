@@ -9,6 +9,7 @@ import errno
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import zlib
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 from megatron.training.data import genome
+from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
 PACKED = (".gz", ".zst")
@@ -89,8 +91,7 @@ class Reader:
                 with open(path, "rb") as raw, _unpacked(path, raw) as stream:
                     size = os.path.getsize(path)  # 0 for a pipe, which cannot tell its position
                     if is_plain_text(path):
-                        content = stream.read(LONGEST + 1)
-                        _check_length(content, f"{path}: a text")
+                        content = read_most(stream, LONGEST)
                         self.bytes_read = before + size
                         yield Record(path, 0, content)
                     else:
@@ -100,13 +101,25 @@ class Reader:
                             self.bytes_read = before + (raw.tell() if size else 0)
                             yield Record(path, number, content)
                     before += size
-            except (OSError, EOFError, zlib.error) as error:
+            except Refusal:
+                raise  # it is a ValueError as well
+            except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
 
 
 def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; of one that is too long, as much as shows it."""
-    return enumerate(iter(lambda: stream.readline(LONGEST + 1), b""), first)
+    """Lines with their numbers; of one that is too long, as much as shows it. Long ones are read in parts."""
+    for number in itertools.count(first):
+        line = stream.readline(PART)
+        if not line:
+            return
+        if len(line) == PART:
+            parts, size = [line], PART
+            while parts[-1] and parts[-1][-1:] != b"\n" and size <= LONGEST:
+                parts.append(stream.readline(PART))
+                size += len(parts[-1])
+            line = b"".join(parts)
+        yield number, line
 
 
 def _check_length(content: bytes | bytearray, what: str) -> None:
