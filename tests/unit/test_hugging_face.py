@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.parser import parse
+from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import files, llama, tensors
 from megatron.training.checkpoint.hugging_face.folders import HEADERS
 from megatron.training.checkpoint.hugging_face.rope import LLAMA3 as FIXED
@@ -74,7 +75,8 @@ def ours(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """What a model's folder holds beside our list of checksums."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checksums.json"}
 
 
 def there_and_back(source: Path, tmp_path: Path) -> Path:
@@ -223,6 +225,7 @@ def test_what_changed_in_training_is_in_config_json(tmp_path: Path, ours: Path, 
     common = torch.load(trained / "release" / "common.pt", weights_only=False)
     common["config"]["model"] |= {"max_position_embeddings": 4096, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
     torch.save(common, trained / "release" / "common.pt")
+    list_files(trained / "release")
     assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back"), "--dtype", "bf16"]) == 0
     assert "note: max_position_embeddings 128 of the original config.json is now 4096" in capsys.readouterr().out
     before, after = (json.loads((path / "config.json").read_text()) for path in (small, tmp_path / "back"))
@@ -436,17 +439,24 @@ def edit_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> Non
     common = torch.load(folder / "release" / "common.pt", weights_only=False)
     change(common)
     torch.save(common, folder / "release" / "common.pt")
+    list_files(folder / "release")
+
+
+def change_headers(folder: Path, text: str) -> None:
+    (folder / "hf" / HEADERS).write_text(text)
+    list_files(folder / "hf")
 
 
 LOST: list[tuple[Callable[[Path], object], str]] = [
     (shutil.rmtree, "no checkpoint there (latest_checkpointed_iteration.txt is missing)"),
     (lambda f: (f / "release" / "metadata.json").unlink(), "is missing or incomplete"),
-    (lambda f: (f / "release" / "common.pt").write_bytes(b"x"), "cannot be read: "),
-    (lambda f: (f / "release" / "common.pt").unlink(), "cannot be read: "),
-    (lambda f: (f / "release" / "__0_0.distcp").unlink(), "cannot be read: "),
-    (lambda f: truncate(f / "release" / "__0_0.distcp", 9000), "cannot be read: "),
-    (lambda f: truncate(f / "release" / ".metadata", 200), "cannot be read: "),
-    (lambda f: (f / "hf" / HEADERS).write_text('{"a": "b"}'), "its header cannot be read"),
+    (lambda f: (f / "release" / "common.pt").write_bytes(b"x"), "common.pt has 1 bytes"),
+    (lambda f: (f / "release" / "common.pt").unlink(), "common.pt is missing"),
+    (lambda f: (f / "release" / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    (lambda f: truncate(f / "release" / "__0_0.distcp", 9000), "__0_0.distcp has 9000 bytes"),
+    (lambda f: truncate(f / "release" / ".metadata", 200), ".metadata has 200 bytes"),
+    (lambda f: (f / "hf" / HEADERS).write_text('{"a": "b"}'), f"{HEADERS} has 10 bytes"),
+    (lambda f: change_headers(f, '{"a": "b"}'), "its header cannot be read"),
     (lambda f: edit_common(f, lambda c: c.pop("config")), "was not written by this program"),
     (lambda f: edit_common(f, lambda c: c["config"]["model"].update(num_layers=4)), "is [3, 16], and [4, 16]"),
     (lambda f: edit_common(f, lambda c: c["config"]["model"].update(add_bias_linear=True)), "not those of a Llama"),

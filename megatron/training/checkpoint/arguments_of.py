@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.hugging_face import kinds, llama
-from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import namespace, settings_of
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, glance
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.refusal import Refusal
 
@@ -33,11 +33,10 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
         return None
     known = {field.name for field in fields(ModelConfig)} - set(OWN)
     if is_hugging_face(path):
-        model = kinds.described(llama.read_config(path / "config.json"), path / "config.json").settings
+        where = glance(path, "config.json").file("config.json")
+        model = kinds.described(llama.read_config(where), where).settings
         return {name: value for name, value in asdict(model).items() if name in known}
-    common = unpickle.read(path / "common.pt")
-    if not isinstance(common, dict):
-        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
+    common = glance(path, COMMON).common()
     if "config" not in common:
         args = namespace(common.get("args"), path)
         length = {"seq_length": args["seq_length"]} if isinstance(args.get("seq_length"), int) else {}
