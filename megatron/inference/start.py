@@ -108,8 +108,8 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     }
     defaults = {key: value for key, value in defaults.items() if key.split(".")[1] not in given}
 
-    def without_length(folder: str, number: int | None) -> dict[str, Any] | None:
-        found = shape_of(folder, number)
+    def without_length(folder: str, number: int | None, skip: bool) -> dict[str, Any] | None:
+        found = shape_of(folder, number, skip)
         return found and {name: value for name, value in found.items() if name != "seq_length"}
 
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]

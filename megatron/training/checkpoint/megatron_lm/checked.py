@@ -20,6 +20,7 @@ from megatron.training.checkpoint.megatron_lm.file_list import (
     CHECKSUMS,
     HUGGING_FACE,
     Damaged,
+    anew,
     crc32_of_file,
     outside,
     read_list,
@@ -70,17 +71,17 @@ class Checked:
     def metadata(self) -> Any:
         """torch's list of the tensors, all of which lie in files that were compared. Raises Refusal."""
         found = unpickle.read_metadata(self.file(METADATA))
-        for place in _places(found, self.path / METADATA):
-            self.file(place.relative_path)
+        for name in {place.relative_path for place in _places(found, self.path / METADATA)}:
+            self.file(name)
         return found
 
 
 def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] = ()) -> Checked:
-    """Compare the files of a folder with what was written. Sizes are compared of all files.
+    """Compare the files of a folder with what was written.
 
     Args:
-        share, shares: compare the contents of one file in ``shares``; the others are the business of other ranks.
-        only: compare the contents of these files alone, and give access to no others.
+        share, shares: compare the sizes of all files, and the contents of one in ``shares``; other ranks do the others.
+        only: compare these files alone, and give access to no others.
 
     Raises:
         Damaged: with the first file that is not as it was written.
@@ -104,10 +105,10 @@ def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] =
 
 
 def glance(path: Path, name: str) -> Checked:
-    """Access to one small file of a folder, for those who read settings and no weights.
+    """Access to one small file of a folder, for those who read settings and no weights: only it is compared.
 
     Raises:
-        Refusal: that file is damaged, or any other has another size than was written.
+        Refusal: that file is damaged, or the list of files is.
     """
     try:
         return examine(path, only=(name,))
@@ -117,10 +118,7 @@ def glance(path: Path, name: str) -> Checked:
 
 def way_out(path: Path) -> str:
     """What to do about a damaged checkpoint of which there is no other one."""
-    meant = f"if it is meant to be as it is, python tools/check_checkpoint.py {path} --write-list lists it anew"
-    if is_hugging_face(path):
-        return f"restore the file; {meant}"
-    return f"choose another one with --ckpt-step; {meant}"
+    return f"restore the file; {anew(path)}" if is_hugging_face(path) else "choose another one with --ckpt-step"
 
 
 def _opened(path: Path, names: Iterable[str], only: Collection[str], unchecked: bool) -> Checked:
@@ -137,11 +135,12 @@ def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Check
     if found.folder not in (None, path.name):
         of_run = f" of run {found.run}" if found.run else ""
         raise Damaged(f"it was written as {found.folder}{of_run}: give the folder this name again")
-    for name, written in found.files.items():
+    names = [name for name in found.files if name in only or not only]
+    for name in names:
         size = (path / name).stat().st_size
-        if size != written.size:
-            raise Damaged(f"{path / name} has {size} bytes, {written.size} were written")
-    for name in [name for name in found.files if name in only] if only else list(found.files)[share::shares]:
+        if size != found.files[name].size:
+            raise Damaged(f"{path / name} has {size} bytes, {found.files[name].size} were written")
+    for name in names[share::shares]:
         if crc32_of_file(path / name) != found.files[name].crc32:
             raise Damaged(f"{path / name} is not what was written (its CRC-32 differs)")
     if found.version == 1 and not only and share == 0:  # which has no sum of its own: a line may be gone
@@ -155,13 +154,13 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
 
     Ours had the sums of ``torch.save`` in its files then, and has not had them since there is a list.
     """
-    for name in (FORM, COMMON, METADATA):
+    for name in only or (FORM, COMMON, METADATA):
         (path / name).stat()
-    _check_json(path / FORM)
     summed = check_torch_file(path / COMMON)
-    common = unpickle.read(path / COMMON)
     if only:
-        return _opened(path, (COMMON, METADATA, FORM), only, False)
+        return _opened(path, (COMMON,), only, False)
+    _check_json(path / FORM)
+    common = unpickle.read(path / COMMON)
     files: dict[str, list[tuple[int, int]]] = {}
     for place in _places_in(path):
         files.setdefault(place.relative_path, []).append((place.offset, place.length))
@@ -172,7 +171,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     for name in sorted(files)[share::shares]:
         if not check_torch_files_in(path / name, files[name]):
             if isinstance(common, dict) and "config" in common:
-                raise Damaged(f"{path / CHECKSUMS} is missing, the list of its files")
+                raise Damaged(f"{path / CHECKSUMS} is missing, the list of its files; {anew(path)}")
             summed = False
     return _opened(path, (FORM, COMMON, METADATA, *files), only, not summed)
 

@@ -75,18 +75,23 @@ def read_list(path: Path) -> FileList:
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError("sizes and sums are numbers")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        raise Damaged(f"{path} cannot be read") from None
+        raise Damaged(f"{path} cannot be read; {anew(path.parent)}") from None
     if not first and own != _crc32_of(said):
-        raise Damaged(f"{path} is not what was written (its own CRC-32 differs)")
+        raise Damaged(f"{path} is not what was written (its own CRC-32 differs); {anew(path.parent)}")
     if not first and said["version"] != VERSION:
         raise Damaged(f"{path} is of version {said['version']}, and this program reads {VERSION}: use a newer one")
     if not files:
-        raise Damaged(f"{path} names no files")
+        raise Damaged(f"{path} names no files; {anew(path.parent)}")
     if odd := outside(files):
         raise Damaged(f"{path} names {odd}, which lies outside of its folder")
     if first:
         return FileList(files, version=1)
     return FileList(files, said["form"], said["folder"], said["iteration"], said["run"])
+
+
+def anew(path: Path) -> str:
+    """How a checkpoint that is meant to be as it is gets a list."""
+    return f"if its files are meant to be as they are, python tools/check_checkpoint.py {path} --write-list lists them"
 
 
 def outside(names: Iterable[str]) -> str | None:
