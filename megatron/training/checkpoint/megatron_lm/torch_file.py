@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoint.megatron_lm.file_list import Damaged
+from megatron.training.refusal import reason
 
 MAGIC = b"PK\x03\x04"
 
@@ -43,10 +44,8 @@ def _check(path: Path, part: _Part) -> bool:
             if not any(record.CRC for record in records):
                 return False
             wrong = archive.testzip()
-    except OSError:
-        raise
     except Exception as error:  # whatever zipfile raises where the archive's directory is damaged
-        raise Damaged(f"{path} is not what was written ({' '.join(str(error).split())})") from None
+        raise Damaged(f"{path} is not what was written ({reason(error)})") from None
     if wrong is not None:
         raise Damaged(f"{path} is not what was written (the CRC-32 of its record {wrong} differs)")
     return True
