@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkpoint are read only after they were compared: by their list, or by the sums that torch.save writes."""
+"""Files of a checkpoint are read only after they were compared: by their list, or by sums that torch.save writes."""
 
 from __future__ import annotations
 
