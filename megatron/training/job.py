@@ -94,8 +94,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     copies = open_copies(config, str(runtime.grid), available_bytes)
     on_disk = iteration_of(found)
     kept = newest(copies, on_disk, config.notes) if copies else None
-    if not kept:
-        found = found and choose_whole(found, config.checkpoint, config.notes)
+    whole = choose_whole(found, config.checkpoint, config.notes) if found and not kept else None
     ranks = data_parallel_size(config, dist.get_world_size())
     batch_sizes = _build_num_microbatches_calculator(
         dist.get_rank(),
@@ -106,7 +105,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         False,
     )
     reset = config.checkpoint.reset_iteration
-    done = checkpoint.progress_in(found, config.checkpoint) if found and not (reset or kept) else Progress()
+    done = checkpoint.progress_in(whole, config.checkpoint) if whole and not reset else Progress()
     done = kept.progress if kept else done
     iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
@@ -124,9 +123,9 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         Held(chunks, optimizer, schedule, config).load(kept.path)
         progress = kept.progress
         config.notes.append(f"{kept.told}; on the disk is {f'iteration {on_disk}' if found else 'no checkpoint'}")
-    elif found:
-        progress = checkpoint.load(found, chunks, optimizer, schedule, config)
-        config.notes.append(f"loaded {found}, going on after iteration {progress.iteration}")
+    elif whole:
+        progress = checkpoint.load(whole, chunks, optimizer, schedule, config)
+        config.notes.append(f"loaded {whole}, going on after iteration {progress.iteration}")
         if reset:
             progress = from_zero(schedule, config)
     elif config.checkpoint.load:

@@ -194,7 +194,7 @@ def leave_out(job: Job, reporter: Reporter, result: StepResult, count: int) -> N
         raise Diverged(result)
     where, since = write_batch(job, result) if reporter.active else "", ""
     if faults.rollback_on_bad_batch:
-        iteration = roll_back(job)
+        iteration = roll_back(job, reporter.say)
         if iteration is None:
             raise Diverged(result)
         since = f", with all since iteration {iteration}, whose weights were loaded"

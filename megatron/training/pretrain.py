@@ -169,10 +169,10 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
         stopper.restore()
 
 
-def _shape_of(folder: str, step: int | None) -> dict[str, Any] | None:
+def _shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None:
     from megatron.training.checkpoint.arguments_of import shape_of  # with torch, which --help does not wait for
 
-    return shape_of(folder, step)
+    return shape_of(folder, step, skip)
 
 
 def quiet() -> None:

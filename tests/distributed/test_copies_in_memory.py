@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.in_memory import copy_file
 from tests.distributed.training_runs import make_job, train_job
 from tests.pairs import also_in_full
@@ -198,6 +199,7 @@ def another_run(folder):
 
 def disk_is_newer(folder):
     shutil.copytree(folder / "c" / "iter_0000001", folder / "c" / "iter_0000003")  # of another state, to be seen
+    list_files(folder / "c" / "iter_0000003")
     (folder / "c" / "latest_checkpointed_iteration.txt").write_text("3")
     return REPLICATED, ""
 

@@ -28,10 +28,11 @@ from megatron.training.checkpoint.adapters import begin_anew, without_adapters
 from megatron.training.checkpoint.checksums import unchanged
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
 from megatron.training.checkpoint.pieces import METADATA, Places, find_places
-from megatron.training.checkpoint.reading import load_common, load_state
+from megatron.training.checkpoint.reading import load_state
 from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.same_model import check_model
 from megatron.training.checkpoint.saving import Save
@@ -89,7 +90,8 @@ def begin_save(
     beside = {}
     if validation_loss is not None:
         beside[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
-    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after, beside)
+    run = getattr(progress, "run", "")
+    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after, beside, run)
 
 
 def find(settings: CheckpointConfig) -> Path | None:
@@ -117,7 +119,7 @@ def find(settings: CheckpointConfig) -> Path | None:
 
 
 def load(
-    path: Path,
+    path: Checked,
     chunks: Sequence[nn.Module],
     optimizer: MegatronOptimizer | None,
     schedule: OptimizerParamScheduler | None,
@@ -144,12 +146,12 @@ def _load(
 ) -> Progress:
     settings = config.checkpoint
     theirs = open_foreign(path)
-    common = theirs.common if theirs else load_common(path)
-    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
+    common = theirs.common if theirs else path.common()
+    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.path.parent
     weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
     model = theirs.model if theirs else common.get("config", {}).get("model", {})
-    check_model(model, config, path, weights_only)
-    anew = begin_anew(model, config.model, path, weights_only)
+    check_model(model, config, path.path, weights_only)
+    anew = begin_anew(model, config.model, path.path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if theirs:
         incoming.check_vocabulary(theirs, here, config)
@@ -186,7 +188,7 @@ def _load(
     if with_optimizer:
         load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
-            load_schedule(schedule, loaded, path)
+            load_schedule(schedule, loaded, path.path)
     elif optimizer is not None:
         optimizer.reload_model_params()
     if with_rng:
@@ -194,15 +196,15 @@ def _load(
     return Progress() if weights_only else _progress(theirs, common)
 
 
-def progress_in(path: Path, settings: CheckpointConfig) -> Progress:
+def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
     """How far a run that loads this checkpoint has come."""
-    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
+    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.path.parent
     if settings.finetune or pretrained:
         return Progress()
     theirs = open_foreign(path)
     if theirs and theirs.weights_alone:
         return Progress()
-    return _progress(theirs, {} if theirs else load_common(path))
+    return _progress(theirs, {} if theirs else path.common())
 
 
 def _progress(theirs: incoming.Theirs | None, common: dict[str, Any]) -> Progress:

@@ -37,12 +37,13 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.refusal import Refusal
 
 EXTRA_STATE = "_extra_state"
 
 
-def load_state(state: dict[str, Any], path: Path, *, whole_tensors_once: bool = True) -> dict[str, Any]:
+def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool = True) -> dict[str, Any]:
     """core's ``dist_checkpointing.load``. All ranks call it.
 
     Args:
@@ -51,30 +52,22 @@ def load_state(state: dict[str, Any], path: Path, *, whole_tensors_once: bool = 
     Raises:
         Refusal: on every rank; something is damaged or missing, has another shape, or could run code.
     """
-    with _refusals(path), readable(path):
+    with _refusals(path), readable(path.path):
         loaded = dist_checkpointing.load(
-            state, str(path), _LoadTensors(), _LoadCommon(), validate_access_integrity=whole_tensors_once
+            state, str(path), _LoadTensors(path), _LoadCommon(path), validate_access_integrity=whole_tensors_once
         )
     check_engine_states(loaded, path)
     return loaded
 
 
-def load_common(path: Path) -> dict[str, Any]:
-    """What is no tensor, and the same on all ranks. Raises Refusal."""
-    common = unpickle.read(path / "common.pt")
-    if not isinstance(common, dict):
-        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
-    return common
-
-
-def tensors_in(path: Path) -> dict[str, ShardedTensor]:
+def tensors_in(path: Checked) -> dict[str, ShardedTensor]:
     """Shapes and dtypes of all tensors. Raises Refusal."""
-    with _refusals(path), readable(path):
-        return _LoadTensors().load_tensors_metadata(path, _Reader(path).read_metadata())
+    with _refusals(path), readable(path.path):
+        return _LoadTensors(path).load_tensors_metadata(path.path, _Reader(path).read_metadata())
 
 
 @contextmanager
-def _refusals(path: Path) -> Iterator[None]:
+def _refusals(path: Checked) -> Iterator[None]:
     """A refusal from within torch's exceptions, as it was."""
     try:
         yield
@@ -90,11 +83,14 @@ def _refusals(path: Path) -> Iterator[None]:
 class _Reader(FileSystemReader):
     """PyTorch's, with a list of contents that is read once, and no more than a list."""
 
-    _found: Metadata | None = None
+    def __init__(self, checked: Checked) -> None:
+        super().__init__(str(checked))
+        self._checked = checked
+        self._found: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         if self._found is None:
-            self._found = unpickle.read_metadata(Path(self.path) / ".metadata")
+            self._found = self._checked.metadata()
             if getattr(self._found, "storage_meta", None) is None:
                 self._found.storage_meta = StorageMeta()
         return self._found
@@ -108,12 +104,20 @@ class _Planner(MCoreLoadPlanner):
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
+    def __init__(self, checked: Checked) -> None:
+        super().__init__()
+        self._checked = checked
+
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return load_common(Path(checkpoint_dir))
+        return self._checked.common()
 
 
 class _LoadTensors(TorchDistLoadShardedStrategy):
     """core's strategy with the two above; it names its own in ``load``, which this follows line by line."""
+
+    def __init__(self, checked: Checked) -> None:
+        super().__init__()
+        self._checked = checked
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
         wanted = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
@@ -123,7 +127,7 @@ class _LoadTensors(TorchDistLoadShardedStrategy):
         )
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
-        _load_state_dict(state, _Reader(checkpoint_dir), planner=planner)
+        _load_state_dict(state, _Reader(self._checked), planner=planner)
         found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(found, flat, renamed)
         _restore_dict_types(loaded, sharded_state_dict)

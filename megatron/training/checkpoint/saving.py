@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.platform.streams import Event
 from megatron.training.checkpoint import shelf
-from megatron.training.checkpoint.checksums import write_sums
-from megatron.training.checkpoint.writer import HostCopies, Sum, Writer, packed, write_bytes
+from megatron.training.checkpoint.checksums import write_list
+from megatron.training.checkpoint.megatron_lm.file_list import FileList, Sum
+from megatron.training.checkpoint.writer import HostCopies, Writer, packed, write_bytes
 from megatron.training.refusal import one_line
 
 
@@ -46,6 +47,7 @@ class Save:
         content: core's description of the state's form.
         after: called on rank 0 when the checkpoint is published, in the thread that did so.
         beside: small files by name, which rank 0 writes.
+        run: identity of the run, which the list of files names; empty if it has none.
 
     Raises:
         OSError: on every rank; nothing can be written there.
@@ -58,7 +60,9 @@ class Save:
         content: dict[str, Any],
         after: Callable[[], Any],
         beside: Mapping[str, bytes] | None = None,
+        run: str = "",
     ) -> None:
+        self.run = run
         self.final, self.partial, self.after, self.beside = final, shelf.partial_of(final), after, beside or {}
         self.copied = threading.Event()  # tensors may change from now on
         self._sums: dict[str, Sum] = {}
@@ -165,7 +169,9 @@ class Save:
             write_bytes(self.partial / CONFIG_FNAME, config.encode(), sums)
             for name, data in self.beside.items():
                 write_bytes(self.partial / name, data, sums)
-            write_sums(self.partial, sums)
+            number = self.final.name.removeprefix("iter_")
+            iteration = int(number) if number.isdigit() else None
+            write_list(self.partial, FileList(sums, folder=self.final.name, iteration=iteration, run=self.run))
             shelf.publish(self.final)
         except Exception as problem:
             self._error = words(problem)

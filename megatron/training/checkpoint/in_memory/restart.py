@@ -75,9 +75,12 @@ def _look(copies: Copies) -> tuple[Files, set[str]]:
         if (grid, settings) != _form(copies.about):
             strange.add(grid if grid != copies.about["grid"] else "other settings")
             continue
-        iteration, rank = int(about["iteration"]), int(about["rank"])
-        if path == copies.path(iteration, rank):  # under another name it would be cleared away as another step's
-            files.setdefault((iteration, about["start"]), {})[rank] = path
+        try:
+            step, rank = (int(about["iteration"]), about["start"]), int(about["rank"])
+        except (KeyError, ValueError):  # its header is damaged
+            continue
+        if path == copies.path(step[0], rank):  # under another name it would be cleared away as another step's
+            files.setdefault(step, {})[rank] = path
     return files, strange
 
 
