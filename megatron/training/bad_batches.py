@@ -23,6 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.megatron_lm.places import run_of
 from megatron.training.job import Job
 
 NAMES = ("loss", "gradient norm")
@@ -150,7 +151,7 @@ def roll_back(job: Job) -> int | None:
     settings = job.config.checkpoint
     again = checkpoint.CheckpointConfig(load=settings.save, save=settings.save)
     found = checkpoint.find(again)
-    if found is None:
+    if found is None or run_of(found) not in ("", job.progress.run):  # of a run that was left by --ckpt-step
         return None
     config = replace(job.config, checkpoint=again)
     job.schedule.num_steps = 0  # core's schedule adds the steps that it loads to its own

@@ -115,7 +115,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             saver.finish()  # what is loaded, if it is, must be whole
             leave_out(job, reporter, result, left_out)
         progress.advance(samples, length)
-        device_peak, host_peak, writing = stopper.agree(peaks.bytes, peaks.host_bytes, saver.writing)
+        device_peak, host_peak, writing, lost = stopper.agree(
+            peaks.bytes, peaks.host_bytes, saver.writing, saver.lost
+        )
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -155,6 +157,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         if _due(config.run.exit_interval, iteration):
             stopper.stop("--exit-interval")
         saver.go_on(writing)
+        if lost:
+            stopper.stop(saver.give_up())
+            break
         if _due(config.checkpoint.non_persistent_save_interval, iteration):
             saver.copy()
         if _due(config.checkpoint.save_interval, iteration):
