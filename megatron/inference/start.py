@@ -231,7 +231,7 @@ def load_decoder(config: Config, runtime: Runtime, vocab_size: int) -> Decoder:
     Raises:
         Refusal: on every rank alike; the checkpoint is damaged or of another model.
     """
-    found = together(lambda: checkpoint.find(config.checkpoint))
+    found = together(lambda: checkpoint.find(config.checkpoint, config.notes))
     whole = choose_whole(found, config.checkpoint, config.notes)
     chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
     checkpoint.load(whole, chunks, None, None, config)

@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.megatron_lm.places import run_of
 from megatron.training.job import Job
 from megatron.training.refusal import together
 
@@ -161,7 +162,7 @@ def roll_back(job: Job, say: Callable[[str], None]) -> int | None:
         load=settings.save, save=settings.save, skip_damaged_checkpoints=settings.skip_damaged_checkpoints
     )
     found = together(lambda: checkpoint.find(again))
-    if found is None:
+    if found is None or run_of(found) not in ("", job.progress.run):  # of a run that was left by --ckpt-step
         return None
     notes: list[str] = []
     whole = choose_whole(found, again, notes)

@@ -119,7 +119,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             leave_out(job, reporter, result, left_out)
         progress.advance(samples, length)
         slow = links.is_slow(seconds) if links else False
-        device_peak, host_peak, writing, slow = stopper.agree(peaks.bytes, peaks.host_bytes, saver.writing, slow)
+        device_peak, host_peak, writing, slow, lost = stopper.agree(
+            peaks.bytes, peaks.host_bytes, saver.writing, slow, saver.lost
+        )
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -161,6 +163,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         if _due(config.run.exit_interval, iteration):
             stopper.stop("--exit-interval")
         saver.go_on(writing)
+        if lost:
+            stopper.stop(saver.give_up())
+            break
         if _due(config.checkpoint.non_persistent_save_interval, iteration):
             saver.copy()
         if _due(config.checkpoint.save_interval, iteration):

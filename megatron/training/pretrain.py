@@ -112,19 +112,30 @@ def out_of_memory(error: Exception) -> str:
 
 def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
+    from megatron.training.job import prepare
+    from megatron.training.stopping import Stopper
+
+    started = time.perf_counter()
+    stopper = Stopper(runtime.device, config.run.exit_duration_in_mins)
+    job = prepare(config, runtime)
+    try:
+        return _train(job, stopper, beats, started)
+    finally:
+        if job.owner is not None:
+            job.owner.release()
+
+
+def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     from megatron.training.bad_batches import write_batch
-    from megatron.training.job import describe, prepare
+    from megatron.training.job import describe
     from megatron.training.loop import evaluate_held_out, evaluate_on_tasks, training_loop
     from megatron.training.refusal import together
     from megatron.training.replicas import ReplicasDiffer
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
-    from megatron.training.stopping import Stopper
 
-    started = time.perf_counter()
-    stopper = Stopper(runtime.device, config.run.exit_duration_in_mins)
-    job = prepare(config, runtime)
+    config, runtime = job.config, job.runtime
     if beats is not None:
         beats.iteration = lambda: job.progress.iteration
     together(lambda: check_profile(config, job.iterations - job.progress.iteration))

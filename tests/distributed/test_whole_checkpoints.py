@@ -58,6 +58,7 @@ def trained(flags, full_at=()):
     finally:
         writer._Summed.write = write
         stopper.restore()
+        job.owner.release()
     return lines.said, whole, train_job(job, 2)[0]
 
 

@@ -31,6 +31,7 @@ from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
+from megatron.training.checkpoint.owner import Owner
 from megatron.training.checkpoint.pieces import METADATA, Places, find_places
 from megatron.training.checkpoint.reading import load_state
 from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
@@ -75,12 +76,14 @@ def begin_save(
     config: Config,
     after: Callable[[], Any] = lambda: None,
     validation_loss: float | None = None,
+    owner: Owner | None = None,
 ) -> Save:
     """The same as far as all ranks take part; :class:`Save` does the rest.
 
     Args:
         after: called on rank 0 when the checkpoint is there.
         validation_loss: of these weights, if they were evaluated.
+        owner: of the folder; None where nobody else can be saving there.
     """
 
     def describe() -> dict[str, Any]:
@@ -90,28 +93,31 @@ def begin_save(
     beside = {}
     if validation_loss is not None:
         beside[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
-    run = getattr(progress, "run", "")
-    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after, beside, run)
+    final = Path(folder) / f"iter_{progress.iteration:07d}"
+    return Save(final, describe, dict(METADATA), after, beside, owner, progress.run)
 
 
-def find(settings: CheckpointConfig) -> Path | None:
+def find(settings: CheckpointConfig, notes: list[str] | None = None) -> Path | None:
     """The checkpoint that ``--load`` (or else ``--pretrained-checkpoint``) means, None where there is none.
 
+    Args:
+        notes: where a line goes if it is not the one that its folder names as the latest.
+
     Raises:
-        Refusal: it was asked for by name and is not there.
+        Refusal: it was asked for by name and is not there, or it is not clear which is the latest.
     """
     if settings.load:
         folder, step = Path(settings.load), settings.ckpt_step
         if settings.universal_checkpoint:
             found = universal_path(folder, step)
         else:
-            found = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints)
+            found = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints, notes=notes)
         if found:
             return found
         if settings.exit_on_missing_checkpoint:
             raise Refusal(f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is set")
     if settings.pretrained_checkpoint:
-        found = checkpoint_path(Path(settings.pretrained_checkpoint), None)
+        found = checkpoint_path(Path(settings.pretrained_checkpoint), None, notes=notes)
         if found is None:
             raise Refusal(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
         return found

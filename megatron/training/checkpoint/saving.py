@@ -34,6 +34,7 @@ from megatron.platform.streams import Event
 from megatron.training.checkpoint import shelf
 from megatron.training.checkpoint.checksums import write_list
 from megatron.training.checkpoint.megatron_lm.file_list import FileList, Sum
+from megatron.training.checkpoint.owner import Owner
 from megatron.training.checkpoint.writer import HostCopies, Writer, packed, write_bytes
 from megatron.training.refusal import one_line
 
@@ -47,6 +48,7 @@ class Save:
         content: core's description of the state's form.
         after: called on rank 0 when the checkpoint is published, in the thread that did so.
         beside: small files by name, which rank 0 writes.
+        owner: of the folder; None where nobody else can be saving there.
         run: identity of the run, which the list of files names; empty if it has none.
 
     Raises:
@@ -60,10 +62,12 @@ class Save:
         content: dict[str, Any],
         after: Callable[[], Any],
         beside: Mapping[str, bytes] | None = None,
+        owner: Owner | None = None,
         run: str = "",
     ) -> None:
-        self.run = run
-        self.final, self.partial, self.after, self.beside = final, shelf.partial_of(final), after, beside or {}
+        self._owner, self._token, self.run = owner, owner.token if owner else "", run
+        self.final, self.partial = final, shelf.partial_of(final, self._token)
+        self.after, self.beside = after, beside or {}
         self.copied = threading.Event()  # tensors may change from now on
         self._sums: dict[str, Sum] = {}
         self._results: list[Any] = []
@@ -73,6 +77,7 @@ class Save:
         self._first = dist.get_rank() == 0
         try:
             if self._first:
+                self._check_owner()
                 self.final.parent.mkdir(parents=True, exist_ok=True)
                 shelf.clear(self.final.parent)
                 self.partial.mkdir()
@@ -172,12 +177,19 @@ class Save:
             number = self.final.name.removeprefix("iter_")
             iteration = int(number) if number.isdigit() else None
             write_list(self.partial, FileList(sums, folder=self.final.name, iteration=iteration, run=self.run))
-            shelf.publish(self.final)
+            self._check_owner()
+            shelf.publish(self.final, self._token)
         except Exception as problem:
             self._error = words(problem)
             return
         with suppress(OSError):  # what should have gone stays
+            self._check_owner()
             self.after()
+
+    def _check_owner(self) -> None:
+        """Raises OSError where another job has taken over the folder, or nobody can tell."""
+        if self._owner is not None:
+            self._owner.check()
 
     def _fail(self, errors: list[str | None]) -> None:
         """If any rank has failed, every rank raises: nobody is left waiting."""

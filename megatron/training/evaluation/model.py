@@ -38,7 +38,7 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
             raise Refusal("--save: an evaluation saves no checkpoint; leave it out, results go to --eval-output")
         if runtime.offload is not None:
             check_host_memory(config)
-        found = checkpoint.find(config.checkpoint)
+        found = checkpoint.find(config.checkpoint, config.notes)
         if found is None:
             raise Refusal(f"--load {config.checkpoint.load} holds no checkpoint: give the folder of --save")
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)

@@ -73,7 +73,7 @@ def _path(folder: Path, step: int | None) -> Path:
     for tracker in (TRACKER, "latest_universal", "latest"):
         if (folder / tracker).exists():
             text = name_in(folder / tracker)
-            path = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+            path = folder / (f"iter_{int(text):07d}" if text.isascii() and text.isdecimal() else text)
             if path.is_dir():
                 return path
     return folder
