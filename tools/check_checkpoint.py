@@ -25,6 +25,7 @@ from tools.convert_command import exit_on_sigterm, one_line_parser, run
 def check(argv: list[str] | None) -> list[str]:
     """Do what the flags ask for; returns the closing lines. Raises Refusal."""
     args = build_parser().parse_args(argv)
+    from megatron.platform.disk import sync_file, sync_folder
     from megatron.training.checkpoint import checksums
     from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
 
@@ -32,6 +33,8 @@ def check(argv: list[str] | None) -> list[str]:
     if args.write_list:
         try:
             listed = checksums.list_files(path)
+            sync_file(path / CHECKSUMS)
+            sync_folder(path)
         except OSError as error:
             raise Refusal(f"{error.filename or path}: {error.strerror or error}") from None
         return [f"{path / CHECKSUMS}: {len(listed.files)} files as they are now"]

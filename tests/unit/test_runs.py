@@ -11,7 +11,7 @@ import torch
 
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path, run_of, universal_path
-from megatron.training.checkpoint.older.sources import open_source
+from megatron.training.checkpoint.older.sources import _path
 from megatron.training.checkpoint.runs import COPIES, identity
 from megatron.training.refusal import Refusal
 
@@ -115,7 +115,7 @@ def test_deepspeeds_trackers_stay_in_their_folder(tmp_path, name):
     folder, outside = tmp_path / "c", tmp_path / "d" / "global_step7_universal" / "zero"
     folder.mkdir()
     outside.mkdir(parents=True)
-    for tracker, load in (("latest_universal", universal_path), ("latest", open_source)):
+    for tracker, load in (("latest_universal", universal_path), ("latest", _path)):
         (folder / tracker).write_text(name)
         with pytest.raises(Refusal) as refused:
             load(folder, None)

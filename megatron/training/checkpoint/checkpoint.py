@@ -139,7 +139,7 @@ def load(
     Raises:
         Refusal: the checkpoint is of another model, or another job removed or replaced it meanwhile.
     """
-    with unchanged(path):
+    with unchanged(path.path):
         return _load(path, chunks, optimizer, schedule, config)
 
 

@@ -28,14 +28,15 @@ from megatron.training.refusal import Refusal
 
 
 def write_list(path: Path, listed: FileList) -> None:
-    """Put ``checksums.json`` beside the files that it names, in the folder ``path``. Raises OSError."""
+    """Write ``checksums.json`` next to the files that it names, in the folder ``path``. Raises OSError."""
     write_bytes(path / CHECKSUMS, listed.packed(), {})
 
 
 def list_files(path: Path) -> FileList:
     """List the files of a checkpoint of ours, or of a Hugging Face folder, as they are now: each is read for its sum.
 
-    Of a Hugging Face folder only weights and settings are listed: a tokenizer may be changed.
+    Of a Hugging Face folder only weights and settings are listed: a tokenizer may be changed. Whoever calls it syncs the
+    list to the disk: converters sync their whole folder.
 
     Raises:
         Refusal: the checkpoint's own description of its files cannot be read.
@@ -52,7 +53,7 @@ def list_files(path: Path) -> FileList:
         run = common["progress"].get("run", "") if isinstance(common, dict) and "progress" in common else ""
         about = {"folder": path.name, "iteration": int(number) if number.isdigit() else None, "run": run}
     listed = FileList({name: sum_of(path / name) for name in names}, **about)
-    write_list(path, listed)
+    (path / CHECKSUMS).write_bytes(listed.packed())
     return listed
 
 
