@@ -152,6 +152,15 @@ def flip_a_bit(folder):
     return "of rank 1 from another node's"
 
 
+def flip_a_bit_of_a_header(folder):
+    """What the file says of its iteration is no number any more."""
+    path = the_file(folder, 0, "iter_0000003.rank_00001")
+    data = path.read_bytes()
+    assert b'"iteration":"3"' in data
+    path.write_bytes(data.replace(b'"iteration":"3"', b'"iteration":"s"'))
+    return "of rank 1 from another node's"
+
+
 def cut_off_while_writing(folder):
     """A newer step that not all have, one file that never got its name, one that has another's, and one cut short."""
     for node, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
@@ -170,7 +179,10 @@ def cut_off_while_writing(folder):
     return "of rank 2 from another node's"
 
 
-@pytest.mark.parametrize("harm", [lose_a_node, flip_a_bit, *also_in_full(exchange_nodes, cut_off_while_writing)])
+HARM = [lose_a_node, flip_a_bit, flip_a_bit_of_a_header, *also_in_full(exchange_nodes, cut_off_while_writing)]
+
+
+@pytest.mark.parametrize("harm", HARM)
 def test_what_is_lost_comes_from_the_neighbour(pool, nodes, harm):
     folder, losses = nodes
     expected = harm(folder)

@@ -21,6 +21,8 @@ from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import files, llama, tensors
 from megatron.training.checkpoint.hugging_face.folders import HEADERS
 from megatron.training.checkpoint.hugging_face.rope import LLAMA3 as FIXED
+from megatron.training.checkpoint.megatron_lm.checked import examine
+from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from pretrain_llama import LLAMA
@@ -448,11 +450,18 @@ def change_headers(folder: Path, text: str) -> None:
     list_files(folder / "hf")
 
 
-def flip(path: Path, at: int = -200) -> None:
-    """One bit: in the last tensor's data, of an exponent."""
+def flip(path: Path, at: int = -1) -> None:
+    """One bit, of the exponent of an fp32 number that ends at this byte."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << 6
     path.write_bytes(data)
+
+
+def flip_a_weight(folder: Path) -> None:
+    """In our checkpoint, where nothing but the list can tell: not in a header of torch's."""
+    weight = StoredTensors(examine(folder / "release")).read("output_layer.weight", (0, 0), (67, 16))
+    path = folder / "release" / "__0_0.distcp"
+    flip(path, path.read_bytes().index(weight.numpy().tobytes()) + 3)
 
 
 LOST: list[tuple[Callable[[Path], object], str]] = [
@@ -465,7 +474,7 @@ LOST: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: truncate(f / "release" / ".metadata", 200), ".metadata has 200 bytes"),
     (lambda f: (f / "hf" / HEADERS).write_text('{"a": "b"}'), f"{HEADERS} has 10 bytes"),
     (lambda f: change_headers(f, '{"a": "b"}'), "its header cannot be read"),
-    (lambda f: flip(f / "release" / "__0_0.distcp"), "__0_0.distcp is not what was written"),
+    (flip_a_weight, "__0_0.distcp is not what was written"),
     (lambda f: (f / "release" / "checksums.json").unlink(), "checksums.json is missing"),
     (lambda f: (f / "release" / "checksums.json").write_text("{}"), "checksums.json names no files"),
     (lambda f: edit_common(f, lambda c: c.pop("config")), "was not written by this program"),
@@ -517,7 +526,7 @@ def test_the_files_of_a_checkpoint_are_compared_without_loading_it(tmp_path: Pat
     for folder in (source, source / "release", source / "hf"):
         assert check_checkpoint.main([str(folder)]) == 0
         assert " files are as they were written\n" in capsys.readouterr().out
-    flip(source / "release" / "__0_0.distcp")
+    flip_a_weight(source)
     assert check_checkpoint.main([str(source)]) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: checkpoint ") and "__0_0.distcp is not what was written" in line
