@@ -161,10 +161,11 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
+        ranks = not_finite(error, beats, runtime.grid.pipeline.size)
         if runtime.is_rank_zero:
             done, where = job.progress.iteration, write_batch(job, error.result)
             reporter.say(
-                f"error: {error} at iteration {done + 1}, and nothing was saved: lower --lr, or leave the batch "
+                f"error: {error.result.bad} at iteration {done + 1}{ranks}, and nothing was saved: lower --lr, or leave the batch "
                 f"out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
                 f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
             )
@@ -178,6 +179,29 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     finally:
         reporter.close()
         stopper.restore()
+
+
+def not_finite(error: Any, beats: Any, stages: int) -> str:
+    """Tell the other ranks of a Diverged; on rank 0, in words, which of them see it in the loss of their own tokens.
+
+    Empty where that is all of them: then no rank is to blame.
+
+    Args:
+        beats: the Heartbeat; None for a run on one process.
+        stages: pipeline stages, of which the last alone has a loss.
+    """
+    if beats is None:
+        return ""
+    beats.failed(error)
+    end = time.monotonic() + 5.0
+    while beats.rank == 0 and time.monotonic() < end:
+        table = beats.table()
+        if all(beat and beat.failed for beat in table.values()):
+            ranks = [rank for rank, beat in table.items() if error.OWN in beat.failed]
+            few = 0 < len(ranks) < len(table) // stages
+            return " (in the loss of rank " + ", ".join(f"{r} on {table[r].host}" for r in ranks) + ")" if few else ""
+        time.sleep(0.1)
+    return ""
 
 
 def _shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None:
