@@ -200,7 +200,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("how", ["read-only", "gone"])
 def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
-    """One line for each save that fails; training goes on, what was saved is untouched; with the disk saves are back."""
+    """Each save that fails is one line; training goes on, earlier saves are untouched; with the disk saves are back."""
     disk, mounted = tmp_path / "disk", tmp_path / "mounted"
     disk.mkdir()
     mounted.mkdir()
