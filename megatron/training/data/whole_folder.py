@@ -9,6 +9,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron.platform.disk import sync_tree
+
 
 @contextmanager
 def whole_folder(folder: str) -> Iterator[str]:
@@ -21,6 +23,7 @@ def whole_folder(folder: str) -> Iterator[str]:
     try:
         os.makedirs(temporary)
         yield temporary
+        sync_tree(temporary)  # after a power cut, what has the name must be whole
         os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
