@@ -159,7 +159,7 @@ def test_cache(corpus, tmp_path, monkeypatch, caplog):
 
     write(tmp_path / "corpus", documents=8, seed=3)  # other data under the same name
     fresh, _ = write(tmp_path / "fresh", documents=8, seed=3)
-    elsewhere = configure(data_path=[fresh], split="9,1", data_cache_path=str(tmp_path / "c"), mmap_bin_files=False)
+    elsewhere = configure(data_path=[fresh], split="9,1", data_cache_path=str(tmp_path / "c"))
     train = build_datasets(config, NULL, (50, 5, 0))[0]
     assert samples_of(train) == samples_of(build_datasets(elsewhere, NULL, (50, 5, 0))[0])
     assert not list(tmp_path.glob("**/*.tmp"))

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of a cache that appears whole or not at all: an interrupted run leaves no broken one behind."""
+"""A folder of a cache that appears whole or not at all, whoever else makes the same one at the same time.
+
+It is filled under a name of its own and then renamed: of several builders the first one wins, and what an interrupted
+one leaves behind is never taken for a cache. A list of its files tells when some of them were deleted later.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import shutil
-import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from megatron.training.refusal import Refusal
+
+LIST = "files.json"  # {name: bytes}
+LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished folder is not being built any more
 
 
 @contextmanager
@@ -17,10 +28,55 @@ def whole_folder(folder: str) -> Iterator[str]:
     Raises:
         OSError: nothing can be written there; or ``folder`` is there, because another run was faster.
     """
-    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
+    root, name = os.path.split(folder)
+    temporary = f"{folder}.{secrets.token_hex(8)}.tmp"  # of this builder alone, whatever hosts and containers share
     try:
         os.makedirs(temporary)
+        _remove_left_behind(root, name)
         yield temporary
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(temporary)}
+        with open(os.path.join(temporary, LIST), "w", encoding="utf-8") as file:
+            json.dump(sizes, file, indent=2, sort_keys=True)
+        for name in (*sizes, LIST):
+            _sync(os.path.join(temporary, name))
+        with suppress(OSError):  # some file systems do not sync folders
+            _sync(temporary)
         os.rename(temporary, folder)
+        with suppress(OSError):
+            _sync(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_whole(folder: str) -> None:
+    """Check that all files are there, each with its size.
+
+    Raises:
+        Refusal: some are not.
+    """
+    try:
+        with open(os.path.join(folder, LIST), encoding="utf-8") as file:
+            sizes = json.load(file)
+        wrong = [name for name, size in sizes.items() if os.path.getsize(os.path.join(folder, name)) != size]
+    except (OSError, ValueError, AttributeError, TypeError):
+        wrong = [LIST]
+    if wrong:
+        raise Refusal(f"{folder} is not whole any more ({wrong[0]}): remove it, and it is made anew")
+
+
+def _remove_left_behind(root: str, name: str) -> None:
+    """Remove what runs that were killed have left of the same folder."""
+    for entry in os.scandir(root):
+        with suppress(OSError):  # another run removes it too
+            if entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp"):
+                if time.time() - entry.stat().st_mtime > LEFT_BEHIND:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _sync(path: str) -> None:
+    """To the disk, so that a power cut after the rename leaves no empty files under the new name."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
