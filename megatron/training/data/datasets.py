@@ -232,7 +232,7 @@ class TokenDataset(GPTDataset):
         tokenizer = self.config.tokenizer
         if first_outside(tokens, tokenizer.vocab_size) is not None:
             for part, document in zip(parts, documents.tolist()):
-                check_ids(part, tokenizer.vocab_size, tokenizer.source, lambda: self.dataset.where(document))
+                check_ids(part, tokenizer.vocab_size, tokenizer.source, functools.partial(self.dataset.where, document))
 
 
 class FimDataset(TokenDataset):

@@ -7,6 +7,7 @@ index cache goes by path alone: data written anew under an old name would be rea
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -194,7 +195,7 @@ def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
 
 
 def check_cache(folder: str) -> None:
-    """Check that cached indices are all there, whole and nothing but numbers: core would unpickle what says that it is pickled."""
+    """Check that cached indices are whole and nothing but numbers: core would unpickle what says that it is pickled."""
     for name in sorted(os.listdir(folder)):
         if name.endswith(".npy"):
             path = os.path.join(folder, name)
@@ -202,8 +203,7 @@ def check_cache(folder: str) -> None:
                 np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
                 raise Refusal(
-                    f"{path} is no index of data ({one_line(error, 100)}): remove {folder}, and it is "
-                    "made anew"
+                    f"{path} is no index of data ({one_line(error, 100)}): remove {folder}, and it is made anew"
                 ) from None
     check_whole(folder)
 
@@ -215,7 +215,7 @@ def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int
     try:
         for document in chosen:
             ids = reader.get(int(document), 0, min(reader.lengths[document], tokens))
-            check_ids(ids, vocab_size, source, lambda: reader.where(document))
+            check_ids(ids, vocab_size, source, functools.partial(reader.where, document))
     except DataError as error:
         raise Refusal(str(error)) from None
 

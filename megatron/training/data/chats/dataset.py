@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ class ChatDataset(Dataset):
         labels, spoken, ends, at = tokens.copy(), np.zeros(self.seq_length, np.float32), [], 0
         for number in self.samples[index]:
             ids, mask = self.conversations.of(number)
-            check_ids(ids, self.vocab_size, self.source, lambda: self.conversations.where(number))
+            check_ids(ids, self.vocab_size, self.source, partial(self.conversations.where, number))
             stop = at + len(ids) - 1
             tokens[at:stop], labels[at:stop], spoken[at:stop] = ids[:-1], ids[1:], mask[1:]
             at = stop
