@@ -97,6 +97,10 @@ class FileArray:
         self.file, self.dtype, self.shape, self.offset = file, np.dtype(dtype), tuple(shape), offset
         self.row_bytes = self.dtype.itemsize * int(np.prod(shape[1:]))
 
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
     def __len__(self) -> int:
         return self.shape[0]
 

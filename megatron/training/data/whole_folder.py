@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from megatron.platform.disk import sync_tree
 from megatron.training.refusal import Refusal
 
 LIST = "files.json"  # {name: bytes}
@@ -28,22 +29,16 @@ def whole_folder(folder: str) -> Iterator[str]:
     Raises:
         OSError: nothing can be written there; or ``folder`` is there, because another run was faster.
     """
-    root, name = os.path.split(folder)
-    temporary = f"{folder}.{secrets.token_hex(8)}.tmp"  # of this builder alone, whatever hosts and containers share
+    temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
     try:
         os.makedirs(temporary)
-        _remove_left_behind(root, name)
+        _remove_left_behind(*os.path.split(folder))
         yield temporary
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(temporary)}
         with open(os.path.join(temporary, LIST), "w", encoding="utf-8") as file:
             json.dump(sizes, file, indent=2, sort_keys=True)
-        for name in (*sizes, LIST):
-            _sync(os.path.join(temporary, name))
-        with suppress(OSError):  # some file systems do not sync folders
-            _sync(temporary)
+        sync_tree(temporary)  # after a power cut, what has the name must be whole
         os.rename(temporary, folder)
-        with suppress(OSError):
-            _sync(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -71,12 +66,3 @@ def _remove_left_behind(root: str, name: str) -> None:
             if entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp"):
                 if time.time() - entry.stat().st_mtime > LEFT_BEHIND:
                     shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def _sync(path: str) -> None:
-    """To the disk, so that a power cut after the rename leaves no empty files under the new name."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
