@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 
 from megatron.training.arguments.schedule import length_in_step
 from megatron.training.bad_batches import Watch, roll_back, write_batch
+from megatron.training.data.reading import DataError
 from megatron.training.evaluation.report import lines, write
 from megatron.training.evaluation.score import Subject
 from megatron.training.evaluation.tasks import evaluate_tasks, metrics
@@ -182,10 +184,11 @@ def _due(interval: int | None, iteration: int) -> bool:
 
 
 def pass_over(batches: Batches | list[Batches] | None, microbatches: int) -> None:
-    """Read the micro-batches of a step, and do nothing with them."""
+    """Read the micro-batches of a step, and do nothing with them: they may be what cannot be read."""
     for one in batches if isinstance(batches, list) else [batches]:
         for _ in range(microbatches if one is not None else 0):
-            next(one)
+            with suppress(DataError):
+                next(one)
 
 
 def leave_out(job: Job, reporter: Reporter, result: StepResult, count: int) -> None:

@@ -33,8 +33,8 @@ def main(
 ) -> int:
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
-    0: done, or stopped as asked. 1: training failed (it diverged, or the last checkpoint could not be saved).
-    2: refused before the first step, with one line that says why. 130: interrupted (Ctrl-C).
+    0: done, or stopped as asked. 1: training failed (it diverged, met data that it cannot use, or could not save the
+    last checkpoint). 2: refused before the first step, with one line that says why. 130: interrupted (Ctrl-C).
 
     Args:
         argv: command line without the program's name; default ``sys.argv``.
@@ -72,6 +72,7 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         saves_memory: what is said to whom memory runs out.
     """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
+    from megatron.training.data.reading import DataError
     from megatron.training.heartbeat import OF_MESSAGES, heartbeat
     from megatron.training.setup import start, stop
 
@@ -89,18 +90,30 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
     beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:
         return (work or train)(config, runtime, beats)
+    except DataError as error:
+        end_together(f"error: {one_line(error)}", beats)
+        return EXIT_FAILED
     except Exception as error:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
         if lines is None and (wanted := out_of_memory(error)):
             lines = [f"error: out of memory: {wanted}; {saves_memory}"]
         if lines is None:
             raise
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
         return EXIT_FAILED
     finally:
         if beats is not None:
             beats.stop()
         stop()
+
+
+def end_together(line: str, beats: Any) -> None:
+    """Print why the job ends, on the first rank that knows, and end the others, which wait for this one."""
+    if beats is None:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        beats.end(line)
 
 
 def out_of_memory(error: Exception) -> str:
@@ -129,7 +142,12 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
 
 def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     from megatron.training.bad_batches import write_batch
+<<<<<<< HEAD
     from megatron.training.job import describe
+=======
+    from megatron.training.data.reading import DataError
+    from megatron.training.job import describe, prepare
+>>>>>>> data
     from megatron.training.loop import evaluate_held_out, evaluate_on_tasks, training_loop
     from megatron.training.refusal import together
     from megatron.training.replicas import ReplicasDiffer
@@ -172,6 +190,12 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
                 f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
             )
         return EXIT_FAILED
+    except DataError as error:
+        done = job.progress.iteration
+        raise DataError(
+            f"{error}; after iteration {done}: start again when the data are right, or leave a batch of training data "
+            f"out with --iterations-to-skip {done}"
+        ) from None
     except ReplicasDiffer as error:
         reporter.say(
             f"error: {error} after iteration {job.progress.iteration}, and nothing was saved: start again from the "

@@ -195,7 +195,7 @@ SHOWN = {
     "valid_weighted_split_paths_path test_weighted_split_paths test_weighted_split_paths_path "
     "data_args_path data_file_list per_split_data_args_path "
     "data_path train_data_path valid_data_path test_data_path split data_cache_path "
-    "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
+    "mock_data num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
     "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",
     "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
@@ -313,7 +313,7 @@ def test_every_setting_has_its_effect_shown():
         "--no-save-optim --no-save-rng",
         "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir a --replication",
         "--replication-jump 2 --replication-factor 3",
-        "--split 9,1,0 --data-cache-path a --no-mmap-bin-files --num-dataset-builder-threads 2",
+        "--split 9,1,0 --data-cache-path a --num-dataset-builder-threads 2",
         "--vocab-file a --merge-file b --tokenizer-type NullTokenizer",
         "--fim-rate 0.1 --fim-spm-rate 0.1 --fim-no-prefix a --fim-pad-token b",
         "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
