@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,6 +55,15 @@ class Refusal(ValueError):
     def told(self) -> str:
         """What is printed."""
         return str(self)
+
+
+@contextmanager
+def permitted() -> Iterator[None]:
+    """Turn an error of missing permission into a Refusal that names the file. Serves as a decorator as well."""
+    try:
+        yield
+    except PermissionError as error:
+        raise Refusal(f"{error.filename}: permission denied: ask its owner for access, or give another path") from None
 
 
 class Refusals(Refusal):
@@ -123,7 +133,8 @@ def together(action: Callable[[], T]) -> T:
 
     result, told = None, None
     try:
-        result = action()
+        with permitted():
+            result = action()
     except Refusal as refusal:
         told = str(refusal)
     lines: list[str | None] = [None] * dist.get_world_size()

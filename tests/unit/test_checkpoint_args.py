@@ -141,7 +141,8 @@ def test_no_code_of_a_file_is_run(tmp_path):
     with pytest.raises(Refusal, match="could run code"):
         shape_of(tmp_path / "a")
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"more": harm}))
-    unpickle.read_metadata(tmp_path / ".metadata")
+    with pytest.raises(Refusal, match="could run code"):
+        unpickle.read_metadata(tmp_path / ".metadata")
     assert not (tmp_path / "harm").exists()
     packed = io.BytesIO()
     torch.save({"more": harm}, packed)

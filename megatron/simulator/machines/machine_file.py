@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.simulator.machines.collectives import GENERATIONS, WAYS, Collectives, Way
-from megatron.simulator.machines.machine import Calibration, Link, Machine, Power, Rate, Runtime
+from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, short
 
@@ -73,7 +73,13 @@ def machine_of(path: Path, raw: Json) -> Machine:
     for name in REQUIRED:
         if name not in raw:
             raise Refusal(f'{path}: {name}: missing; give it, or build on a known machine with "extends"')
-    return Machine(**{name: READERS[name](path, name, value) for name, value in raw.items()})
+    machine = Machine(**{name: READERS[name](path, name, value) for name, value in raw.items()})
+    if machine.gpus % machine.network.gpus_per_card:
+        raise Refusal(
+            f"{path}: network.gpus_per_card: {machine.network.gpus_per_card} does not divide the {machine.gpus} gpus "
+            "of a node"
+        )
+    return machine
 
 
 def read_merged(path: Path, below: tuple[Path, ...] = ()) -> Json:
@@ -266,7 +272,19 @@ def notes(path: Path, name: str, value: Any) -> dict[str, str]:
     return {key: text(path, f"{name}.{key}", item) for key, item in value.items()}
 
 
-LINK = record(Link, {"bandwidth": number, "latency": seconds, "name": label}, ("bandwidth", "latency"))
+def kinds(path: Path, name: str, value: Any) -> dict[str, Measured]:
+    """What was measured of each kind of transfer."""
+    if not isinstance(value, dict):
+        raise Refusal(f"{path}: {name}: must be an object with {', '.join(KINDS)}, not {short(value)}")
+    refuse_unknown(path, f"{name}.", value, list(KINDS))
+    return {kind: MEASURED(path, f"{name}.{kind}", item) for kind, item in value.items()}
+
+
+MEASURED = record(Measured, {"bandwidth": number, "latency": seconds}, ("bandwidth", "latency"))
+LINK_FIELDS = {"bandwidth": number, "latency": seconds, "name": label}
+HOST_LINK = record(Link, LINK_FIELDS, ("bandwidth", "latency"))
+LINK = record(Link, LINK_FIELDS | {"kinds": kinds}, ("bandwidth", "latency"))
+NETWORK = record(Link, LINK_FIELDS | {"kinds": kinds, "gpus_per_card": whole}, ("bandwidth", "latency"))
 WAY = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
 READERS: dict[str, Callable] = {
     "name": label,
@@ -280,9 +298,9 @@ READERS: dict[str, Callable] = {
     "launch": seconds,
     "gpus": whole,
     "link": LINK,
-    "host_link": LINK,
+    "host_link": HOST_LINK,
     "host_memory": number,
-    "network": LINK,
+    "network": NETWORK,
     "sources": notes,
     "collective": seconds,
     "head_size": rate,

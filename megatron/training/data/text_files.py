@@ -12,10 +12,12 @@ import io
 import itertools
 import json
 import os
+import uuid
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
+from megatron.platform.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.data import genome
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
@@ -185,23 +187,33 @@ def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
     existing = [path for path in paths if os.path.exists(path)]
     if existing and not overwrite:
         raise Refusal(f"{existing[0]} exists: give --overwrite to replace it")
-    temporary = [f"{path}.{os.getpid()}.tmp" for path in paths]
+    ending = f".{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
+    temporary = [f"{path}{ending}" for path in paths]
+    folders = sorted({os.path.dirname(os.path.abspath(path)) for path in paths})
+    replacing = False
     try:
-        for path in paths:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        for folder in folders:
+            os.makedirs(folder, exist_ok=True)
         yield temporary
         for path in temporary:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        for path in reversed(existing):  # a kill in between leaves a missing file, never a wrong pair
-            os.unlink(path)
+            sync_file(path)
+        if existing:
+            for folder in folders:
+                sync_folder(folder)  # the new ones are safe before the old ones go
+            replacing = True
+            for path in reversed(existing):  # a cut in between leaves a missing file, never a wrong pair
+                os.unlink(path)
+            for folder in folders:
+                sync_folder(folder)
         for source, target in zip(temporary, paths):
             os.rename(source, target)
+        for folder in folders:
+            sync_folders_up(folder)
     except OSError as error:
         name = error.filename or paths[0]
-        raise Refusal(f"cannot write {name.removesuffix(f'.{os.getpid()}.tmp')}: {_reason(error)}") from error
+        raise Refusal(f"cannot write {name.removesuffix(ending)}: {_reason(error)}") from error
     finally:
-        for path in temporary:
+        for path in temporary if not replacing else ():  # the old ones may be gone: then the new ones stay
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron.training.checkpoint.megatron_lm.metadata_file import read_metadata as read_metadata
 from megatron.training.refusal import Refusal, reason
 
 PLAIN = {
@@ -30,16 +31,6 @@ PLAIN = {
     "numpy.dtype",
     "numpy._core.multiarray._reconstruct",
     "numpy._core.multiarray.scalar",
-}
-# What torch's .metadata of a torch_dist checkpoint consists of.
-METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-METADATA_NAMES = {
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("collections", "defaultdict"),
-    ("pathlib", "PosixPath"),
 }
 
 
@@ -102,27 +93,6 @@ def _stand_in(name: str) -> Any:
         if found is not None and (enum or not module.startswith("megatron.core.")):
             return found
     return type("Unread", (Unread,), {"of": name})
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows torch's descriptions of files and tensors, and nothing that acts."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in METADATA_NAMES:
-            return super().find_class(module, name)
-        found = super().find_class(module, name) if module in (*METADATA, "torch") else None
-        if isinstance(found, torch.dtype) or (isinstance(found, type) and module in METADATA):
-            return found
-        return type("Unread", (Unread,), {"of": f"{module}.{name}"})
-
-
-def read_metadata(path: Path) -> Any:
-    """torch's ``.metadata``: which tensors there are, and where each part lies."""
-    try:
-        with open(path, "rb") as file:
-            return _MetadataUnpickler(file).load()
-    except (OSError, EOFError, AttributeError, TypeError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise Refusal(f"{path} cannot be read: {reason(error)}") from None
 
 
 # What the FP8 states of Transformer Engine's layers consist of, beside recipes.

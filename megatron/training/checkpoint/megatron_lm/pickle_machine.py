@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carry out the instructions of a pickle without ever calling what the pickle names.
+
+Python's unpickler looks up any function or class that a file names, and calls it. This machine looks nothing up. A name
+in a file stays a pair of texts; only where that pair is a key of a table that the caller gives does anything get made,
+by the caller's own function. Every other object comes as an :class:`Unread`, which holds its name and nothing else.
+
+Work and memory are bounded by the number of bytes read: no instruction allocates by a length that the file merely
+claims, containers are counted, nothing can contain itself, and structures that would grow when they are walked (a list
+that holds another one twice, and so on fifty times) are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Pair = tuple[str, str]  # module and name, as they stand in the file
+SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
+DEEPEST = 100  # containers within one another
+INTEGER_BYTES = 64  # random generators keep numbers of 128 bits; nothing in a checkpoint is longer than this
+KEY_PARTS = 64  # a tuple that is a key of a dictionary is hashed part by part
+# Never called either, but no checkpoint that was written in good faith names them: better to say so than to read on.
+ACTING = frozenset("os posix nt sys subprocess socket shutil importlib runpy ctypes pty code codeop webbrowser".split())
+BUILTINS = ("builtins", "__builtin__")
+ACTING_BUILTINS = frozenset("eval exec execfile compile open __import__ input breakpoint apply".split())
+
+
+class BadPickle(ValueError):
+    """A pickle that is damaged, or wants what a checkpoint never needs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unread:
+    """In place of a function, a class, or an object of a class, that is not in the caller's table."""
+
+    of: str  # module and name, with a dot between them
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a machine makes of the names in a file.
+
+    Args:
+        constants: the value of a name itself, such as a dtype.
+        makers: from the arguments that the file gives to a function or class to an object; ValueError where they are
+            not what belongs there.
+        builders: by the type of an object that a maker made, takes over the state that the file gives it.
+        strict: refuse all other names; otherwise they come as :class:`Unread`.
+    """
+
+    constants: Mapping[Pair, Any]
+    makers: Mapping[Pair, Callable[..., Any]]
+    builders: Mapping[type, Callable[[Any, Any], None]]
+    strict: bool = False
+
+
+class Machine:
+    """Carries out one pickle.
+
+    Args:
+        data: bytes with the pickle at ``start``.
+        stored: gives the object of a persistent id, as ``torch.save`` has them for storages.
+    """
+
+    def __init__(self, data: Any, table: Table, start: int = 0, stored: Callable[[Any], Any] | None = None) -> None:
+        self.data, self.at, self.table, self.stored = data, start, table, stored
+        self.stack: list[Any] = []
+        self.marked: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        # Of each container: how deep it is, how many parts it has when it is walked, whether it lies in another one.
+        self.sizes: dict[int, list[int]] = {}
+        self.kept: list[Any] = []  # so that no number in ``sizes`` means two objects
+        self.most = 1000 + (len(data) - start) // 4  # of containers
+        self.largest = 100_000 + 16 * (len(data) - start)
+
+    def load(self) -> Any:
+        """The object; ``at`` is then behind its pickle. Raises BadPickle."""
+        data, stop = self.data, len(self.data)
+        try:
+            while self.at < stop:
+                code = data[self.at]
+                self.at += 1
+                if code == STOP:
+                    found = self.stack.pop()
+                    if self.stack or self.marked:
+                        raise BadPickle("it ends with something left over")
+                    return found
+                step = STEPS[code]
+                if step is None:
+                    raise BadPickle(f"instruction {code:#04x} has no place in a checkpoint")
+                step(self)
+        except (LookupError, UnicodeDecodeError, TypeError, AttributeError, OverflowError) as error:
+            raise BadPickle(f"it is damaged at byte {self.at} ({type(error).__name__})") from None
+        raise BadPickle("it ends too early")
+
+    # What the instructions have in common.
+
+    def take(self, count: int) -> Any:
+        """The next bytes of the file."""
+        begin, end = self.at, self.at + count
+        if end > len(self.data):
+            raise BadPickle("it ends too early")
+        self.at = end
+        return self.data[begin:end]
+
+    def number(self, count: int) -> int:
+        return int.from_bytes(self.take(count), "little")
+
+    def line(self) -> str:
+        end = bytes(self.data[self.at : self.at + 500]).find(b"\n")
+        if end < 0:
+            raise BadPickle("a name in it has no end")
+        text = bytes(self.take(end + 1))[:-1]
+        return text.decode()
+
+    def since_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.marked.pop()
+        return items
+
+    def remember(self, number: int) -> None:
+        if number > len(self.data):
+            raise BadPickle("it remembers more than it holds")
+        self.memo[number] = self.stack[-1]
+
+    def new(self, made: Any) -> Any:
+        """A container that is there from now on; counts it."""
+        self.kept.append(made)
+        if len(self.kept) > self.most:
+            raise BadPickle("it has more objects than fit into a file of this length")
+        return made
+
+    def put_into(self, container: Any, parts: Any) -> None:
+        """Note that ``container`` holds ``parts``, which are not changed any more after that."""
+        sizes = self.sizes
+        mine = sizes.get(id(container))
+        if mine is None:
+            mine = sizes[id(container)] = [1, 1, 0]
+        elif mine[2]:
+            raise BadPickle("an object in it changes after it was put into another one")
+        deep, walked = mine[0], mine[1]
+        for part in parts:
+            walked += 1
+            if type(part) in SCALARS:
+                continue
+            other = sizes.get(id(part))
+            if other is None:
+                if part is container:
+                    raise BadPickle("an object in it holds itself")
+                other = sizes[id(part)] = [1, 1, 1]
+                self.kept.append(part)
+            else:
+                other[2] = 1
+            walked += other[1]
+            if other[0] >= deep:
+                deep = other[0] + 1
+        if deep > DEEPEST:
+            raise BadPickle(f"it has more than {DEEPEST} levels")
+        if walked > self.largest:
+            raise BadPickle("it repeats parts of itself too often")
+        mine[0], mine[1] = deep, walked
+
+    def push_tuple(self, items: list[Any]) -> None:
+        self.stack.append(self.filled(tuple(items)))
+
+    def filled(self, made: tuple | frozenset) -> Any:
+        self.new(made)
+        if made:  # there is but one empty tuple
+            self.put_into(made, made)
+        return made
+
+    def key(self, key: Any) -> Any:
+        if type(key) is tuple and not self._short(key):
+            raise BadPickle("a key in it is too long")
+        if isinstance(key, (list, dict, set, bytearray)):
+            raise BadPickle("a key in it cannot be one")
+        return key
+
+    def _short(self, key: tuple) -> bool:
+        return self.sizes.get(id(key), (0, 0))[1] <= KEY_PARTS
+
+    def put_pairs(self, target: Any, items: list[Any]) -> None:
+        if not isinstance(target, dict):
+            if isinstance(target, Unread):  # an object of a class that is a dictionary too
+                return
+            raise BadPickle("it puts keys into something else than a dictionary")
+        if len(items) % 2:
+            raise BadPickle("a key in it has no value")
+        self.put_into(target, items)
+        for index in range(0, len(items), 2):
+            target[self.key(items[index])] = items[index + 1]
+
+    def put_items(self, target: Any, items: list[Any]) -> None:
+        if type(target) is list:
+            self.put_into(target, items)
+            target.extend(items)
+        elif type(target) is set:
+            self.put_into(target, items)
+            target.update(map(self.key, items))
+        elif not isinstance(target, Unread):
+            raise BadPickle("it puts items into something else than a list")
+
+    def name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise BadPickle("a name in it is no text")
+        pair, table = (module, name), self.table
+        if pair in table.constants:
+            self.stack.append(table.constants[pair])
+            return
+        if pair not in table.makers:
+            if "." in name or module.partition(".")[0] in ACTING or (module in BUILTINS and name in ACTING_BUILTINS):
+                raise BadPickle(f"it asks for {module}.{name}, which could run code")
+            if table.strict:
+                raise BadPickle(f"{module}.{name} is nothing that belongs there")
+        self.stack.append(_Name(f"{module}.{name}", pair))
+
+    def make(self, callee: Any, arguments: Any) -> None:
+        """Push what the caller's table makes of a name and arguments."""
+        if type(arguments) is not tuple:
+            raise BadPickle("arguments in it are no tuple")
+        if not isinstance(callee, Unread):
+            raise BadPickle("it calls something that is no name")
+        maker = self.table.makers.get(callee.pair) if type(callee) is _Name else None
+        made = self.new(Unread(callee.of) if maker is None else maker(*arguments))
+        if maker is not None and type(made) not in SCALARS and id(made) not in self.sizes:
+            self.put_into(made, arguments)
+        self.stack.append(made)
+
+    def build(self, target: Any, state: Any) -> None:
+        if isinstance(target, Unread):
+            return
+        builder = self.table.builders.get(type(target))
+        if builder is None:
+            raise BadPickle(f"it gives a state to a {type(target).__name__}")
+        self.put_into(target, (state,))
+        builder(target, state)
+
+
+@dataclass(frozen=True, eq=False)
+class _Name(Unread):
+    """A name that nothing was made of yet."""
+
+    pair: Pair
+
+
+# The instructions. Each is a function of the machine; numbers are those of the standard library's pickle.py.
+STOP = ord(".")
+_DOUBLE, _INT = struct.Struct(">d"), struct.Struct("<i")
+
+
+def _mark(machine: Machine) -> None:
+    if len(machine.marked) > DEEPEST:
+        raise BadPickle(f"it has more than {DEEPEST} levels")
+    machine.marked.append(machine.stack)
+    machine.stack = []
+
+
+def _pop(machine: Machine) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.since_mark()
+
+
+def _long(machine: Machine) -> None:
+    count = machine.number(1)
+    if count > INTEGER_BYTES:
+        raise BadPickle("a whole number in it is too long")
+    machine.stack.append(int.from_bytes(machine.take(count), "little", signed=True))
+
+
+def _text(length: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(str(machine.take(machine.number(length)), "utf-8"))
+
+
+def _bytes(length: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(bytes(machine.take(machine.number(length))))
+
+
+def _whole(length: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(machine.number(length))
+
+
+def _get(length: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(machine.memo[machine.number(length)])
+
+
+def _put(length: int) -> Callable[[Machine], None]:
+    return lambda machine: machine.remember(machine.number(length))
+
+
+def _constant(value: Any) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+def _empty(kind: type) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(machine.new(kind()))
+
+
+def _tuple(count: int) -> Callable[[Machine], None]:
+    def step(machine: Machine) -> None:
+        stack = machine.stack
+        if len(stack) < count:
+            raise IndexError
+        items = stack[-count:]
+        del stack[-count:]
+        machine.push_tuple(items)
+
+    return step
+
+
+def _append(machine: Machine) -> None:
+    value = machine.stack.pop()
+    machine.put_items(machine.stack[-1], [value])
+
+
+def _items(machine: Machine) -> None:
+    items = machine.since_mark()
+    machine.put_items(machine.stack[-1], items)
+
+
+def _pair(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.put_pairs(machine.stack[-1], [key, value])
+
+
+def _pairs(machine: Machine) -> None:
+    items = machine.since_mark()
+    machine.put_pairs(machine.stack[-1], items)
+
+
+def _frozen(machine: Machine) -> None:
+    machine.stack.append(machine.filled(frozenset(map(machine.key, machine.since_mark()))))
+
+
+def _global(machine: Machine) -> None:
+    module = machine.line()
+    machine.name(module, machine.line())
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.name(module, name)
+
+
+def _reduce(machine: Machine) -> None:
+    arguments, callee = machine.stack.pop(), machine.stack.pop()
+    machine.make(callee, arguments)
+
+
+def _new_with_names(machine: Machine) -> None:
+    named = machine.stack.pop()
+    if named != {}:
+        raise BadPickle("an object in it is made with named arguments")
+    _reduce(machine)
+
+
+def _build(machine: Machine) -> None:
+    state = machine.stack.pop()
+    machine.build(machine.stack[-1], state)
+
+
+def _stored(machine: Machine) -> None:
+    if machine.stored is None:
+        raise BadPickle("it asks for something that lies elsewhere")
+    machine.stack.append(machine.stored(machine.stack.pop()))
+
+
+_NAMED: dict[str, Callable[[Machine], None]] = {
+    "\x80": lambda machine: machine.take(1),  # which protocol
+    "\x95": lambda machine: machine.take(8),  # how long the next part is
+    "(": _mark,
+    "0": _pop,
+    "1": lambda machine: machine.since_mark(),
+    "N": _constant(None),
+    "\x88": _constant(True),
+    "\x89": _constant(False),
+    "K": _whole(1),
+    "M": _whole(2),
+    "J": lambda machine: machine.stack.append(_INT.unpack(machine.take(4))[0]),
+    "\x8a": _long,
+    "G": lambda machine: machine.stack.append(_DOUBLE.unpack(machine.take(8))[0]),
+    "\x8c": _text(1),
+    "X": _text(4),
+    "\x8d": _text(8),
+    "C": _bytes(1),
+    "B": _bytes(4),
+    "\x8e": _bytes(8),
+    "\x96": lambda machine: machine.stack.append(bytearray(machine.take(machine.number(8)))),
+    ")": _constant(()),
+    "\x85": _tuple(1),
+    "\x86": _tuple(2),
+    "\x87": _tuple(3),
+    "t": lambda machine: machine.push_tuple(machine.since_mark()),
+    "]": _empty(list),
+    "a": _append,
+    "e": _items,
+    "}": _empty(dict),
+    "s": _pair,
+    "u": _pairs,
+    "\x8f": _empty(set),
+    "\x90": _items,
+    "\x91": _frozen,
+    "c": _global,
+    "\x93": _stack_global,
+    "R": _reduce,
+    "\x81": _reduce,
+    "\x92": _new_with_names,
+    "b": _build,
+    "Q": _stored,
+    "q": _put(1),
+    "r": _put(4),
+    "\x94": lambda machine: machine.remember(len(machine.memo)),
+    "h": _get(1),
+    "j": _get(4),
+}
+STEPS: list[Callable[[Machine], None] | None] = [_NAMED.get(chr(code)) for code in range(256)]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of files from elsewhere, each given thousands of broken and hostile files; see harness.py."""

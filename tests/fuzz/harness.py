@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give a reader thousands of broken and hostile files, and catch everything that it must not do.
+
+A reader is one :class:`Reader`: valid files to begin with, a function that changes them, and the call. Inputs are read
+in a forked child that watches itself: with an audit hook for what is run, imported, opened and sent, with limits for
+memory and CPU time, and it checks what comes out. A reader may end in two ways: with a value, or with one ``Refusal``
+whose text is one short line that can be printed.
+
+Input number N of a reader is always the same, so a failure is told by its number, and kept as a file in
+``tests/fuzz/corpus/READER/``, from where every later run reads it again.
+
+    python -m pytest tests/fuzz                                 # the corpus, and a few new inputs for each reader
+    FUZZ=10000 python -m pytest tests/fuzz                      # so many new inputs for each reader
+    FUZZ=10000 FUZZ_SEED=7 python -m pytest tests/fuzz -k json  # others, of some readers
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import resource
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from megatron.training.refusal import Refusal
+from tests.patience import patience
+
+CORPUS = Path(__file__).parent / "corpus"
+LONGEST = 1000  # characters of a refusal
+HUNG = 60.0  # seconds without an answer, on a quiet machine, after which a child is killed
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One reader of files from elsewhere.
+
+    Args:
+        name: of the reader and its folder in the corpus.
+        file: the name that each input has in its folder.
+        seeds: makes valid inputs, which must be read without a refusal.
+        change: makes a new input from a valid one; all chance comes from the ``Random``.
+        read: reads the folder.
+        beside: other files in the folder, by name.
+        memory: MiB that reading one input may take.
+        seconds: of CPU time that reading one input may take.
+    """
+
+    name: str
+    file: str
+    seeds: Callable[[], Sequence[bytes]]
+    change: Callable[[Random, bytes], bytes]
+    read: Callable[[Path], Any]
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    memory: int = 256
+    seconds: float = 5.0
+
+
+@dataclass
+class Failure:
+    """What a reader did that it must not do."""
+
+    label: str  # names the input
+    what: str
+    data: bytes
+
+
+@dataclass
+class Outcome:
+    """What came of a number of inputs."""
+
+    values: int = 0
+    refusals: int = 0
+    seconds: float = 0.0
+    lines: Counter[str] = field(default_factory=Counter)  # refusals without digits, for a look at what was reached
+    failures: list[Failure] = field(default_factory=list)
+
+
+def fresh(reader: Reader, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
+    """(label, input) of ``count`` new inputs."""
+    seeds = reader.seeds()
+    for number in range(count):
+        random = Random(f"{reader.name} {seed} {number}")
+        yield f"seed {seed}, number {number}", reader.change(random, random.choice(seeds))
+
+
+def corpus(reader: Reader) -> list[tuple[str, bytes]]:
+    """(file name, input) of what is kept of a reader."""
+    folder = CORPUS / reader.name
+    return [(path.name, path.read_bytes()) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+
+
+def keep(reader: Reader, failure: Failure) -> Path:
+    """Write a failing input into the corpus; says where."""
+    folder = CORPUS / reader.name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ("failed_" + "".join(one if one.isalnum() else "_" for one in failure.label))
+    path.write_bytes(failure.data)
+    return path
+
+
+def run(reader: Reader, inputs: Iterator[tuple[str, bytes]] | list[tuple[str, bytes]], folder: Path) -> Outcome:
+    """Read all inputs, in one child as long as it lives; a child that dies is blamed on its input, another goes on.
+
+    Args:
+        folder: an empty one, for this reader alone.
+    """
+    outcome, begin = Outcome(), time.monotonic()
+    todo = list(inputs)
+    first = 0
+    while first < len(todo):
+        first = _run_child(reader, todo, first, folder, outcome)
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def _run_child(reader: Reader, todo: list[tuple[str, bytes]], first: int, folder: Path, outcome: Outcome) -> int:
+    """Fork a child that begins at input ``first``; returns the number of the first input that is not read yet."""
+    progress = mmap.mmap(-1, 8)  # number of the input that is being read
+    progress[:] = struct.pack("q", first)
+    receiving, sending = os.pipe()
+    number = os.fork()
+    if number == 0:
+        try:
+            os.close(receiving)
+            with os.fdopen(sending, "w") as pipe:
+                _child(reader, todo, first, folder, progress, pipe)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(sending)
+    rows, hung = _listen(receiving, progress)
+    if hung:
+        os.kill(number, signal.SIGKILL)
+    _, status = os.waitpid(number, 0)
+    done = False
+    for row in rows:
+        done = done or row["kind"] == "done"
+        if row["kind"] == "failure":
+            label, data = todo[row["number"]] if row["number"] >= 0 else ("a valid file", b"")
+            outcome.failures.append(Failure(label, row["what"], data))
+        elif row["kind"] == "done":
+            outcome.values += row["values"]
+            outcome.refusals += row["refusals"]
+            outcome.lines.update(row["lines"])
+    if done:
+        return len(todo)
+    at = struct.unpack("q", progress[:])[0]
+    label, data = todo[at] if at >= 0 else ("a valid file", b"")
+    late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    why = "hangs" if hung else "takes too long" if late else f"ends the process (status {status})"
+    outcome.failures.append(Failure(label, why, data))
+    return at + 1 if at >= 0 else len(todo)
+
+
+def _listen(receiving: int, progress: mmap.mmap) -> tuple[list[dict[str, Any]], bool]:
+    """(what a child tells, whether it stopped answering)."""
+    import select
+
+    text, last, since = b"", progress[:], time.monotonic()
+    with os.fdopen(receiving, "rb", buffering=0) as pipe:
+        while True:
+            if select.select([pipe], [], [], 1.0)[0]:
+                part = pipe.read(1 << 16)
+                if not part:
+                    return [json.loads(line) for line in text.splitlines()], False
+                text += part
+            if progress[:] != last:
+                last, since = progress[:], time.monotonic()
+            elif time.monotonic() - since > patience(HUNG):
+                return [json.loads(line) for line in text.splitlines()[:-1]], True
+
+
+# In the child.
+
+
+class Caught(BaseException):
+    """Something that a reader must not do, before it is done."""
+
+
+@dataclass
+class _Watch:
+    """What the audit hook knows; a hook cannot be taken away, so it lives in the child alone."""
+
+    folder: str
+    learning: bool = True  # valid files are read, and what that does is right
+    on: bool = False
+    seen: set[tuple[str, str]] = field(default_factory=set)
+    caught: str = ""
+
+    def __call__(self, event: str, arguments: tuple) -> None:
+        if not self.on:
+            return
+        what = self._of_interest(event, arguments)
+        if what is None or what in self.seen:
+            return
+        if self.learning:
+            self.seen.add(what)
+            return
+        self.caught = self.caught or " ".join(what)
+        raise Caught(self.caught)
+
+    def _of_interest(self, event: str, arguments: tuple) -> tuple[str, str] | None:
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(path, int):
+                return None
+            where = os.path.realpath(os.fsdecode(path))
+            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            if where.startswith(self.folder + os.sep):
+                return None
+            return ("writes" if writes else "opens", where)
+        if event in ("import", "pickle.find_class"):
+            return event, ".".join(map(str, arguments[: 1 if event == "import" else 2]))
+        if event == "exec":
+            return event, f"{arguments[0].co_filename} {arguments[0].co_name}"
+        if event == "compile":
+            return event, str(arguments[1])
+        if event == "os.scandir" or event == "os.listdir":
+            return None
+        if event in EVENTS or event.startswith(("subprocess.", "socket.", "ctypes.", "shutil.", "tempfile.", "os.")):
+            return event, repr(arguments)[:200]
+        return None
+
+
+EVENTS = {"code.__new__", "marshal.loads", "function.__new__", "pty.spawn", "sys.settrace"}
+
+
+def _child(
+    reader: Reader, todo: list[tuple[str, bytes]], first: int, folder: Path, progress: mmap.mmap, pipe: Any
+) -> None:
+    def tell(**row: Any) -> None:
+        pipe.write(json.dumps(row) + "\n")
+        pipe.flush()
+
+    folder = folder / str(os.getpid())
+    _prepare(reader, folder)
+    os.chdir(folder)
+    watch = _Watch(os.path.realpath(folder))
+    sys.addaudithook(watch)
+    signal.signal(signal.SIGVTALRM, _late)
+    progress[:] = struct.pack("q", -1)
+    for data in [one for one in reader.seeds() for _ in range(2)]:  # the second time nothing new happens any more
+        what, _ = _read(reader, folder, data, watch)
+        if what != "value":
+            tell(kind="failure", number=-1, what=f"a valid file is not read: {what}")
+    watch.learning = False
+    _limit_memory(reader.memory)
+    values = refusals = 0
+    lines: Counter[str] = Counter()
+    for number in range(first, len(todo)):
+        progress[:] = struct.pack("q", number)
+        what, line = _read(reader, folder, todo[number][1], watch)
+        values += what == "value"
+        refusals += what == "refusal"
+        if what not in ("value", "refusal"):
+            tell(kind="failure", number=number, what=what)
+        elif line:
+            lines["".join(one for one in line if not one.isdigit())[-80:]] += 1
+    tell(kind="done", values=values, refusals=refusals, lines=dict(lines.most_common(200)))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare(reader: Reader, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for name, data in reader.beside.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    (folder / reader.file).parent.mkdir(parents=True, exist_ok=True)
+
+
+def _late(*_: Any) -> None:
+    raise Caught("takes too long")
+
+
+def _limit_memory(most: int) -> None:
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (most << 20), resource.RLIM_INFINITY))
+
+
+def _read(reader: Reader, folder: Path, data: bytes, watch: _Watch) -> tuple[str, str]:
+    """("value" or "refusal", its line), or (what was wrong, "")."""
+    (folder / reader.file).write_bytes(data)
+    watch.caught = ""
+    kind, line, value = "value", "", None
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, reader.seconds)
+        signal.setitimer(signal.ITIMER_PROF, 2 * reader.seconds)  # ends what does not come back from C
+        watch.on = True
+        try:
+            value = reader.read(folder)
+        finally:
+            watch.on = False
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except Refusal as refusal:
+        kind, line = "refusal", refusal.told()
+        if wrong := _wrong_refusal(refusal, line):
+            return wrong, ""
+    except Caught as caught:
+        return str(caught), ""
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"raises {type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno})", ""
+    if watch.caught:
+        return watch.caught, ""
+    if isinstance(value, str) and not _is_line(value):
+        return f"returns a text that is not one short line: {value[:200]!r}", ""
+    return kind, line
+
+
+def _wrong_refusal(refusal: Refusal, line: str) -> str | None:
+    if not _is_line(str(refusal)) or not _is_line(line):
+        return f"its refusal is not one short line that can be printed: {str(refusal)[:200]!r}"
+    error: BaseException | None = refusal
+    while error is not None:  # what was refused for want of memory was asked for
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            return f"wants more memory than it may have: {str(error)[:200]}"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _is_line(text: str) -> bool:
+    return text.isprintable() and 0 < len(text) <= LONGEST

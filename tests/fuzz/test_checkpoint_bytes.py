@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of a checkpoint's files under broken and hostile input: a value or a line, whatever the bytes are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fuzz import harness
+from tests.fuzz.checkpoint_readers import READERS
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_inputs_that_were_kept(reader, tmp_path):
+    check(reader, harness.run(reader, harness.corpus(reader), tmp_path))
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_new_inputs(reader, tmp_path, pytestconfig):
+    count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 25))
+    inputs = harness.fresh(reader, int(os.environ.get("FUZZ_SEED", 0)), count)
+    check(reader, harness.run(reader, inputs, tmp_path))
+
+
+def check(reader: harness.Reader, outcome: harness.Outcome) -> None:
+    print(f"{reader.name}: {outcome.values} values, {outcome.refusals} refusals, {outcome.seconds:.1f} s")
+    for line, count in outcome.lines.most_common(40):
+        print(f"  {count:6} {line}")
+    told = [f"{one.label}: {one.what} (kept as {harness.keep(reader, one)})" for one in outcome.failures[:20]]
+    assert not told, "\n".join(told)
