@@ -27,6 +27,7 @@ from megatron.training.refusal import Refusal, one_line, reason
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
+LONGEST_HEADER = 10_000  # bytes of a .npy; numpy parses no longer ones
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 FORM = 2  # of index caches: a folder with a list of its files
 
@@ -219,8 +220,12 @@ def load_numbers(path: str) -> np.ndarray:
         OSError, ValueError: it is something else.
     """
     with open(path, "rb") as file:
-        if file.read(len(NPY)) != NPY:  # numpy opens archives too
+        head = file.read(len(NPY) + 6)
+        if not head.startswith(NPY):  # numpy opens archives too
             raise ValueError("not a .npy file")
+        length = head[8:10] if head[6:7] == b"\x01" else head[8:12]
+        if int.from_bytes(length, "little") > LONGEST_HEADER:  # numpy would ask for that much memory
+            raise ValueError("its header is too long")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
