@@ -115,9 +115,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             saver.finish()  # what is loaded, if it is, must be whole
             leave_out(job, reporter, result, left_out)
         progress.advance(samples, length)
-        device_peak, host_peak, writing, lost = stopper.agree(
-            peaks.bytes, peaks.host_bytes, saver.writing, saver.lost
-        )
+        device_peak, host_peak, writing, lost = stopper.agree(peaks.bytes, peaks.host_bytes, saver.writing, saver.lost)
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": progress.iteration,

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.training.checkpoint.checksums import damage
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in, run_of
+from megatron.training.checkpoint.owner import CARDS, take
 from tests.distributed.test_program import FLAGS, PROGRAM
 from tests.faults.kills import ENVIRONMENT, losses, run_and_kill, text
 from tests.patience import patience
@@ -19,12 +20,12 @@ from tests.program import meeting, run_ranks, start_forked
 
 OWNERS = int(os.environ.get("OWNERS", "2"))
 ITERATIONS, RANKS = 12, 2
-pytestmark = pytest.mark.full
 
 
 def flags(folder: Path, more: str = "") -> list[str]:
     return (
-        f"{FLAGS} --train-iters {ITERATIONS} --eval-iters 0 --save-interval 1 --save {folder}/c --load {folder}/c {more}"
+        f"{FLAGS} --train-iters {ITERATIONS} --eval-iters 0 --save-interval 1 --save {folder}/c --load {folder}/c "
+        f"{more}"
     ).split()
 
 
@@ -47,6 +48,7 @@ def assert_whole(folder: Path) -> None:
     assert {path.name for path in (folder / "c").iterdir()} == {TRACKER, *(path.name for path in there.values())}
 
 
+@pytest.mark.full
 def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_is_damaged(tmp_path):
     draw, counts, more = random.Random(5), Counter(), "--ring-parallel-size 2 --zero-stage 1"
     whole, seconds = undisturbed(tmp_path / "whole", more, RANKS)
@@ -89,6 +91,7 @@ def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_is_damaged(tmp_pat
     print(f"\n{dict(counts)} in {rounds} rounds; every checkpoint whole and of one run, every loss the same")
 
 
+@pytest.mark.full
 def test_a_killed_job_is_followed_by_the_next_one_at_once(tmp_path):
     draw, counts, rounds = random.Random(6), Counter(), 0
     whole, seconds = undisturbed(tmp_path / "whole", "", 1)
@@ -107,3 +110,34 @@ def test_a_killed_job_is_followed_by_the_next_one_at_once(tmp_path):
         assert_whole(folder)
         counts["taken over" if told else "killed before or after"] += 1
     print(f"\n{dict(counts)} in {rounds} rounds; every checkpoint whole and of one run, every loss the same")
+
+
+def until(holds, job) -> None:
+    end = time.monotonic() + patience(60)
+    while not holds():
+        assert job.is_alive() and time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path):
+    """As after a stop that was long enough for a job on another machine to take over."""
+    folder, logs = tmp_path / "c", tmp_path / "logs"
+    words = [*flags(tmp_path, "--async-save"), "--train-iters", "1000000", "--keep-last-checkpoints", "2"]
+    with meeting(ENVIRONMENT, 1) as (environment,):
+        job = start_forked(PROGRAM, words, environment, logs)
+        try:
+            until(lambda: (folder / TRACKER).exists(), job)
+            next(folder.glob(CARDS)).unlink()  # what who takes over does first
+            owner = take(folder, [])
+            job.join(patience(60))
+            assert job.exitcode == 1
+        finally:
+            job.kill()
+            job.join()
+    said = [line for line in text(logs / "out").splitlines() if "any more" in line]
+    assert any("stopped after iteration" in line for line in said) and "Traceback" not in text(logs / "err")
+    assert f"--save {folder} is not this job's any more: process {os.getpid()} on " in said[-1]
+    assert len(said) <= 3, said  # a save that had begun, or one that was due before the loss was noticed, says so
+    owner.check()
+    owner.release()
+    assert all(damage(path) is None for path in checkpoints_in(folder).values())
