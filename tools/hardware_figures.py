@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron.platform.cpu import processor_name
 from megatron.simulator.machines import measure
+from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.machines.measure import DTYPES, HEAD_DIM, HEAD_SIZES, Effort
-from megatron.simulator.machines.measure_links import KINDS, Figures, figures, measure_in_processes
+from megatron.simulator.machines.measure_links import Figures, figures, measure_in_processes
 from megatron.simulator.machines.measure_runtime import context_and_workspace
 from megatron.training.refusal import Refusal
 from megatron.training.report.flops import GPU_PEAKS
@@ -70,7 +72,9 @@ def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> di
     if not cuda:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes)))
     columns = (TextColumn("{task.description:44}"), BarColumn(), TimeElapsedColumn())
-    steps = len(plan.gemm) + len(plan.attention) + len(HEAD_SIZES) + 4 + (len(KINDS) if processes > 1 else 0) + 1
+    steps = len(plan.gemm) + len(plan.attention) + len(HEAD_SIZES) + 5 + (len(KINDS) if processes > 1 else 0)
+    if int(os.environ.get("WORLD_SIZE", processes)) > processes:
+        steps += len(KINDS) + (processes > 1)
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("start", total=steps)
 
@@ -90,7 +94,7 @@ def link_figures(device: torch.device, processes: int, plan: Effort, timeout: fl
         if dist.is_initialized():
             return figures(device, processes, plan, tell)
         tell("copies to the host")
-        return Figures({}, None, measure.host_copy(plan.copy_bytes, device, plan.window), 1, 1)
+        return Figures({}, {}, measure.host_copy(plan.copy_bytes, device, plan.window), 1, 1)
     return measure_in_processes(processes, device.type, plan, timeout, tell)
 
 
@@ -144,13 +148,12 @@ def node_fields(links: Figures, raw: dict[str, Any], device: torch.device) -> di
     free, whole = torch.cuda.mem_get_info(device) if cuda else (ram.available, ram.total)
     share = 1 if cuda else links.processes
     sources = dict(raw["sources"])
-    link, calibration, collective = node_link(links, raw)
+    link, collective = node_link(links, raw)
     if not links.node:
         sources["link"] = "not measured, with one process: half the memory's bandwidth stands in"
-    if links.network:
-        network = {"bandwidth": links.network[1], "latency": max(0.0, links.network[0] - collective)}
-    else:
-        network = dict(link)
+    network = network_link(links)
+    if network is None:
+        network = {name: link[name] for name in ("bandwidth", "latency")}
         sources["network"] = "not measured, on one node: the node's link stands in"
     if not cuda:
         sources["host_memory"] = "measured; the devices' memory is part of it"
@@ -163,7 +166,6 @@ def node_fields(links: Figures, raw: dict[str, Any], device: torch.device) -> di
         "host_memory": ram.total,
         "network": network,
         "collective": collective,
-        "calibration": calibration,
         "sources": sources,
     }
 
@@ -174,19 +176,39 @@ def runtime_fields(runtime: dict[str, int], links: Figures) -> dict[str, Any]:
     return {"runtime": found} if found else {}
 
 
-def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], float]:
-    """The link at its best, the shares of it that each kind of transfer gets, and the seconds of any transfer.
+def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """The link between a node's processes, with what each kind of transfer gets; and the seconds of any transfer.
 
     A small hop takes the time of any transfer and one step's latency, a small all_gather that of n - 1 steps.
     """
     if not links.node:
-        return {"bandwidth": raw["memory_bandwidth"] / 2, "latency": raw["launch"]}, {}, 0.0
+        return {"bandwidth": raw["memory_bandwidth"] / 2, "latency": raw["launch"]}, 0.0
     best = max(bandwidth for _, bandwidth in links.node.values())
-    shares = {"all_gather": "link", "all_to_all": "all_to_all", "p2p": "p2p"}
-    calibration = {name: links.node[kind][1] / best for kind, name in shares.items()}
     hop, gather, ranks = links.node["p2p"][0], links.node["all_gather"][0], links.processes
     latency = min(hop, max(0.0, (gather - hop) / (ranks - 2))) if ranks > 2 else 0.0
-    return {"bandwidth": best, "latency": latency}, calibration, hop - latency
+    return {"bandwidth": best, "latency": latency, "kinds": of_kinds(links.node, ranks)}, hop - latency
+
+
+def network_link(links: Figures) -> dict[str, Any] | None:
+    """The same between nodes, and how many processes share a card; None with one node.
+
+    Processes with a card each send as fast alone as together; of those that share one, one alone gets it all.
+    """
+    if not links.network:
+        return None
+    latency, bandwidth = links.network["p2p"]
+    found = {"bandwidth": bandwidth, "latency": latency, "kinds": of_kinds(links.network, links.nodes)}
+    ratio = max(1.0, links.alone / bandwidth)
+    sharing = min(
+        (n for n in range(1, links.processes + 1) if links.processes % n == 0), key=lambda n: abs(math.log(n / ratio))
+    )
+    return found | ({"gpus_per_card": sharing} if sharing > 1 else {})
+
+
+def of_kinds(measured: dict[str, tuple[float, float]], ranks: int) -> dict[str, dict[str, float]]:
+    """Bandwidth, and latency of a step, by kind of transfer among ``ranks``."""
+    steps = {kind: 1 if kind == "p2p" else ranks - 1 for kind in measured}
+    return {kind: {"bandwidth": rate, "latency": start / steps[kind]} for kind, (start, rate) in measured.items()}
 
 
 def named(raw: dict[str, Any], output: str, device: torch.device) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from megatron.training.checkpoint.megatron_lm.places import iteration_of
 from megatron.training.checkpoint.owner import Owner, own
 from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.runs import identity
+from megatron.training.checkpoint.shelf import restore
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.files import named_sets
@@ -97,6 +99,10 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
         return found, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
+    if owner is not None and dist.get_rank() == 0:
+        with suppress(OSError):  # said by whoever writes there
+            restore(Path(config.checkpoint.save))
+    dist.barrier()  # no rank looks for a checkpoint before
     found, tokenizer, vocab_size, plan = together(look)
     found, run = agree_on_run(found, config, owner)
     copies = open_copies(config, str(runtime.grid), available_bytes, run)

@@ -25,6 +25,7 @@ from megatron.training.report.memory import PeakBytes
 from megatron.training.report.memory_profile import MemoryProfile, write_profile
 from megatron.training.report.reporter import Reporter
 from megatron.training.saver import Saver
+from megatron.training.slow_links import SlowLinks
 from megatron.training.step import Batches, Diverged, StepResult, evaluate, train_step
 from megatron.training.stopping import Stopper
 from megatron.training.stragglers import Stragglers
@@ -38,6 +39,7 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
         ReplicasDiffer: --check-weight-hash-across-dp-replicas-interval has found it; nor is anything then.
     """
     saver = Saver(job, reporter)
+    stopper.begin()
     try:
         _train(job, reporter, stopper, saver)
     except ReplicasDiffer:
@@ -74,6 +76,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
     profiled = progress.iteration + config.logging.profile_memory_step if config.logging.profile_memory else None
     watch, left_out = Watch(config), 0
     stragglers = Stragglers(runtime) if config.faults.log_straggler else None
+    links = SlowLinks(runtime.device) if config.faults.log_straggler else None
     if config.run.manual_gc:
         gc.disable()
     for chunk in job.chunks:
@@ -115,7 +118,10 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             saver.finish()  # what is loaded, if it is, must be whole
             leave_out(job, reporter, result, left_out)
         progress.advance(samples, length)
-        device_peak, host_peak, writing, lost = stopper.agree(peaks.bytes, peaks.host_bytes, saver.writing, saver.lost)
+        slow = links.is_slow(seconds) if links else False
+        device_peak, host_peak, writing, slow, lost = stopper.agree(
+            peaks.bytes, peaks.host_bytes, saver.writing, slow, saver.lost
+        )
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -147,6 +153,8 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         if _due(config.faults.check_weight_hash_across_dp_replicas_interval, iteration):
             check_replicas(job)
         if stragglers and (last or _due(config.logging.log_interval, iteration)) and (line := stragglers.tell()):
+            reporter.say(f" WARNING: {line}")
+        if links and (line := links.tell(bool(slow))):
             reporter.say(f" WARNING: {line}")
         if timeline is not None:
             reporter.say(write_profile(config.logging.profile_memory, iteration, timeline, runtime.device.type))

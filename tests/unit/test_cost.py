@@ -14,7 +14,7 @@ from megatron.formulas.strategy import Group
 from megatron.simulator.cost.placement import placed
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
-from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
+from megatron.simulator.machines.machine import Calibration, Link, Machine, Measured, Rate
 from megatron.simulator.machines.machine_file import known, load
 from tests.properties import examples
 
@@ -98,6 +98,45 @@ def test_transfers_between_nodes_by_hand():
     assert transfer_seconds(transfer("all_to_all", 700, 8, stride=4), TOY) == pytest.approx(70 + 7 * 2)
     # two ranks a node
     assert transfer_seconds(transfer("reduce_scatter", 400, 4, stride=2), TOY) == pytest.approx(20 + 2 * 0.25 + 2)
+
+
+def test_ranks_of_a_node_that_share_a_card():
+    """Of a ring's ranks on a node one sends out: it has the whole card, unless rings beside it want it too."""
+    shared = replace(TOY, network=replace(TOY.network, gpus_per_card=4))
+    pairs = replace(TOY, network=replace(TOY.network, gpus_per_card=2))
+
+    def hop(machine: Machine, ranks: int, stride: int) -> float:
+        return transfer_seconds(transfer("p2p", 4000, ranks, stride), machine) - 2
+
+    # One card of 40 bytes a second for a node of four: one ring of 8, two of 4 beside each other, four of 2.
+    assert [hop(shared, 8, 1), hop(shared, 4, 2), hop(shared, 2, 4)] == pytest.approx([100, 200, 400])
+    assert [hop(pairs, 8, 1), hop(pairs, 4, 2), hop(pairs, 2, 4)] == pytest.approx([200, 400, 400])  # two cards of 20
+    assert {hop(TOY, 8, 1), hop(TOY, 4, 2), hop(TOY, 2, 4)} == {400.0}  # four of 10
+    for kind in ("all_gather", "all_reduce", "all_to_all"):  # bytes of all ranks leave the node: shared or not
+        assert transfer_seconds(transfer(kind, 400, 8), shared) == transfer_seconds(transfer(kind, 400, 8), TOY)
+
+
+def test_what_was_measured_of_a_kind_is_its_price():
+    """Bytes of a kind by its own bandwidth, and its own latency a step, which has the start of a call in it."""
+    near = {"all_reduce": Measured(50.0, 1.0), "p2p": Measured(25.0, 3.0)}
+    far = {"all_reduce": Measured(5.0, 4.0), "p2p": Measured(8.0, 5.0), "all_to_all": Measured(2.0, 6.0)}
+    machine = replace(TOY, collective=9.0, link=replace(TOY.link, kinds=near), network=replace(TOY.network, kinds=far))
+    took = lambda kind, ranks, stride=1: transfer_seconds(transfer(kind, 400, ranks, stride), machine)  # noqa: E731
+    assert took("all_reduce", 4) == pytest.approx(400 / 50 + 3 * 1)
+    assert took("all_reduce", 2, 4) == pytest.approx(400 / 5 + 4)
+    assert took("all_reduce", 8) == pytest.approx(400 / (4 * 5) + 6 * 1 + 4)  # four ranks of a node have four parts
+    assert took("p2p", 4) == pytest.approx(400 / 25 + 3) and took("p2p", 2, 4) == pytest.approx(400 / 8 + 5)
+    assert took("all_to_all", 8) == pytest.approx(400 * 4 / 7 / 2 + 4 * 6)
+    assert took("all_to_all", 4) == transfer_seconds(transfer("all_to_all", 400, 4), replace(TOY, collective=9.0))
+    assert took("all_gather", 8) == transfer_seconds(transfer("all_gather", 400, 8), replace(TOY, collective=9.0))
+    h100 = load("H100-80G")  # what was measured counts before NCCL's table
+    measured = replace(h100, link=replace(h100.link, kinds=near))
+    assert transfer_seconds(transfer("all_reduce", 400, 8), measured) == pytest.approx(
+        400 / (50 * h100.calibration.link) + 7
+    )
+    assert transfer_seconds(transfer("all_gather", 400, 8), measured) == transfer_seconds(
+        transfer("all_gather", 400, 8), h100
+    )
 
 
 def test_nothing_to_do_costs_nothing_and_copies_follow_the_host_link():

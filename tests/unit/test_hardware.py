@@ -44,6 +44,7 @@ def test_shipped_machines_are_whole_and_every_figure_has_a_source(name):
             continue
         parts = [part.name for part in fields(value)] if isinstance(value, Link | Calibration) else []
         same = {p for p in parts if p == "name" or isinstance(value, Calibration) and getattr(value, p) == 1.0}
+        same |= {p for p in ("kinds", "gpus_per_card") if isinstance(value, Link) and getattr(value, p) in ({}, 1)}
         missing = [part for part in parts if part not in same and f"{field.name}.{part}" not in told]
         assert field.name in told or (parts and not missing), f"{name}: no source for {field.name} {missing}"
 
@@ -126,6 +127,24 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"link": {"bandwidth": 1}}, "link.latency: missing"),
         ({"link": {"bandwidth": 0, "latency": 0}}, "link.bandwidth: must be a number above 0, not 0"),
         ({"link": {"bandwidth": 1, "latency": 0, "lanes": 4}}, "link.lanes: no such field"),
+        ({"link": {"bandwidth": 1, "latency": 0, "gpus_per_card": 2}}, "link.gpus_per_card: no such field"),
+        (
+            {"network": {"bandwidth": 1, "latency": 0, "gpus_per_card": 3}},
+            "network.gpus_per_card: 3 does not divide",
+        ),
+        (
+            {"network": {"bandwidth": 1, "latency": 0, "gpus_per_card": 0}},
+            "network.gpus_per_card: must be a number",
+        ),
+        ({"network": {"bandwidth": 1, "latency": 0, "kinds": 1}}, "network.kinds: must be an object with all_gather"),
+        (
+            {"link": {"bandwidth": 1, "latency": 0, "kinds": {"allreduce": {}}}},
+            "link.kinds.allreduce: no such field",
+        ),
+        (
+            {"link": {"bandwidth": 1, "latency": 0, "kinds": {"p2p": {"latency": 1}}}},
+            "link.kinds.p2p.bandwidth:",
+        ),
         ({"gemm": []}, "gemm: must be a list of"),
         ({"gemm": [[1, 2, 3]]}, "gemm: must be a list of"),
         ({"gemm": [[2, 1], [1, 2]]}, "gemm: sizes must rise, these are 2, 1"),

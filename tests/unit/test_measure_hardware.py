@@ -15,9 +15,10 @@ import torch
 
 from megatron.simulator.dry_run.runtime_memory import runtime_memory
 from megatron.simulator.machines import measure, measure_runtime
+from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.machines.measure import Effort
-from megatron.simulator.machines.measure_links import KINDS, Figures, figures, listen, measure_in_processes
+from megatron.simulator.machines.measure_links import Figures, figures, listen, measure_in_processes
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from tools import hardware_figures, measure_hardware
@@ -104,17 +105,29 @@ def measure_here(per_node: int) -> Figures:
 def test_processes_measure_what_they_send_each_other(pool):
     found = pool.run(measure_here, 4, 2)[0]
     assert set(found.node) == set(KINDS) and found.processes == found.nodes == 2
-    assert all(seconds > 0 and bandwidth > 0 for seconds, bandwidth in [*found.node.values(), found.network])
+    assert all(seconds > 0 and bandwidth > 0 for seconds, bandwidth in [*found.node.values(), *found.network.values()])
+    assert set(found.network) == set(KINDS) and found.alone > 0
     alone = pool.run(measure_here, 1, 1)[0]
-    assert alone.node == {} and alone.network is None and alone.host[0] > 0
+    assert alone.node == alone.network == {} and alone.host[0] > 0
 
 
 def test_links_become_a_link_and_shares_of_it():
     node = {"all_gather": (9e-6, 8e9), "all_to_all": (9e-6, 5e9), "p2p": (5e-6, 10e9)}
-    link, shares, collective = hardware_figures.node_link(Figures(node, None, (1e9, 0.0), 4, 1), {})
-    assert link == {"bandwidth": 10e9, "latency": pytest.approx(2e-6)}
-    assert shares == {"link": 0.8, "all_to_all": 0.5, "p2p": 1.0}
+    link, collective = hardware_figures.node_link(Figures(node, {}, (1e9, 0.0), 4, 1), {})
+    assert (link["bandwidth"], link["latency"]) == (10e9, pytest.approx(2e-6))
+    assert {kind: one["bandwidth"] for kind, one in link["kinds"].items()} == {k: rate for k, (_, rate) in node.items()}
+    assert link["kinds"]["all_gather"]["latency"] == pytest.approx(3e-6) == link["kinds"]["p2p"]["latency"] - 2e-6
     assert collective == pytest.approx(3e-6)
+
+
+@pytest.mark.parametrize("alone, sharing", [(10e6, 1), (13e6, 1), (19e6, 2), (33e6, 4), (90e6, 4)])
+def test_processes_that_share_a_card_are_recognised(alone, sharing):
+    """One process alone has as much as all that share its card have together."""
+    network = {"p2p": (1e-3, 10e6), "all_reduce": (4e-3, 8e6)}
+    link = hardware_figures.network_link(Figures({}, network, (1e9, 0.0), 4, 3, alone))
+    assert link.get("gpus_per_card", 1) == sharing and link["bandwidth"] == 10e6
+    assert link["kinds"]["all_reduce"] == {"bandwidth": 8e6, "latency": 2e-3}
+    assert hardware_figures.network_link(Figures({}, {}, (1e9, 0.0), 4, 1)) is None
 
 
 class Gpu:
@@ -151,7 +164,7 @@ def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tm
     found = measure_runtime.context_and_workspace(device)
     assert found == {"context": 500, "cublas": 32}
     assert measure_runtime.communicator(None, device) == 128
-    links = Figures({}, None, (1.0, 0.0), 4, 1, {"nccl": 128})
+    links = Figures({}, {}, (1.0, 0.0), 4, 1, buffers={"nccl": 128})
     raw = hardware_figures.named({"sources": {}} | hardware_figures.runtime_fields(found, links), "x.json", device)
     assert raw["runtime"] == {"context": 500, "cublas": 32, "nccl": 128}
     path = tmp_path / "x.json"
@@ -161,7 +174,7 @@ def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tm
     own = runtime_memory(parse([*shape.split(), "--lr", "1e-3", "--ulysses-parallel-size", "4"], {}, 4), 4, machine)
     assert (own.context, own.cublas, own.nccl) == (500, 32, 128 * own.communicators)
     assert own.beside == own.context + own.nccl and own.source.startswith("measured on")
-    assert hardware_figures.runtime_fields({}, Figures({}, None, (1.0, 0.0), 1, 1)) == {}
+    assert hardware_figures.runtime_fields({}, Figures({}, {}, (1.0, 0.0), 1, 1)) == {}
 
 
 @pytest.mark.full

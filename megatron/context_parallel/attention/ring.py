@@ -177,31 +177,37 @@ def _add_rows(grads: KeyGradients | None, rows: Spans, arrived: Tensor | None) -
 
 
 class _Transfer:
-    """Sends and receives that travel together while the caller computes."""
+    """Sends and receives that travel together while the caller computes.
+
+    Receives are posted before sends, whatever the order of calls. gloo tells a peer "ready to receive" over the same
+    connection that carries our data: posted after a large send, that word waits behind it, and a link between two
+    ranks carries one direction at a time. NCCL groups the operations of a batch, so their order does not matter there.
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.operations: list[dist.P2POp] = []
+        self.receives: list[dist.P2POp] = []
+        self.sends: list[dist.P2POp] = []
         self.works: list[dist.Work] = []
 
     def send(self, x: Tensor, message: Message) -> None:
-        self._add(dist.isend, x.contiguous(), message)
+        self.sends.append(self._operation(dist.isend, x.contiguous(), message))
 
     def receive(self, message: Message, like: Tensor, row: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for packed rows of the shape ``row``, which is filled once :meth:`wait` returns."""
         x = like.new_empty((count(message.rows), *row), dtype=dtype)
         if message.rows:
-            self._add(dist.irecv, x, message)
+            self.receives.append(self._operation(dist.irecv, x, message))
         return x
 
-    def _add(self, operation: Callable, x: Tensor, message: Message) -> None:
-        self.operations.append(dist.P2POp(operation, x, self.axis.global_rank(message.peer), self.axis.group))
+    def _operation(self, kind: Callable, x: Tensor, message: Message) -> dist.P2POp:
+        return dist.P2POp(kind, x, self.axis.global_rank(message.peer), self.axis.group)
 
     def start(self) -> None:
-        if self.operations:
-            self.works = dist.batch_isend_irecv(self.operations)
+        if self.receives or self.sends:
+            self.works = dist.batch_isend_irecv([*self.receives, *self.sends])
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        self.operations, self.works = [], []
+        self.receives, self.sends, self.works = [], [], []

@@ -12,7 +12,8 @@ NCCL compares, for a message of so many bytes, ``latency + bytes / bandwidth`` o
 - **NVLS**, of all_reduce on NVSwitch from Hopper on: the switch sums; between nodes a tree.
 - **PAT**, of all_gather and reduce_scatter with one rank a node: log2 of the nodes for the latency.
 
-A machine whose file has no ``collectives`` (a CPU's, one that was measured) has rings alone, at one rate.
+A machine whose file has no ``collectives`` (a CPU's, one that was measured) has rings alone, at one rate. Where the
+file says what a kind of transfer was measured to take over a link (``Link.kinds``), that is its one rate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from math import log2
 
 from megatron.simulator.cost.placement import Placement, placed
 from megatron.simulator.machines.collectives import LL128_TREE_HOP, Collectives, Way
-from megatron.simulator.machines.machine import Machine
+from megatron.simulator.machines.machine import Machine, Measured
 
 PLATEAU = 1.4  # of the latency of rings between nodes, all_reduce by Simple
 # What trees keep of their bandwidth at 64 bytes, 128, ... 256 MB: pipelines that do not fill. Between two sizes
@@ -110,20 +111,30 @@ def price_of(kind: str, size: int, stride: int, machine: Machine) -> Price:
     if kind == "all_to_all":
         return _all_to_all(size, where, machine)
     if kind == "p2p":
-        return Price((_hop(where, machine),))
-    if machine.collectives is None:
+        return Price((_hop(where, stride, machine),))
+    if machine.collectives is None or _is_measured(kind, where, machine):
         return Price((_one_rate(kind, size, where, machine),))
     return Price(pruned(_lines(kind, size, where, machine, machine.collectives)))
 
 
-def bandwidth(where: Placement, machine: Machine, times: float = 1.0) -> float:
+def bandwidth(where: Placement, machine: Machine, times: float = 1.0, kind: str = "") -> float:
     """Bytes a second over an edge of a ring; ``times``: of the network cards' bandwidth."""
     calibration = machine.calibration
-    inside = machine.link.bandwidth * calibration.link
+    inside = machine.link.of(kind).bandwidth * calibration.link
     if where.nodes == 1:
         return inside
-    outside = machine.network.bandwidth * calibration.network * where.cards(calibration.interleaved)
+    outside = machine.network.of(kind).bandwidth * calibration.network * where.cards(calibration.interleaved)
     return min(inside, times * outside)
+
+
+def _is_measured(kind: str, where: Placement, machine: Machine) -> bool:
+    """Whether the machine's file has measured this kind on the slowest link that the group crosses."""
+    return isinstance((machine.network if where.nodes > 1 else machine.link).of(kind), Measured)
+
+
+def _start(kind: str, where: Placement, machine: Machine) -> float:
+    """Seconds that a transfer takes at least, beside its steps; what was measured has them in its steps."""
+    return 0.0 if _is_measured(kind, where, machine) else machine.collective
 
 
 def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
@@ -142,42 +153,42 @@ def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
     return tuple(line for place, line in enumerate(found) if not beaten(place, line))
 
 
-def _hop(where: Placement, machine: Machine) -> Line:
+def _hop(where: Placement, stride: int, machine: Machine) -> Line:
     """A send and a receive, over the slowest edge."""
     if where.nodes > 1:
-        link, share = machine.network, machine.calibration.network
+        link = machine.network.of("p2p")
+        share = machine.calibration.network * where.hop_share(stride, machine.network.gpus_per_card)
     else:
-        link, share = machine.link, machine.calibration.p2p
-    return Line("p2p", machine.collective + link.latency, 1 / (link.bandwidth * share))
+        link, share = machine.link.of("p2p"), machine.calibration.p2p
+    return Line("p2p", _start("p2p", where, machine) + link.latency, 1 / (link.bandwidth * share))
 
 
 def _all_to_all(size: int, where: Placement, machine: Machine) -> Price:
     """What stays in the node and what leaves it go at the same time, the latter through the GPU's own card; of the
     group's worst placed rank, (n - k) / (n - 1) of what it sends leaves. Between two of a node it is one hop."""
-    calibration, start = machine.calibration, machine.collective
+    calibration, start = machine.calibration, _start("all_to_all", where, machine)
+    near, far = machine.link.of("all_to_all"), machine.network.of("all_to_all")
     within = (where.most - 1) / (size - 1)
     share = calibration.all_to_all if where.most > 2 else calibration.p2p
-    inner = Line(
-        "all_to_all in nodes",
-        start + (where.most - 1) * machine.link.latency,
-        within / (machine.link.bandwidth * share),
-    )
+    inner = Line("all_to_all in nodes", start + (where.most - 1) * near.latency, within / (near.bandwidth * share))
     if where.nodes == 1:
         return Price((inner,))
     away = size - where.fewest
-    outside = machine.network.bandwidth * calibration.network * calibration.network_all_to_all
-    outer = Line("all_to_all between nodes", start + away * machine.network.latency, away / (size - 1) / outside)
+    outside = far.bandwidth * calibration.network * calibration.network_all_to_all
+    outer = Line("all_to_all between nodes", start + away * far.latency, away / (size - 1) / outside)
     return Price((inner, outer), together=True)
 
 
 def _one_rate(kind: str, size: int, where: Placement, machine: Machine) -> Line:
-    """Rings at one rate; all_reduce with the latency of a tree, of which only log2 of the nodes is between nodes."""
-    near, far = machine.link.latency, machine.network.latency
-    if kind == "all_reduce":
+    """Rings at one rate; all_reduce with the latency of a tree, of which only log2 of the nodes is between nodes, where
+    it was not measured."""
+    near, far = machine.link.of(kind).latency, machine.network.of(kind).latency
+    if kind == "all_reduce" and not _is_measured(kind, where, machine):
         latency = 2 * ((where.most - 1) * near + log2(where.nodes) * far)
     else:
         latency = (size - where.nodes) * near + (where.nodes - 1) * far
-    return Line("ring", machine.collective + latency, 1 / bandwidth(where, machine))
+    rate = 1 / bandwidth(where, machine, kind=kind)
+    return Line("ring", _start(kind, where, machine) + latency, rate)
 
 
 def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Collectives) -> Iterator[Line]:

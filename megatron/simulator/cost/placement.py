@@ -32,6 +32,14 @@ class Placement(NamedTuple):
         GPU; where these are not neighbours, one and a share ``interleaved`` of the others."""
         return self.fewest if self.neighbours else 1 + interleaved * (self.fewest - 1)
 
+    def hop_share(self, stride: int, gpus_per_card: int) -> int:
+        """How many GPUs' parts of a shared network card a hop out of the node gets, such as a ring's.
+
+        Of a group's ranks on a node one alone sends to the next node, while the others send inside. So the card
+        carries one message for each of the ``stride`` groups that lie between one another, and not one a GPU.
+        """
+        return min(self.fewest, max(1, gpus_per_card // stride))
+
 
 @lru_cache(maxsize=4096)
 def placed(size: int, stride: int, gpus: int) -> Placement:

@@ -48,15 +48,43 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What one kind of transfer was measured to take over a link.
+
+    Attributes:
+        bandwidth: bytes a second that each rank sends, while all devices of the node take part.
+        latency: seconds of a step: of a hop, and of each of the n - 1 steps of a collective among n ranks.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
 class Link:
     """A way out of a device: bytes a second and direction that one device gets, and the seconds a message takes.
 
     ``bandwidth`` is what a device gets while all others of its node use theirs: a bus that they share counts in parts.
+
+    Attributes:
+        kinds: by kind of transfer (:data:`KINDS`), what was measured; for the others bandwidth and latency hold.
+        gpus_per_card: of a network: devices of a node, in a row, that share a network card. While one of them sends
+            alone it has the bandwidth of all.
     """
 
     bandwidth: float
     latency: float
     name: str = ""
+    kinds: dict[str, Measured] = field(default_factory=dict, hash=False)
+    gpus_per_card: int = 1
+
+    def of(self, kind: str) -> Link | Measured:
+        """Bandwidth and latency of a kind of transfer: as measured, else the link's."""
+        return self.kinds.get(kind, self)
+
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
+"""Transfers that tools/measure_hardware.py measures."""
 
 
 @dataclass(frozen=True)

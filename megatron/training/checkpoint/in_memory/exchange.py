@@ -43,10 +43,10 @@ def swap(sent: tuple[Path, int] | None, wanted: tuple[Path, int, int] | None, gr
             error = problem
         for start in range(0, max(mine, theirs), BLOCK):
             part, works = buffer[: max(theirs - start, 0)], []
+            if start < theirs:  # first: posted after our own data, gloo would send one direction at a time
+                works.append(dist.irecv(part, wanted[1], group=group))
             if start < mine:
                 works.append(dist.isend(data[start : start + BLOCK], sent[1], group=group))
-            if start < theirs:
-                works.append(dist.irecv(part, wanted[1], group=group))
             for work in works:
                 work.wait()
             if start < theirs and error is None:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.refusal import Refusal, one_line
+from megatron.training.refusal import Refusal, one_line, permitted
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OTHER_FORMS = (
@@ -22,6 +22,7 @@ OTHER_FORMS = (
 )
 
 
+@permitted()
 def checkpoint_path(
     folder: Path, step: int | None, *, whole: bool = True, notes: list[str] | None = None
 ) -> Path | None:
@@ -179,6 +180,7 @@ def _refuse_zarr(path: Path) -> None:
         )
 
 
+@permitted()
 def universal_path(folder: Path, step: int | None) -> Path | None:
     """The universal checkpoint of DeepSpeed's in ``folder``, the latest or of iteration ``step``; None: there is none.
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several nodes on one machine: network namespaces with addresses, host names and links of limited rate of their own.
+
+Each node is a namespace ``sn0``, ``sn1``, ... with one network card ``eth0`` (10.77.0.1, 10.77.0.2, ...). The cards are
+plugged into a bridge, in a namespace ``snsw`` of its own, so that nothing of this touches the machine's own network.
+Needs root.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+PREFIX, SWITCH = "sn", "snsw"
+MASTER = "10.77.0.1"
+BURST, QUEUE = "16kb", 3_000_000  # of the token bucket; bytes that wait for it
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _ip(*words: str, check: bool = True) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if check and done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def why_not() -> str:
+    """Why this machine cannot have such nodes; empty where it can."""
+    missing = [name for name in ("ip", "tc", "unshare", "nsenter") if not shutil.which(name)]
+    if missing:
+        return f"no {missing[0]} here (Debian: apt-get install iproute2 util-linux)"
+    if os.geteuid():
+        return "network namespaces need root"
+    try:
+        with Network(1, 100):
+            return ""
+    except OSError as error:
+        return f"no network namespaces here: {error}"
+
+
+class Network:
+    """The nodes; a context, which removes what it made and ends the processes in it.
+
+    Args:
+        nodes: how many.
+        mbit: of each card and direction; None: unlimited.
+    """
+
+    def __init__(self, nodes: int, mbit: float | None = None) -> None:
+        self.nodes, self.mbit = nodes, mbit
+
+    def __enter__(self) -> Network:
+        self._lock = _lock()
+        remove()  # what a run left that was killed
+        try:
+            _ip("netns", "add", SWITCH)
+            _ip("-n", SWITCH, "link", "add", "snbr", "type", "bridge")
+            _ip("-n", SWITCH, "link", "set", "snbr", "up")
+            for node in range(self.nodes):
+                name, port = f"{PREFIX}{node}", f"p{node}"
+                _ip("netns", "add", name)
+                _ip("-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("-n", SWITCH, "link", "set", port, "master", "snbr", "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+                _ip("-n", name, "link", "set", "eth0", "up")
+                _ip("-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "eth0")
+            self.limit(self.mbit)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        remove()
+        self._lock.close()
+
+    def limit(self, mbit: float | None, *nodes: int) -> None:
+        """What leaves these nodes (all of them) has this rate from now on; None: any."""
+        for node in nodes or range(self.nodes):
+            tc = ["netns", "exec", f"{PREFIX}{node}", "tc", "qdisc"]
+            _ip(*tc, "del", "dev", "eth0", "root", check=False)
+            if mbit is not None:
+                rate = f"{round(1e6 * mbit)}bit"
+                _ip(*tc, "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", BURST, "limit", f"{QUEUE}")
+
+    def plug(self, node: int, plugged: bool) -> None:
+        """The cable of a node's card is pulled out, or put in again."""
+        _ip("-n", SWITCH, "link", "set", f"p{node}", "up" if plugged else "down")
+
+    def lose(self, node: int, share: float) -> None:
+        """This share of the packets that reach a node is lost, at random (needs iptables).
+
+        Raises:
+            OSError: iptables is missing, or its module for it.
+        """
+        _ip("netns", "exec", f"{PREFIX}{node}", "iptables", "-A", "INPUT", "-i", "eth0", "-m", "statistic", "--mode",
+            "random", "--probability", f"{share}", "-j", "DROP")  # fmt: skip
+
+    def start(
+        self, node: int, command: Sequence[str], log: Path, environment: Mapping[str, str], prepare: str = "true"
+    ) -> subprocess.Popen:
+        """A process on a node, whose host name is ``node0``, ``node1``, ...
+
+        Args:
+            log: where its output goes, added to the file's end.
+            prepare: a shell command that runs before, in the same mount namespace, which nobody else is in.
+        """
+        script = f'hostname node{node} && {prepare} && exec "$@"'
+        words = ["ip", "netns", "exec", f"{PREFIX}{node}", "unshare", "--uts", "--mount", "bash", "-c", script, "bash"]
+        with open(log, "a") as file:
+            return subprocess.Popen(
+                [*words, *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+                | {"GLOO_SOCKET_IFNAME": "eth0", **environment},
+                start_new_session=True,
+            )
+
+    def torchrun(
+        self,
+        per_node: int,
+        program: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        prepare: str = "true",
+    ) -> list[subprocess.Popen]:
+        """One launcher a node, as on a cluster; their output goes to ``node0.log``, ... in ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self.nodes}"]
+        launcher += ["--nproc-per-node", f"{per_node}", "--master-addr", MASTER, "--master-port", "29500"]
+        return [
+            self.start(
+                node,
+                [*launcher, "--node-rank", f"{node}", *program],
+                folder / f"node{node}.log",
+                environment or {},
+                prepare,
+            )
+            for node in range(self.nodes)
+        ]
+
+
+def processes_in(name: str) -> list[int]:
+    """Processes in a network namespace."""
+    return [int(pid) for pid in _ip("netns", "pids", name, check=False).split()]
+
+
+def remove() -> None:
+    """End all processes in these namespaces, and remove them; there need not be any."""
+    every = [line.split()[0] for line in _ip("netns", "list", check=False).splitlines() if line]
+    for name in every:
+        if name == SWITCH or (name.startswith(PREFIX) and name[len(PREFIX) :].isdigit()):
+            for pid in processes_in(name):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _ip("netns", "del", name, check=False)
+
+
+def _lock() -> IO[str]:
+    """A file that is locked as long as it is open: the names of these namespaces are the machine's.
+
+    Raises:
+        OSError: someone else has it.
+    """
+    file = open(os.path.join(tempfile.gettempdir(), "megatron-nodes.lock"), "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise OSError("another rehearsal of several nodes runs on this machine") from None
+    return file
+
+
+if __name__ == "__main__":
+    with suppress(OSError), _lock():
+        remove()

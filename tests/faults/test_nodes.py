@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rehearsal of several nodes: the real program under torchrun in network namespaces, on links of limited rate."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_program import PROGRAM
+from tests.faults.network import Network, processes_in, why_not
+from tests.patience import patience
+from tests.program import run_forked
+
+NODES = int(os.environ.get("NODES", "0"))
+REASON = why_not() if NODES else "real nodes in network namespaces, minutes: bash tests/faults/nodes.sh, as root"
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 480 --max-position-embeddings 480 "
+    "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --lr-decay-style constant --num-workers 0 --device cpu "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --log-interval 1 --eval-iters 0"
+)
+FOREVER = "--train-iters 1000000 --distributed-timeout-minutes 1"
+TIMEOUT = 60  # seconds, as FOREVER says
+
+
+def command(flags: str, folder: Path) -> list[str]:
+    return [str(PROGRAM), *f"{FLAGS} --log-jsonl {folder}/log.jsonl {flags}".split()]
+
+
+def rows(folder: Path) -> list[dict]:
+    """Whole lines of the log: the last one may be on its way."""
+    file = folder / "log.jsonl"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+def said(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("node*.log")))
+
+
+def until(holds: Callable[[], bool], seconds: float, folder: Path, launchers: list[subprocess.Popen]) -> float:
+    """Seconds that it took; fails where it takes too long, or a launcher has ended."""
+    begin = time.monotonic()
+    while not holds():
+        late, ended = time.monotonic() - begin > patience(seconds), any(one.poll() is not None for one in launchers)
+        assert not late and not ended, said(folder)[-9000:]
+        time.sleep(0.1)
+    return time.monotonic() - begin
+
+
+def finish(launchers: list[subprocess.Popen], seconds: float, folder: Path) -> list[int]:
+    """Exit codes of launchers that end in time."""
+    deadline = time.monotonic() + patience(seconds)
+    try:
+        return [one.wait(max(0.1, deadline - time.monotonic())) for one in launchers]
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"not done after {patience(seconds):.0f} s\n{said(folder)[-9000:]}") from None
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Callable[[int], list[float]]:
+    """Losses of so many steps of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = run_forked(PROGRAM, command("--train-iters 20", folder)[1:], os.environ)
+    assert done.returncode == 0, done.stderr
+    return lambda steps: [row["lm_loss"] for row in rows(folder)[:steps]]
+
+
+@pytest.fixture
+def network(request) -> Iterator[Network]:
+    """Nodes and Mbit/s as the test's parameter says."""
+    with Network(*request.param) as made:
+        yield made
+
+
+GRIDS = [
+    ((2, None), 1, "--ring-parallel-size 2"),
+    ((2, 50), 2, "--ulysses-parallel-size 2 --ring-parallel-size 2"),
+    ((2, 50), 2, "--ring-parallel-size 4"),
+    ((2, 50), 2, "--tensor-model-parallel-size 2 --ring-parallel-size 2 --sequence-parallel"),
+    ((2, 50), 2, "--ring-parallel-size 2 --zero-stage 1"),
+    ((2, 50), 2, "--ring-parallel-size 2 --pipeline-model-parallel-size 2"),
+    ((4, 200), 1, "--ring-parallel-size 4 --fpdt --fpdt-chunk-size 240"),
+    ((3, 200), 1, "--ring-parallel-size 3"),
+]
+
+
+@pytest.mark.parametrize("network, per_node, flags", GRIDS, indirect=["network"])
+def test_losses_are_those_of_one_process(network, per_node, flags, alone, tmp_path):
+    launchers = network.torchrun(per_node, command(f"{flags} --train-iters 4", tmp_path), tmp_path)
+    assert set(finish(launchers, 100, tmp_path)) == {0}, said(tmp_path)
+    losses, wanted = [row["lm_loss"] for row in rows(tmp_path)], alone(4)
+    worst = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
+    assert worst < 1e-6
+    print(f"\n{network.nodes} x {per_node}, {network.mbit} Mbit/s, {flags}: losses within {worst:.1e} of one process")
+
+
+HOP = """
+import time, torch, torch.distributed as dist
+from megatron.context_parallel.attention.ring import Message, _Transfer
+from types import SimpleNamespace
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+axis = SimpleNamespace(group=dist.group.WORLD, global_rank=lambda rank: rank)
+message, best = Message(((0, 2**18),), 1 - dist.get_rank()), 1e9
+for _ in range(6):
+    hop = _Transfer(axis)
+    dist.barrier()
+    begin = time.perf_counter()
+    hop.send(torch.zeros(2**18, 1), message)
+    hop.receive(message, torch.zeros(1), (1,), torch.float32)
+    hop.start()
+    hop.wait()
+    dist.barrier()
+    best = min(best, time.perf_counter() - begin)
+if dist.get_rank() == 0:
+    print(f"both ways in {best:.4f} s", flush=True)
+"""
+
+
+@pytest.mark.parametrize("network", [(2, 50)], indirect=True)
+def test_a_ring_of_two_sends_both_ways_at_once(network, tmp_path):
+    """1 MiB each way over 50 Mbit/s takes 0.17 s, or twice that where one direction waits for the other."""
+    (tmp_path / "hop.py").write_text(HOP)
+    launchers = network.torchrun(1, [str(tmp_path / "hop.py")], tmp_path)
+    assert finish(launchers, 60, tmp_path) == [0, 0], said(tmp_path)
+    took = float(re.search(r"both ways in (\S+) s", said(tmp_path))[1])
+    ideal = 2**20 * 8 / 50e6
+    assert 0.8 * ideal < took < 1.5 * ideal
+    print(f"\n1 MiB each way at 50 Mbit/s: {1000 * took:.0f} ms, one direction alone {1000 * ideal:.0f}")
+
+
+@pytest.mark.parametrize("network", [(2, 50)], indirect=True)
+def test_a_link_that_is_down_for_ten_seconds(network, alone, tmp_path):
+    launchers = network.torchrun(1, command(f"--ring-parallel-size 2 {FOREVER}", tmp_path), tmp_path)
+    until(lambda: len(rows(tmp_path)) > 5, 60, tmp_path, launchers)
+    network.plug(1, False)
+    time.sleep(1)
+    before = len(rows(tmp_path))
+    time.sleep(9)
+    assert len(rows(tmp_path)) == before, "the link was not down"
+    network.plug(1, True)
+    took = until(lambda: len(rows(tmp_path)) > before + 10, 40, tmp_path, launchers)
+    wanted = alone(20)
+    losses = [row["lm_loss"] for row in rows(tmp_path)[: len(wanted)]]
+    assert max(abs(a / b - 1) for a, b in zip(losses, wanted)) < 1e-6
+    print(f"\nlink down for 10 s: ten more steps {took:.0f} s after it came back, losses as before")
+
+
+@pytest.mark.parametrize("network", [(2, None)], indirect=True)
+def test_a_link_that_is_down_for_good(network, tmp_path):
+    launchers = network.torchrun(2, command(f"--ring-parallel-size 4 {FOREVER}", tmp_path), tmp_path)
+    until(lambda: len(rows(tmp_path)) > 5, 60, tmp_path, launchers)
+    network.plug(1, False)
+    begin = time.monotonic()
+    assert all(finish(launchers, TIMEOUT + 60, tmp_path))
+    took = time.monotonic() - begin
+    assert took < TIMEOUT + patience(40), said(tmp_path)
+    # Node 0 holds the store, so its ranks can say who does not answer; those of node 1 have lost it.
+    first = (tmp_path / "node0.log").read_text()
+    blamed = {int(rank) for rank in re.findall(r"error: rank (\d) on node1 does not answer", first)}
+    blamed |= {int(rank) for rank in re.findall(r"rank (\d) on node1 does not answer", first)}
+    assert blamed == {2, 3}, said(tmp_path)
+    assert not [pid for node in range(2) for pid in processes_in(f"sn{node}")]
+    print(f"\nlink down for good: all ended after {took:.0f} s, ranks 2 and 3 named")
+
+
+@pytest.mark.parametrize("network", [(2, 200), (3, 200)], indirect=True)
+def test_a_link_that_becomes_ten_times_slower_is_named(network, tmp_path):
+    flags = f"--log-straggler {FOREVER} --seq-length 1536"
+    flags += f" --max-position-embeddings 1536 --ring-parallel-size {network.nodes}"
+    launchers = network.torchrun(1, command(flags, tmp_path), tmp_path)
+    until(lambda: len(rows(tmp_path)) > 12, 100, tmp_path, launchers)
+    network.limit(20, 1)
+    named = re.compile(r"the link from rank (\d) on node(\d) to rank (\d) on node(\d) takes (\S+) ms for 256 KiB")
+    took = until(lambda: named.search(said(tmp_path)), 100, tmp_path, launchers)
+    line = next(line for line in said(tmp_path).splitlines() if named.search(line))
+    slowest = named.search(line)
+    after = (1 + 1) % network.nodes
+    assert slowest.groups()[:4] == ("1", "1", f"{after}", f"{after}"), line  # what leaves node 1
+    assert 80 < float(slowest[5]) < 1000, line  # 256 KiB at 20 Mbit/s take 105 ms
+    print(f"\n{took:.0f} s after a link became slow: {line.strip()}")
+
+
+def in_mounts_of(process: subprocess.Popen, *words: str) -> None:
+    """Run a command in the mount namespace of a node's launcher."""
+    subprocess.run(["nsenter", "--mount", "-t", f"{process.pid}", *words], check=True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {f"{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("network", [(2, None)], indirect=True)
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("how", ["read-only", "gone"])
+def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
+    """One line for each save that fails; training goes on, what was saved is untouched; with the disk saves are back."""
+    disk, mounted = tmp_path / "disk", tmp_path / "mounted"
+    disk.mkdir()
+    mounted.mkdir()
+    flags = f"--ring-parallel-size 2 --zero-stage 1 --save {mounted} --save-interval 10 {FOREVER}"
+    mount = f"mount --bind {disk} {mounted}"
+    launchers = network.torchrun(1, command(flags, tmp_path), tmp_path, prepare=mount)
+    saved = lambda: sorted(path.name for path in disk.glob("iter_*"))  # noqa: E731
+    until(lambda: len(saved()) >= 2 and not list(disk.glob(".*")), 90, tmp_path, launchers)
+    lose, find = {
+        "read-only": (["mount", "-o", "remount,ro,bind", mounted], ["mount", "-o", "remount,rw,bind", mounted]),
+        "gone": (["umount", "--lazy", mounted], ["mount", "--bind", disk, mounted]),
+    }[how]
+    in_mounts_of(launchers[node], *map(str, lose))
+    before, failed = contents(disk), lambda: re.findall(r".*no checkpoint was written to.*", said(tmp_path))
+    until(lambda: len(failed()) >= 2, 60, tmp_path, launchers)
+    after = contents(disk)
+    lost = {name for name in before if after.get(name) != before[name] and "partial" not in name}
+    # A save that had begun may still have been published; nothing of those before it may change.
+    assert lost <= {"latest_checkpointed_iteration.txt"} and f"rank {node if how == 'read-only' else 0}" not in lost
+    told = failed()
+    assert all(f"mounted (rank {'01'[node] if how == 'read-only' else 1}: " in line for line in told), told
+    steps, count = len(rows(tmp_path)), len(saved())
+    until(lambda: len(rows(tmp_path)) > steps + 2, 60, tmp_path, launchers)
+    in_mounts_of(launchers[node], *map(str, find))
+    until(lambda: len(saved()) > count, 60, tmp_path, launchers)
+    assert "Traceback" not in said(tmp_path)
+    print(f"\nthe disk of node {node} {how}: {told[0].strip()}")
