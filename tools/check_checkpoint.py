@@ -25,9 +25,9 @@ from tools.convert_command import exit_on_sigterm, one_line_parser, run
 def check(argv: list[str] | None) -> list[str]:
     """Do what the flags ask for; returns the closing lines. Raises Refusal."""
     args = build_parser().parse_args(argv)
-    from megatron.platform.disk import sync_file, sync_folder
     from megatron.training.checkpoint import checksums
     from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
+    from megatron.training.disk import sync_file, sync_folder
 
     path = path_of(args.folder, args.ckpt_step)
     if args.write_list:

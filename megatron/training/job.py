@@ -99,7 +99,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
         return found, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
-    if config.checkpoint.save and dist.get_rank() == 0:
+    if owner is not None and dist.get_rank() == 0:
         with suppress(OSError):  # said by whoever writes there
             restore(Path(config.checkpoint.save))
     dist.barrier()  # no rank looks for a checkpoint before

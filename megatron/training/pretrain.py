@@ -142,12 +142,8 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
 
 def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     from megatron.training.bad_batches import write_batch
-<<<<<<< HEAD
-    from megatron.training.job import describe
-=======
     from megatron.training.data.reading import DataError
-    from megatron.training.job import describe, prepare
->>>>>>> data
+    from megatron.training.job import describe
     from megatron.training.loop import evaluate_held_out, evaluate_on_tasks, training_loop
     from megatron.training.refusal import together
     from megatron.training.replicas import ReplicasDiffer

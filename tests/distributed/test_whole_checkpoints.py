@@ -194,6 +194,20 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool
     assert "there is no older whole one" in told and "\n" not in told
 
 
+def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool, two, tmp_path):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    for flags in ("", f"--load {folder} --finetune", f"--load {two}/none", f"--load {folder} --reset-iteration"):
+        (told,) = pool.run(refused, 1, f"--save {folder} {flags}")
+        assert f"--save {folder} holds checkpoints up to iteration 2" in told and f"--load {folder}" in told
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    iteration, _, notes = pool.run(going_on, 1, f"--load {folder} --save {folder} --ckpt-step 1")[0]
+    assert iteration == 1 and any("each is overwritten when this run comes to it" in note for note in notes)
+    (folder / TRACKER).unlink()
+    (told,) = pool.run(refused, 1, f"--load {folder} --save {folder}")
+    assert f"no {TRACKER}, which names the latest: write 2 to it" in told
+
+
 @pytest.mark.parametrize("name", [b"", b"\xff\xfe2", b"1\n2", "\u00b2".encode()])
 def test_a_tracker_that_names_nothing(pool, two, tmp_path, name):
     folder = Path(shutil.copytree(two, tmp_path / "c"))

@@ -270,5 +270,5 @@ def test_a_process_has_one_job_at_a_time(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(Refusal, match="--save .* cannot be written to: "):
+    with pytest.raises(Refusal, match="--save .* cannot be listed and written to: "):
         take(tmp_path / "file", [])

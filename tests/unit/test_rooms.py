@@ -29,6 +29,7 @@ FLOORS = [
     "context_parallel.core",
     "context_parallel",  # the public names
     "training.refusal",
+    "training.disk",
     "training.json_file",
     "training.arguments",
     "training.data",
@@ -48,7 +49,7 @@ FLOORS = [
     "simulator",
 ]
 WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
-                "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal",
+                "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal", "training.disk",
                 "training.json_file", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def test_a_room_without_megatron_core(room):
 
 @pytest.mark.parametrize("room", FLOORS)
 def test_a_room_says_what_it_is(room):
-    if room in ("training.refusal", "training.json_file"):
+    if room in ("training.refusal", "training.disk", "training.json_file"):
         return
     text = ast.get_docstring(ast.parse((ROOT / "megatron" / room.replace(".", "/") / "__init__.py").read_text()))
     assert text and len(text.splitlines()) <= 14

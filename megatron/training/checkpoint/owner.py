@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def take(folder: Path, notes: list[str], renewal: float = RENEWAL, silence: floa
         raise
     except OSError as error:
         owner.release()
-        raise Refusal(f"--save {folder} cannot be written to: {reason(error)}") from None
+        raise Refusal(f"--save {folder} cannot be listed and written to: {reason(error)}") from None
     return owner
 
 
@@ -246,10 +247,15 @@ def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
 def _cards(owner: Owner) -> dict[Path, bytes]:
     """The cards of other jobs, as they are written. Raises OSError."""
     found = {}
-    for path in sorted(owner.folder.glob(CARDS)):
-        if path != owner._card:
-            with suppress(FileNotFoundError):  # removed since
+    for name in sorted(os.listdir(owner.folder)):  # a glob would pass over a folder that cannot be listed
+        path = owner.folder / name
+        if path == owner._card or not fnmatch(name, CARDS):
+            continue
+        with suppress(FileNotFoundError):  # removed since
+            try:
                 found[path] = path.read_bytes()
+            except PermissionError:  # another user's, which can be seen to change
+                found[path] = str(path.stat().st_mtime_ns).encode()
     return found
 
 

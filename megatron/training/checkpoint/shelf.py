@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.platform.disk import sync_folder, sync_folders_up
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in
 from megatron.training.checkpoint.writer import write_bytes
+from megatron.training.disk import sync_folder, sync_folders_up
 from megatron.training.refusal import Refusal
 
 PARTIAL, REMOVED = ".partial", ".removed"

@@ -17,8 +17,8 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
-from megatron.platform.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.data import genome
+from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from megatron.platform.disk import sync_tree
+from megatron.training.disk import sync_tree
 from megatron.training.refusal import Refusal
 
 LIST = "files.json"  # {name: bytes}

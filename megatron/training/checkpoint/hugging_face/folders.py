@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.platform.disk import sync_folders_up, sync_tree
 from megatron.training.checkpoint.hugging_face.llama import DTYPES
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
+from megatron.training.disk import sync_folders_up, sync_tree
 from megatron.training.refusal import Refusal, reason
 
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
