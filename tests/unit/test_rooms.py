@@ -49,8 +49,9 @@ FLOORS = [
     "simulator",
 ]
 WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
-                "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal", "training.disk",
-                "training.json_file", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
+                "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal",
+                "training.disk", "training.json_file", "simulator.machines", "simulator.cost",
+                "simulator.planner")  # fmt: skip
 
 
 MODULES = {

@@ -35,8 +35,8 @@ def write_list(path: Path, listed: FileList) -> None:
 def list_files(path: Path) -> FileList:
     """List the files of a checkpoint of ours, or of a Hugging Face folder, as they are now: each is read for its sum.
 
-    Of a Hugging Face folder only weights and settings are listed: a tokenizer may be changed. Whoever calls it syncs the
-    list to the disk: converters sync their whole folder.
+    Of a Hugging Face folder only weights and settings are listed: a tokenizer may be changed. The caller syncs the list
+    to the disk; converters sync their whole folder.
 
     Raises:
         Refusal: the checkpoint's own description of its files cannot be read.
