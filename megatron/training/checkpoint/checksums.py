@@ -50,7 +50,8 @@ def list_files(path: Path) -> FileList:
         names, number = files_of(path), path.name.removeprefix("iter_")
         names |= {VALIDATION} & {file.name for file in path.iterdir()}
         common = unpickle.read(path / COMMON)
-        run = common["progress"].get("run", "") if isinstance(common, dict) and "progress" in common else ""
+        progress = common.get("progress") if isinstance(common, dict) else None
+        run = progress.get("run", "") if isinstance(progress, dict) else ""
         about = {"folder": path.name, "iteration": int(number) if number.isdigit() else None, "run": run}
     listed = FileList({name: sum_of(path / name) for name in names}, **about)
     (path / CHECKSUMS).write_bytes(listed.packed())
