@@ -2,8 +2,8 @@
 """Read a folder of core's form ``torch_dist`` without running code that it brings along.
 
 core's own way unpickles ``.metadata``, and every object among the tensors, with the plain unpickler. Here both go
-through :mod:`unpickle`, as ``common.pt`` does. Transformer Engine unpickles the states of its FP8 layers itself, so
-those are looked at before they are handed to it.
+through :mod:`unpickle`, as ``common.pt`` and the tensors do. Transformer Engine unpickles the states of its FP8 layers
+itself, so those are looked at before they are handed to it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.futures import Future
 
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
@@ -81,7 +82,7 @@ def _refusals(path: Checked) -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """PyTorch's, with a list of contents that is read once, and no more than a list."""
+    """PyTorch's, which reads the list of contents once, and list and contents through :mod:`unpickle`."""
 
     def __init__(self, checked: Checked) -> None:
         super().__init__(str(checked))
@@ -91,9 +92,36 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         if self._found is None:
             self._found = self._checked.metadata()
-            if getattr(self._found, "storage_meta", None) is None:
-                self._found.storage_meta = StorageMeta()
         return self._found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        of_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            of_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in of_file.items():
+            with unpickle.parts_of(self._checked.file(name)) as read:
+                for item in items:
+                    place = self.storage_data[item.storage_index]
+                    data = read(place.offset, place.length)
+                    if item.type == LoadItemType.BYTE_IO:
+                        planner.load_bytes(item, io.BytesIO(data))
+                    else:
+                        self._put(item, unpickle.read_bytes(data, item.storage_index.fqn), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @staticmethod
+    def _put(item: ReadItem, found: Any, planner: LoadPlanner) -> None:
+        """Copy the wanted part of a stored tensor to its place."""
+        target = planner.resolve_tensor(item).detach()
+        corner = item.storage_offsets
+        if isinstance(found, torch.Tensor) and found.dim() == len(corner):
+            found = found[tuple(slice(first, first + length) for first, length in zip(corner, item.lengths))]
+        if not isinstance(found, torch.Tensor) or found.shape != target.shape:
+            raise Refusal(f"{item.storage_index.fqn} is not the tensor that .metadata describes")
+        target.copy_(found)
+        planner.commit_tensor(item, target)
 
 
 class _Planner(MCoreLoadPlanner):

@@ -189,11 +189,18 @@ class Machine:
             raise BadPickle("it puts keys into something else than a dictionary")
         if len(items) % 2:
             raise BadPickle("a key in it has no value")
+        self.check_values(items)
         self.put_into(target, items)
         for index in range(0, len(items), 2):
             target[self.key(items[index])] = items[index + 1]
 
+    def check_values(self, items: list[Any]) -> None:
+        """Where nothing unknown is wanted, a function or class is no value either."""
+        if self.table.strict and any(type(item) is _Name for item in items):
+            raise BadPickle("a name in it stands where a value should")
+
     def put_items(self, target: Any, items: list[Any]) -> None:
+        self.check_values(items)
         if type(target) is list:
             self.put_into(target, items)
             target.extend(items)

@@ -55,7 +55,9 @@ class StoredTensors:
             at = tuple(chunk.offsets)
             if overlap(offset, shape, at, chunk.sizes) is None:
                 continue
-            data = unpickle.read_bytes(self._bytes(self._places[key][at]), self.folder / key)
+            data = self._read(key, at)
+            if not isinstance(data, Tensor) or data.dtype != out.dtype or data.numel() != chunk.sizes.numel():
+                raise Refusal(f"checkpoint {self.folder}: {key} is not the tensor that .metadata describes")
             copied += copy_overlap(out, offset, data.reshape(tuple(chunk.sizes)), at)
         if copied != inside:
             raise Refusal(f"checkpoint {self.folder}: {key} is not whole, {inside - copied} numbers are missing")
@@ -65,17 +67,17 @@ class StoredTensors:
         """Something that is no tensor, by the name that core's ShardedObject has; None where there is none."""
         for name, places in self._places.items():
             if name.rpartition("/")[0] == key and name not in self._tensors:
-                found = unpickle.read_bytes(self._bytes(next(iter(places.values()))), self.folder / name)
+                found = self._read(name, next(iter(places)))
                 return found[0] if isinstance(found, list) and len(found) == 1 else found
         return None
 
-    def _bytes(self, place: Any) -> bytes:
-        try:
-            with open(self._checked.file(place.relative_path), "rb") as file:
-                file.seek(place.offset)
-                return file.read(place.length)
-        except OSError as error:
-            raise Refusal(f"checkpoint {self.folder}: {place.relative_path}: {error.strerror or error}") from None
+    def _read(self, key: str, at: Shape | None) -> Any:
+        """What lies in the files under a name, of a tensor the chunk at an offset."""
+        place = self._places.get(key, {}).get(at)
+        if place is None:
+            raise Refusal(f"checkpoint {self.folder}: .metadata does not say where {key} lies")
+        with unpickle.parts_of(self._checked.file(place.relative_path)) as read:
+            return unpickle.read_bytes(read(place.offset, place.length), self.folder / key)
 
 
 def overlap(

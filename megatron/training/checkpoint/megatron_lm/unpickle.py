@@ -2,136 +2,293 @@
 """Read pickled files of others without running code of theirs.
 
 Tensors, numbers, texts and a few plain classes come as they are. An object of any other class comes as an
-:class:`Unread`, which holds what it was made of and can do nothing; so a checkpoint of a program that is not installed
-here can still be read for what matters. torch's own reader refuses names of modules like ``os`` altogether.
+:class:`Unread`, which can do nothing; so a checkpoint of a program that is not installed here can still be read for
+what matters. No name in a file is looked up: see pickle_machine.py, metadata_file.py and torch_saved.py.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
-import pickle
-from collections.abc import Callable
-from enum import Enum
-from pathlib import Path
+import mmap as memory_map
+import os
+import stat
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
+from megatron.training.checkpoint.megatron_lm import torch_saved
+from megatron.training.checkpoint.megatron_lm.metadata_file import DTYPES, whole_number
 from megatron.training.checkpoint.megatron_lm.metadata_file import read_metadata as read_metadata
+from megatron.training.checkpoint.megatron_lm.pickle_machine import SCALARS, BadPickle, Machine, Pair, Table
+from megatron.training.checkpoint.megatron_lm.pickle_machine import Unread as Unread
 from megatron.training.refusal import Refusal, reason
-
-PLAIN = {
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "pathlib.PosixPath",
-    "signal.Signals",
-    "collections.defaultdict",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy._core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-}
-
-
-class Unread:
-    """In place of an object whose class was not loaded."""
-
-    def __init__(self, *made_of: Any) -> None:
-        self.made_of = made_of
-
-    def __new__(cls, *_: Any) -> Unread:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
 
 
 def read(path: Path, *, mmap: bool = False) -> Any:
-    """What ``torch.save`` has written to ``path``, on the CPU. Raises Refusal where it cannot be read safely."""
-    return _load(path, str(path), mmap=mmap)
+    """What ``torch.save`` has written to ``path``, on the CPU.
+
+    Args:
+        mmap: let tensors be parts of the mapped file, so that what is not used is not read.
+
+    Raises:
+        Refusal: it cannot be read, or not safely.
+    """
+    return _or_refuse(path, lambda: torch_saved.load(_file(path, mmap), PLAIN))
 
 
-def read_bytes(data: bytes, where: object, *, whole: bool = False) -> Any:
+def read_bytes(data: Any, where: object, *, whole: bool = False) -> Any:
     """The same of bytes.
 
     Args:
+        data: a buffer, whose memory the tensors share where it can be written to.
         where: names them in messages.
         whole: refuse what would come as an :class:`Unread`.
     """
-    return _load(data, str(where), whole=whole)
-
-
-def _load(source: Path | bytes, where: str, *, whole: bool = False, **options: Any) -> Any:
-    def file() -> Any:
-        return io.BytesIO(source) if isinstance(source, bytes) else str(source)
-
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file())
-        found = [(_stand_in(name), name) for name in names]
-        unknown = [name for one, name in found if isinstance(one, type) and issubclass(one, Unread)]
-        if whole and unknown:
-            raise pickle.UnpicklingError(f"{unknown[0]} is nothing that it should hold")
-        with torch.serialization.safe_globals(found):
-            return torch.load(file(), map_location="cpu", weights_only=True, **options)
-    except (OSError, EOFError, KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise Refusal(f"{where} cannot be read: {reason(error)}") from None
-    except pickle.UnpicklingError as error:
-        raise Refusal(f"{where} is not read, for that could run code it brings along: {reason(error)}") from None
-
-
-def _stand_in(name: str) -> Any:
-    """What ``name`` means, if that is harmless and there; an Unread class otherwise."""
-    known = name.replace("numpy.core.", "numpy._core.")
-    module, _, attribute = known.rpartition(".")
-    if known in PLAIN or known.startswith("numpy.dtypes.") or module.startswith("megatron.core."):
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError):
-            found = None
-        enum = isinstance(found, type) and issubclass(found, Enum)
-        if found is not None and (enum or not module.startswith("megatron.core.")):
-            return found
-    return type("Unread", (Unread,), {"of": name})
-
-
-# What the FP8 states of Transformer Engine's layers consist of, beside recipes.
-ENGINE_NAMES = {
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("collections", "OrderedDict"),
-}
-RECIPES = "transformer_engine.common.recipe"
-
-
-class _EngineUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if (module, name) in ENGINE_NAMES:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module == RECIPES and name.isidentifier():
-            return type("Unread", (Unread,), {"of": f"{module}.{name}"})
-        raise pickle.UnpicklingError(f"{module}.{name} is nothing that such a state consists of")
+    return _or_refuse(where, lambda: torch_saved.load(data, WHOLE if whole else PLAIN))
 
 
 def check_engine_state(data: bytes, where: object) -> None:
     """Raises Refusal where unpickling ``data`` could run code, and not only make the state of a layer."""
     if data:
-        _checked(lambda: _EngineUnpickler(io.BytesIO(data)).load(), where)
+        _or_refuse(where, lambda: Machine(data, ENGINE).load())
 
 
 def check_plain(data: bytes, where: object) -> None:
-    """Raises Refusal where ``torch.load`` of ``data`` could run code."""
-    _checked(lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), where)
+    """Raises Refusal where ``torch.load`` of ``data`` would make anything but tensors, numbers and texts."""
+    read_bytes(data, where, whole=True)
 
 
-def _checked(read: Callable[[], Any], where: object) -> None:
+@contextmanager
+def parts_of(path: Path) -> Iterator[Callable[[int, int], bytearray]]:
+    """A function that reads ``length`` bytes at ``offset`` of a file in a checkpoint's folder.
+
+    Raises:
+        Refusal: the file leads out of that folder, is no file, or ends before such a part; or what is done with the
+            parts meets an error of the disk.
+    """
     try:
-        read()
-    except Exception as error:  # whatever unpickling may raise
-        raise Refusal(f"{where} is not read, for that could run code it brings along: {reason(error)}") from None
+        if path.resolve().parent != path.parent.resolve():
+            raise ValueError("it is a link that leads out of the checkpoint's folder")
+        with open(path, "rb", opener=_open_file) as file:
+            size = os.fstat(file.fileno()).st_size
+
+            def read(offset: int, length: int) -> bytearray:
+                if offset + length > size:
+                    raise Refusal(f"{path} is too short: {size} bytes, at least {offset + length} were written")
+                data = bytearray(length)
+                file.seek(offset)
+                if file.readinto(data) != length:
+                    raise Refusal(f"{path} became shorter while it was read")
+                return data
+
+            yield read
+    except Refusal:
+        raise
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path} cannot be read: {reason(error)}") from None
+
+
+def _file(path: Path, mapped: bool) -> Any:
+    with open(path, "rb", opener=_open_file) as file:
+        size = os.fstat(file.fileno()).st_size
+        if mapped and size:
+            return memory_map.mmap(file.fileno(), 0, access=memory_map.ACCESS_COPY)
+        data = bytearray(size)
+        file.readinto(data)
+        return data
+
+
+def _open_file(path: str, flags: int) -> int:
+    """A file, and no pipe that somebody would wait for, nor a device without end."""
+    number = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise ValueError("it is no file")
+    return number
+
+
+def _or_refuse(where: object, act: Callable[[], Any]) -> Any:
+    try:
+        return act()
+    except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        raise Refusal(f"{where} cannot be read: {reason(error)}") from None
+
+
+# Plain classes that checkpoints hold.
+
+
+def _make_namespace(kind: type) -> Callable[..., Any]:
+    return lambda: kind()
+
+
+def _build_namespace(target: Any, state: Any) -> None:
+    if type(state) is not dict or any(type(name) is not str for name in state):
+        raise BadPickle("the state of a namespace in it is none")
+    vars(target).update(state)
+
+
+def _path(*parts: Any) -> Path:
+    if any(type(part) is not str or "\0" in part for part in parts):
+        raise BadPickle("a path in it is none")
+    return PosixPath(*parts)
+
+
+def _device(kind: Any, index: Any = None) -> torch.device:
+    if kind not in ("cpu", "cuda", "meta", "xpu", "mps", "hpu", "npu") or type(index) not in (int, type(None)):
+        raise BadPickle("a device in it is none")
+    return torch.device("cpu")  # whichever it was, everything lies here now
+
+
+def _default_dict(*factory: Any) -> dict:
+    return {}
+
+
+def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+    """Bytes, as pickles of the older protocols hold them."""
+    if type(text) is not str or encoding != "latin1":
+        raise BadPickle("bytes in it are none")
+    return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def _set_of(items: Any = ()) -> set:
+    if type(items) is not list or any(type(item) not in SCALARS for item in items):
+        raise BadPickle("a set in it is none")
+    return set(items)
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise BadPickle("a complex number in it is none")
+    return complex(real, imaginary)
+
+
+class _ArrayType:
+    """A dtype of numpy in the making: a file gives its order of bytes afterwards."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        if type(name) is not str or name not in (
+            "b1",
+            *(f"{kind}{size}" for kind in "iufc" for size in (1, 2, 4, 8, 16)),
+        ):
+            raise BadPickle("an array in it holds something else than numbers")
+        self.type = np.dtype(name)
+
+    def set_order(self, state: Any) -> None:
+        if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
+            raise BadPickle("an array in it has no order of bytes")
+        self.type = self.type.newbyteorder(state[1])
+
+
+def _array(*_: Any) -> np.ndarray:
+    return np.empty(0, np.int8)
+
+
+def _fill_array(array: np.ndarray, state: Any) -> None:
+    if type(state) is not tuple or len(state) != 5:
+        raise BadPickle("an array in it is none")
+    _, shape, kind, by_columns, data = state
+    if type(kind) is not _ArrayType or type(data) is not bytes or type(by_columns) is not bool:
+        raise BadPickle("an array in it is none")
+    if type(shape) is not tuple or not all(map(whole_number, shape)) or len(shape) > 32:
+        raise BadPickle("an array in it has no shape")
+    if prod(shape) * kind.type.itemsize != len(data):
+        raise BadPickle("an array in it has another number of bytes than it says")
+    array.__setstate__((1, shape, kind.type, by_columns, data))
+
+
+def _array_number(kind: Any, data: Any) -> Any:
+    if type(kind) is not _ArrayType or type(data) is not bytes or len(data) != kind.type.itemsize:
+        raise BadPickle("a number in it is none")
+    return np.frombuffer(data, kind.type)[0]
+
+
+_MAKERS: dict[Pair, Callable[..., Any]] = {
+    **torch_saved.TENSORS,
+    ("torch", "device"): _device,
+    ("argparse", "Namespace"): _make_namespace(Namespace),
+    ("types", "SimpleNamespace"): _make_namespace(SimpleNamespace),
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,
+    ("collections", "defaultdict"): _default_dict,
+    ("_codecs", "encode"): _encoded,
+    ("numpy", "ndarray"): _array,
+    ("numpy", "dtype"): _ArrayType,
+}
+for _module in ("builtins", "__builtin__"):
+    _MAKERS |= {(_module, "bytes"): _no_bytes, (_module, "set"): _set_of, (_module, "complex"): _complex}
+    _MAKERS |= {
+        (_module, name): torch_saved.never_called for name in ("list", "dict", "int", "float")
+    }  # of defaultdict
+for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+    _MAKERS |= {(_module, "_reconstruct"): _array, (_module, "scalar"): _array_number}
+
+PLAIN = Table(
+    constants=DTYPES,
+    makers=_MAKERS,
+    builders={
+        Namespace: _build_namespace,
+        SimpleNamespace: _build_namespace,
+        np.ndarray: _fill_array,
+        _ArrayType: _ArrayType.set_order,
+    },
+)
+WHOLE = replace(PLAIN, strict=True)
+
+# What the FP8 states of Transformer Engine's layers consist of, beside recipes. It unpickles them itself, so what is
+# let through must be harmless there too: no other names, and no state for anything but a recipe.
+RECIPES = "transformer_engine.common.recipe"
+RECIPE_NAMES = (
+    "Format",
+    "_FormatHelper",
+    "Recipe",
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "MMParams",
+    "QParams",
+    "_OverrideLinearPrecision",
+)
+
+
+class _Recipe:
+    """In place of a recipe."""
+
+    def set_state(self, state: Any) -> None:
+        if type(state) is not dict or any(type(name) is not str or name.startswith("__") for name in state):
+            raise BadPickle("the state of a recipe in it is none")
+
+
+def _inner(data: Any) -> Any:
+    """A storage, which is pickled as a file of ``torch.save`` within."""
+    if type(data) is not bytes:
+        raise BadPickle("a tensor in it is none")
+    return torch_saved.load(data, replace(ENGINE, makers=torch_saved.STORAGE_NAMES))
+
+
+ENGINE = Table(
+    constants=DTYPES,
+    makers={
+        ("torch._utils", "_rebuild_tensor_v2"): torch_saved.make_tensor,
+        ("torch._utils", "_rebuild_parameter"): torch_saved.TENSORS["torch._utils", "_rebuild_parameter"],
+        ("torch", "Size"): torch_saved.make_size,
+        ("torch", "device"): _device,
+        ("collections", "OrderedDict"): torch_saved.TENSORS["collections", "OrderedDict"],
+        ("torch.storage", "_load_from_bytes"): _inner,
+        **{(RECIPES, name): lambda *_: _Recipe() for name in RECIPE_NAMES},
+    },
+    builders={_Recipe: _Recipe.set_state},
+    strict=True,
+)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what ``torch.save`` has written, in both of its formats, by :class:`Machine` and without ``torch.load``.
+
+A file is a zip archive with a pickle and a record of bytes for each storage; before PyTorch 1.6, several pickles one
+after the other and then the bytes. Tensors are made here: each must lie within the bytes that are really there, so no
+file takes more memory than it has bytes. Archives that are compressed, which PyTorch never writes, are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.training.checkpoint.megatron_lm.metadata_file import make_size, whole_number
+from megatron.training.checkpoint.megatron_lm.pickle_machine import BadPickle, Machine, Pair, Table, Unread
+
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older format
+
+
+def never_called(*_: Any) -> Any:
+    """The maker of a name that a file may mention and not call."""
+    raise BadPickle("it calls what a checkpoint only mentions")
+
+
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+STORAGE_NAMES: dict[Pair, Callable[..., Any]] = {
+    **{("torch", name): never_called for name in STORAGES},
+    ("torch.storage", "UntypedStorage"): never_called,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """Bytes of a file that tensors lie in, and the dtype that the file gives them."""
+
+    data: Tensor  # uint8
+    dtype: torch.dtype
+
+
+def load(data: Any, table: Table) -> Any:
+    """The object in the bytes of a file.
+
+    Args:
+        data: a buffer. Tensors share its memory where it can be written to, as that of a ``bytearray``.
+
+    Raises:
+        ValueError: damaged, or not harmless.
+    """
+    view = memoryview(data)
+    return _load_archive(view, table) if bytes(view[:2]) == b"PK" else _load_older(view, table)
+
+
+def _load_archive(view: memoryview, table: Table) -> Any:
+    records = _records(view)
+    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise BadPickle("it is no file of torch.save")
+    root = pickles[0].removesuffix("data.pkl")
+    if bytes(records.get(f"{root}byteorder", sys.byteorder.encode())[:10]).decode() != sys.byteorder:
+        raise BadPickle("its bytes are in the order of other machines")
+    known: dict[str, Tensor] = {}
+
+    def stored(told: Any) -> Storage:
+        key, dtype, size = _storage_id(told)
+        if key not in known:
+            part = records.get(f"{root}data/{key}")
+            if part is None:
+                raise BadPickle("the bytes of a tensor in it are missing")
+            known[key] = as_bytes(part)
+        if known[key].numel() != size:
+            raise BadPickle("a tensor in it has another number of bytes than it says")
+        return Storage(known[key], dtype)
+
+    return Machine(bytes(records[pickles[0]]), table, stored=stored).load()
+
+
+def _records(view: memoryview) -> dict[str, memoryview]:
+    """The parts of a zip archive by name, none of them compressed."""
+    found, ends = {}, []
+    try:
+        with zipfile.ZipFile(_Window(view)) as archive:
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                    raise BadPickle("it is compressed, which torch.save never does")
+                begin = info.header_offset
+                name, extra = (int.from_bytes(view[begin + at : begin + at + 2], "little") for at in (26, 28))
+                start = begin + 30 + name + extra
+                stop = start + info.file_size
+                if not 0 <= begin < stop <= len(view) and info.file_size or info.filename in found:
+                    raise BadPickle("its parts do not lie within it")
+                found[info.filename] = view[start:stop]
+                ends.append((begin, stop))
+    except (zipfile.BadZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
+        raise BadPickle(f"it is damaged ({type(error).__name__})") from None
+    ends.sort()
+    if any(stop > begin for (_, stop), (begin, _) in zip(ends, ends[1:])):
+        raise BadPickle("its parts overlap")
+    return found
+
+
+class _Window(io.RawIOBase):
+    """A buffer as a file to read from, without a copy of it."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view, self.at = view, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self.at, len(self.view))[whence]
+        if at < 0:
+            raise OSError("a place before the begin")
+        self.at = at
+        return at
+
+    def tell(self) -> int:
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        part = self.view[self.at :] if size is None or size < 0 else self.view[self.at : self.at + size]
+        self.at += len(part)
+        return bytes(part)
+
+
+def _load_older(view: memoryview, table: Table) -> Any:
+    at, left = 0, len(view)
+    known: dict[str, Storage] = {}
+
+    def stored(told: Any) -> Storage:
+        nonlocal left
+        if type(told) is tuple and len(told) == 6 and told[5] is None:
+            told = told[:5]
+        key, dtype, size = _storage_id(told)
+        if key not in known:
+            left -= size
+            if left < 0:
+                raise BadPickle("its tensors have more bytes than it")
+            known[key] = Storage(torch.empty(size, dtype=torch.uint8), dtype)
+        if known[key].data.numel() != size:
+            raise BadPickle("a tensor in it has another number of bytes than it says")
+        return Storage(known[key].data, dtype)
+
+    def part(of: Table = Table({}, {}, {}, strict=True)) -> Any:
+        nonlocal at
+        machine = Machine(view, of, at, stored)
+        found = machine.load()
+        at = machine.at
+        return found
+
+    if part() != MAGIC or part() != PROTOCOL:
+        raise BadPickle("it is no file of torch.save")
+    part()  # of the machine that wrote it
+    found, keys = part(table), part()
+    if type(keys) is not list or any(type(key) is not str for key in keys) or sorted(keys) != sorted(known):
+        raise BadPickle("it does not say where its tensors lie")
+    for key in keys:
+        data, dtype = known[key].data, known[key].dtype
+        count = int.from_bytes(view[at : at + 8], "little")
+        size = data.numel()
+        if count * dtype.itemsize != size or at + 8 + size > len(view):
+            raise BadPickle("it ends too early")
+        if size:
+            data.copy_(as_bytes(view[at + 8 : at + 8 + size]))
+        at += 8 + size
+    return found
+
+
+def _storage_id(told: Any) -> tuple[str, torch.dtype, int]:
+    """(name, dtype, bytes) of a storage, from what a file says of it."""
+    if type(told) is not tuple or len(told) != 5:
+        raise BadPickle("it asks for something that lies elsewhere")
+    word, kind, key, _, count = told
+    if word != "storage" or type(kind) is bool or not isinstance(kind, Unread) or not isinstance(key, str):
+        raise BadPickle("it asks for something that lies elsewhere")
+    module, _, name = kind.of.rpartition(".")
+    dtype = (
+        STORAGES.get(name) if module == "torch" else torch.uint8 if kind.of == "torch.storage.UntypedStorage" else None
+    )
+    if dtype is None or not whole_number(count):
+        raise BadPickle("the kind of a tensor in it is not known")
+    return key, dtype, count * dtype.itemsize
+
+
+def as_bytes(part: memoryview) -> Tensor:
+    """A tensor of the bytes in a buffer; of its memory where that can be written to."""
+    if not len(part):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8)
+
+
+# What is made of the names in such files.
+
+
+def make_tensor(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    more: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A tensor within a storage, without gradient. Raises BadPickle where it would reach beyond it."""
+    if type(storage) is not Storage or hooks or more:
+        raise BadPickle("a tensor in it is none")
+    shape = make_size(size)
+    if type(stride) is not tuple or len(stride) != len(shape) or not all(map(whole_number, (offset, *stride))):
+        raise BadPickle("a tensor in it has no right strides")
+    dtype = dtype or storage.dtype
+    there = storage.data.numel() // dtype.itemsize
+    last = offset + sum((length - 1) * step for length, step in zip(shape, stride))
+    if prod(shape) and not (last < there and prod(shape) <= there):
+        raise BadPickle("a tensor in it has more numbers than bytes")
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    data = storage.data[: there * dtype.itemsize]
+    if data.data_ptr() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).as_strided(shape, stride, offset)
+
+
+def _tensor_with_dtype(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, more: Any = None
+) -> Tensor:
+    if not isinstance(dtype, torch.dtype):
+        raise BadPickle("a tensor in it has no dtype")
+    return make_tensor(storage, offset, size, stride, requires_grad, hooks, more, dtype)
+
+
+def _parameter(data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> Tensor:
+    if not isinstance(data, Tensor) or hooks:
+        raise BadPickle("a parameter in it is none")
+    return data.view_as(data)
+
+
+def _of_type(maker: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
+    """A tensor that had attributes, or was of a class of its own; of these nothing stays."""
+    if not isinstance(maker, Unread) or type(arguments) is not tuple or maker.of not in _BY_NAME:
+        raise BadPickle("a tensor in it is of a kind that is not known")
+    return _BY_NAME[maker.of](*arguments)
+
+
+TENSORS: dict[Pair, Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): make_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_with_dtype,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+    ("torch", "Tensor"): never_called,
+    ("torch.nn.parameter", "Parameter"): never_called,
+    ("torch", "Size"): make_size,
+    ("collections", "OrderedDict"): lambda pairs=(): _ordered(pairs),
+    **STORAGE_NAMES,
+}
+_BY_NAME = {".".join(pair): maker for pair, maker in TENSORS.items() if pair[0] == "torch._utils"}
+
+
+def _ordered(pairs: Any) -> OrderedDict:
+    if pairs:
+        raise BadPickle("a dictionary in it is made of something else")
+    return OrderedDict()
