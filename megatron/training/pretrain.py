@@ -154,8 +154,8 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
         if runtime.is_rank_zero:
             done, where = job.progress.iteration, write_batch(job, error.result)
             reporter.say(
-                f"error: {error.result.bad} at iteration {done + 1}{ranks}, and nothing was saved: lower --lr, or leave the batch "
-                f"out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
+                f"error: {error.result.bad} at iteration {done + 1}{ranks}, and nothing was saved: lower --lr, or "
+                f"leave the batch out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
                 f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
             )
         return EXIT_FAILED

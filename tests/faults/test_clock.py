@@ -35,9 +35,9 @@ def test_a_clock_that_jumps(tmp_path, more):
     runs = {}
     for name, program in (("jumping", HERE / "jumping_clock.py"), ("steady", PROGRAM)):
         flags = (
-            f"{FLAGS} --ring-parallel-size 2 --train-iters 30 --eval-iters 0 --save-interval 3 --save {tmp_path}/{name} "
-            f"--log-jsonl {tmp_path}/{name}/log.jsonl --tensorboard-dir {tmp_path}/{name}/board "
-            f"--distributed-timeout-minutes 1 {more}"
+            f"{FLAGS} --ring-parallel-size 2 --train-iters 30 --eval-iters 0 --save-interval 3 "
+            f"--save {tmp_path}/{name} --log-jsonl {tmp_path}/{name}/log.jsonl "
+            f"--tensorboard-dir {tmp_path}/{name}/board --distributed-timeout-minutes 1 {more}"
         )
         done = run_ranks(program, flags.split(), ENVIRONMENT, 2)
         assert [one.returncode for one in done] == [0, 0], done[0].stderr
