@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program with one rank that breaks in its third step: ``broken_rank.py HOW RANK FLAGS...``.
 
-HOW: ``loss`` (NaN in a weight, for one forward pass), ``norm`` (in what the rank has of the summed gradients),
-``train`` (no memory is left for a step), ``save`` (nor for a checkpoint).
+HOW: ``loss`` (the rank's own loss is NaN), ``norm`` (the norm of the gradients is NaN for this rank alone), ``train``
+(no memory is left for a step), ``save`` (no memory is left for a checkpoint).
 """
 
 import os

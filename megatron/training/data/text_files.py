@@ -42,6 +42,14 @@ class BadRecord(ValueError):
     """What is wrong with one record."""
 
 
+def no_memory(where: str) -> Refusal:
+    """What ends a program that has no memory left for its input."""
+    return Refusal(
+        f"memory ran out at {where}: try fewer --workers, or shorter documents (one takes up to 25 bytes of memory for "
+        "each of its own)"
+    )
+
+
 def expand(patterns: list[str]) -> list[str]:
     """The files that names and globs mean: as given, each glob in alphabetical order; nothing missing, none twice."""
     paths: list[str] = []
@@ -103,6 +111,8 @@ class Reader:
                             self.bytes_read = before + (raw.tell() if size else 0)
                             yield Record(path, number, content)
                     before += size
+            except MemoryError:
+                raise no_memory(f"--input {path} after {self.bytes_read:,} bytes") from None
             except Refusal:
                 raise  # it is a ValueError as well
             except (OSError, EOFError, ValueError, zlib.error) as error:
