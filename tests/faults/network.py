@@ -53,10 +53,12 @@ class Network:
     Args:
         nodes: how many.
         mbit: of each card and direction; None: unlimited.
+        delay: seconds that a packet is on its way; then a program carries packets (relay.py), and not a bridge.
     """
 
-    def __init__(self, nodes: int, mbit: float | None = None) -> None:
-        self.nodes, self.mbit = nodes, mbit
+    def __init__(self, nodes: int, mbit: float | None = None, delay: float = 0.0) -> None:
+        self.nodes, self.mbit, self.delay = nodes, mbit, delay
+        self._carrier: subprocess.Popen | None = None
 
     def __enter__(self) -> Network:
         self._lock = _lock()
@@ -65,11 +67,16 @@ class Network:
             _ip("netns", "add", SWITCH)
             _ip("-n", SWITCH, "link", "add", "snbr", "type", "bridge")
             _ip("-n", SWITCH, "link", "set", "snbr", "up")
-            for node in range(self.nodes):
-                name, port = f"{PREFIX}{node}", f"p{node}"
+            names = [f"{PREFIX}{node}" for node in range(self.nodes)]
+            for name in names:
                 _ip("netns", "add", name)
-                _ip("-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-                _ip("-n", SWITCH, "link", "set", port, "master", "snbr", "up")
+            if self.delay:
+                self._relay(names)
+            for node, name in enumerate(names):
+                if not self.delay:
+                    port = f"p{node}"
+                    _ip("-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+                    _ip("-n", SWITCH, "link", "set", port, "master", "snbr", "up")
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("-n", name, "link", "set", "eth0", "up")
                 _ip("-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "eth0")
@@ -81,7 +88,15 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         remove()
+        if self._carrier:
+            self._carrier.communicate()
         self._lock.close()
+
+    def _relay(self, names: Sequence[str]) -> None:
+        words = ["ip", "netns", "exec", SWITCH, sys.executable, "-m", "tests.faults.relay", f"{self.delay}", *names]
+        self._carrier = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        if not self._carrier.stdout.readline():
+            raise OSError("no cards of /dev/net/tun can be made here")
 
     def limit(self, mbit: float | None, *nodes: int) -> None:
         """What leaves these nodes (all of them) has this rate from now on; None: any."""
