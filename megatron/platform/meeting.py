@@ -188,8 +188,10 @@ def try_link(room: dist.Store, rank: int, at: str, to: int, address: str, where:
     try:
         server = socket.create_server((at, 0), family=socket.AF_INET6 if ":" in at else socket.AF_INET)
     except OSError as error:
-        room.set(f"port/{rank}", "0")
-        return wrong | {"connect": f"rank {rank} cannot listen at {at}: {error.strerror or error}; give another {FLAG}"}
+        wrong["connect"] = f"rank {rank} cannot listen at {at}: {error.strerror or error}; give another {FLAG}"
+        for key, value in ((f"port/{rank}", "0"), (f"tried/{rank}", wrong["connect"])):
+            room.set(key, value)
+        return wrong
     with server:
         room.set(f"port/{rank}", str(server.getsockname()[1]))
         port = int(room.get(f"port/{to}"))
@@ -202,8 +204,12 @@ def try_link(room: dist.Store, rank: int, at: str, to: int, address: str, where:
                     f"rank {rank} at {at} cannot connect to rank {to} on {where}: {error.strerror or error}; give "
                     f"another {FLAG}, or open the firewall between the nodes"
                 )
+        room.set(f"tried/{rank}", wrong["connect"])
         expected = room.get(f"token/{rank}")
-        server.settimeout(CONNECT + LATE)
+        before = expected.decode().split()[0]
+        if room.get(f"tried/{before}"):
+            return wrong  # nobody will come
+        server.settimeout(LATE)
         try:
             with server.accept()[0] as link:
                 link.settimeout(CONNECT)
@@ -211,7 +217,6 @@ def try_link(room: dist.Store, rank: int, at: str, to: int, address: str, where:
         except OSError:
             came = b""
         if came != expected:
-            before = expected.decode().split()[0]
             wrong["accept"] = (
                 f"rank {before} does not reach rank {rank} at {at}, and may have reached another host: give another "
                 f"{FLAG}, whose addresses are each node's own"

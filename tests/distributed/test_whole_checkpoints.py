@@ -283,7 +283,7 @@ def shorten_an_older_list(folder):
 def rename_an_older_one(folder):
     shutil.rmtree(folder / "iter_0000002")
     shutil.copytree(folder / "iter_0000001", folder / "iter_0000002")
-    return "iter_0000002 is damaged: it was written as iter_0000001: give the folder this name again"
+    return "iter_0000002 is damaged: it was written as iter_0000001 of run "
 
 
 def exchange_files(folder):

@@ -192,12 +192,12 @@ def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
 
 
 def test_two_that_cannot_connect_are_named(monkeypatch):
-    """192.0.2.0/24 belongs to nobody; the third rank listens where this machine has no address."""
+    """192.0.2.0/24 belongs to nobody: first it is where a rank is looked for, then where it listens."""
     fine = ("127.0.0.1", "127.0.0.1")
     assert linked([fine, fine], monkeypatch) == [{"connect": "", "accept": ""}] * 2
     said = linked([fine, ("127.0.0.1", "192.0.2.1")], monkeypatch)
     assert said[0]["connect"].startswith("rank 0 at 127.0.0.1 cannot connect to rank 1 on node1, eth0: ")
-    assert FLAG in said[0]["connect"] and said[1]["accept"].startswith("rank 0 does not reach rank 1 at 127.0.0.1")
+    assert FLAG in said[0]["connect"] and said[1] == {"connect": "", "accept": ""}
     said = linked([fine, ("192.0.2.1", "192.0.2.1")], monkeypatch)
     assert said[0]["connect"] == "" and said[1]["connect"].startswith("rank 1 cannot listen at 192.0.2.1: ")
 
