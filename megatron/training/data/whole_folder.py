@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from megatron.training.disk import sync_tree
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, reason
 
 LIST = "files.json"  # {name: bytes}
 LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished folder is not being built any more
@@ -49,14 +49,17 @@ def check_whole(folder: str) -> None:
     Raises:
         Refusal: some are not.
     """
+    name = LIST
     try:
         with open(os.path.join(folder, LIST), encoding="utf-8") as file:
             sizes = json.load(file)
-        wrong = [name for name, size in sizes.items() if os.path.getsize(os.path.join(folder, name)) != size]
-    except (OSError, ValueError, AttributeError, TypeError):
-        wrong = [LIST]
-    if wrong:
-        raise Refusal(f"{folder} is not whole any more ({wrong[0]}): remove it, and it is made anew")
+        for name, size in sizes.items():
+            if (found := os.path.getsize(os.path.join(folder, name))) != size:
+                raise ValueError(f"{found} bytes in place of {size}")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise Refusal(
+            f"{folder} is not whole any more ({name}: {reason(error)}): remove it, and it is made anew"
+        ) from None
 
 
 def _remove_left_behind(root: str, name: str) -> None:
