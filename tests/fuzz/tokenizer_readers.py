@@ -32,13 +32,24 @@ OPTIONS = {  # files that a tokenizer_config.json has in those that others publi
     "tokenizer_file": "/etc/passwd",
     "vocab_file": "/etc/passwd",
 }
-CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2Tokenizer", "BertTokenizer", "T5Tokenizer",
-           "TokenizersBackend", "MarianTokenizer", "RagTokenizer", "TapexTokenizer", "PythonBackend", "os.system"]  # fmt: skip
+CLASSES = [
+    "LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2Tokenizer", "BertTokenizer",
+    "T5Tokenizer", "TokenizersBackend", "MarianTokenizer", "RagTokenizer", "TapexTokenizer", "PythonBackend",
+    "os.system",
+]  # fmt: skip
 HARM = b"open('ran', 'w').write('harm')\nimport os\nos.system('touch ran')\nclass Harm:\n    pass\n"
-EXPRESSIONS = ["''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.system('touch ran')",
-               "lipsum.__globals__['os'].popen('touch ran')", "namespace.__init__", "messages.append(1)", "self._TemplateReference__context",
-               "range(10**12)|list", "'a' * 10**4", "raise_exception('no')", "strftime_now('%Y')", "x.y.z", "messages[0]|attr('__class__')",
-               "''|attr('format')", "'{0.__class__}'.format(1)", "messages|tojson", "loop.cycle(1)", "1/0", "''.join"]  # fmt: skip
+EXPRESSIONS = [
+    "''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.system('touch ran')",
+    "lipsum.__globals__['os'].popen('touch ran')", "namespace.__init__", "messages.append(1)",
+    "self._TemplateReference__context", "range(10**12)|list", "'a' * 10**4", "raise_exception('no')",
+    "strftime_now('%Y')", "x.y.z", "messages[0]|attr('__class__')", "''|attr('format')",
+    "'{0.__class__}'.format(1)", "messages|tojson", "loop.cycle(1)", "1/0", "''.join",
+]  # fmt: skip
+PUT = [
+    "{{ %s }}", "{%% set x = %s %%}", "{%% if %s %%}{%% endif %%}", "{%% for a in %s %%}{{ a }}{%% endfor %%}",
+    "{%% import 'harm.py' as a %%}%s", "{%% include 'harm.py' %%}%s",
+    "{%% macro m() %%}{{ m() }}{%% endmacro %%}{{ m() }}%s",
+]  # fmt: skip
 
 
 @cache
@@ -83,8 +94,7 @@ def template(random: Random, data: bytes) -> bytes:
     """A Jinja template with expressions that reach for Python, or changed as a text."""
     if random.random() < 0.4:
         return text(random, data)
-    put = random.choice(["{{ %s }}", "{%% set x = %s %%}", "{%% if %s %%}{%% endif %%}", "{%% for a in %s %%}{{ a }}{%% endfor %%}",
-                         "{%% import 'harm.py' as a %%}%s", "{%% include 'harm.py' %%}%s", "{%% macro m() %%}{{ m() }}{%% endmacro %%}{{ m() }}%s"])  # fmt: skip
+    put = random.choice(PUT)
     new = (put % random.choice(EXPRESSIONS)).encode()
     at = random.choice([0, len(data), random.randrange(len(data))])
     return data[:at] + new + data[at:]
@@ -112,9 +122,11 @@ READERS = [
     reader("tokenizer_json", lambda: [files("TokenizerFromFile")["tokenizer.json"]], bare_json,
            read("TokenizerFromFile", tokenizer_model="tokenizer.json"), "tokenizer.json", memory=1024),
     reader("gpt2_vocab", lambda: [files("GPT2BPETokenizer")["vocab.json"]], bare_json,
-           read("GPT2BPETokenizer", **BPE), "vocab.json", beside=without("GPT2BPETokenizer", "vocab.json"), memory=1024),
+           read("GPT2BPETokenizer", **BPE), "vocab.json",
+           beside=without("GPT2BPETokenizer", "vocab.json"), memory=1024),
     reader("gpt2_merges", lambda: [files("GPT2BPETokenizer")["merges.txt"]], text,
-           read("GPT2BPETokenizer", **BPE), "merges.txt", beside=without("GPT2BPETokenizer", "merges.txt"), memory=1024),
+           read("GPT2BPETokenizer", **BPE), "merges.txt",
+           beside=without("GPT2BPETokenizer", "merges.txt"), memory=1024),
     reader("tiktoken", lambda: [files("TikTokenizer")["tik.json"]], bare_json,
            read("TikTokenizer", tokenizer_model="tik.json"), "tik.json", memory=1024),
     reader("sentencepiece", lambda: [files("SentencePieceTokenizer")["sp.model"]], mutations.any_bytes,
@@ -122,7 +134,8 @@ READERS = [
     reader("hf_tokenizer", lambda: [files("HuggingFaceTokenizer")["tokenizer.json"]], bare_json, HF,
            "tokenizer.json", beside=without("HuggingFaceTokenizer", "tokenizer.json"), memory=1024),
     reader("hf_tokenizer_config", lambda: [files("HuggingFaceTokenizer")["tokenizer_config.json"]], config, HF,
-           "tokenizer_config.json", beside=without("HuggingFaceTokenizer", "tokenizer_config.json"), memory=1024, trusted=("transformers",)),
+           "tokenizer_config.json", beside=without("HuggingFaceTokenizer", "tokenizer_config.json"), memory=1024,
+           trusted=("transformers",)),
     reader("chat_template", lambda: [CHATML.encode(), LLAMA3.encode()], template, render,
            beside=files("chats") | {"harm.py": HARM}, memory=1024, trusted=("jinja2",)),
 ]  # fmt: skip
