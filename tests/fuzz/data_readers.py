@@ -51,6 +51,7 @@ MIB = 1 << 20
 # How texts change.
 
 WORDS = [
+<<<<<<< HEAD
     "-1",
     "0",
     "1e400",
@@ -90,6 +91,12 @@ WORDS = [
     "\u2028",
     "x" * 3000,
 ]
+=======
+    "-1", "0", "1e400", "nan", "inf", "9" * 5000, "²", "\ud800", "\x1b[2J", "\u202e", "'", '"', "$(id)", "`id`",
+    "${x", "$((", "<<E", "\\", "#", "=", ":", ",", "../..", "/dev/zero", "%s", "{", "}", "[", "]", "<",
+    "</script>", "1.2.3", "1:0", "0:2", "\x00", "\r", "\u2028", "x" * 3000,
+]  # fmt: skip
+>>>>>>> bytes2
 
 
 def text(random: Random, data: bytes) -> bytes:
@@ -129,7 +136,7 @@ def packed_lines(random: Random, data: bytes) -> bytes:
     if kind == 0:
         return mutations.any_bytes(random, data)
     if kind == 1:
-        return gzip.compress(random.choice([b"[", b"x", b"\n", b'{"a":']) * (2 * MIB))
+        return gzip.compress(random.choice([b"[", b"x", b'{"a":']) * (2 * MIB))
     return gzip.compress(json_lines(random, gzip.decompress(data)), 1)
 
 
@@ -194,6 +201,7 @@ def array(value: np.ndarray, **options: Any) -> bytes:
 
 HEADERS = [
     "{'descr': '<i8', 'fortran_order': False, 'shape': (9223372036854775807,)}",
+<<<<<<< HEAD
     "{'descr': '|O', 'shape': (3,)}",
     "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,)}",
     "(" * 3000,
@@ -207,6 +215,15 @@ HEADERS = [
     "{'descr': None, 'fortran_order': False, 'shape': (True,)}",
     "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
 ]
+=======
+    "{'descr': '|O', 'shape': (3,)}", "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,)}",
+    "(" * 3000, "{'descr': [[[", "__import__", "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}",
+    "{'descr': '<M8[9]', 'fortran_order': 1, 'shape': ()}",
+    "{'descr': ('a', '<i8'), 'fortran_order': False, 'shape': (3,)}", "-" * 5000, "9**9**9",
+    "{'descr': None, "   "'fortran_order': False, 'shape': (True,)}",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+]  # fmt: skip
+>>>>>>> bytes2
 
 
 def numbers(random: Random, data: bytes) -> bytes:
@@ -550,12 +567,17 @@ READERS = [
     ),
     reader("plain_text", b"a text\nof two lines\n", text, encoded("text.txt"), "text.txt"),
     reader("fasta", FASTA, text, encoded("genome.fa"), "genome.fa"),
+<<<<<<< HEAD
     reader(
         "chats", CHAT, json_lines, lambda folder: len(list(read_chats("chats.jsonl", "--data-path"))), "chats.jsonl"
     ),
     reader(
         "prompts", PROMPTS, json_lines, lambda folder: len(read_prompts([], folder / "p.jsonl", BYTES, 257)), "p.jsonl"
     ),
+=======
+    reader("chats", CHAT, json_lines, lambda folder: list(read_chats("chats.jsonl", "--data-path")), "chats.jsonl"),
+    reader("prompts", PROMPTS, json_lines, lambda folder: read_prompts([], folder / "p.jsonl", BYTES, 257), "p.jsonl"),
+>>>>>>> bytes2
     reader("haystack", b"some text\nto hide in\n", text, lambda folder: read_ids(BYTES, "file", "--eval-haystack")),
     reader(
         "sparse_pattern",

@@ -23,6 +23,7 @@ from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
 PACKED = (".gz", ".zst")
+ZSTD_PART = 1 << 12  # bytes of a .zst that are unpacked at a time: four of them can stand for 128 KiB
 LONGEST = 1 << 31  # bytes of a document, unpacked: as many tokens are the most that an index can count
 
 
@@ -260,17 +261,18 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            self.packed = self.packed or self.raw.read(1 << 17)
+            self.packed = self.packed or self.raw.read(1 << 15)
             if not self.packed:
                 if self.frame is not None:
                     raise EOFError("cut off in the middle of a zstd frame")
                 return 0
             self.frame = self.frame or self.new()
+            part, rest = self.packed[:ZSTD_PART], self.packed[ZSTD_PART:]
             try:
-                self.ready = self.frame.decompress(self.packed)
+                self.ready = self.frame.decompress(part)
             except self.error as error:
                 raise OSError(f"not zstd: {error}") from error
-            self.packed = self.frame.unused_data if self.frame.eof else b""
+            self.packed = self.frame.unused_data + rest if self.frame.eof else rest
             if self.frame.eof:
                 self.frame = None
         count = min(len(self.ready), len(buffer))
