@@ -51,52 +51,10 @@ MIB = 1 << 20
 # How texts change.
 
 WORDS = [
-<<<<<<< HEAD
-    "-1",
-    "0",
-    "1e400",
-    "nan",
-    "inf",
-    "9" * 5000,
-    "²",
-    "\ud800",
-    "\x1b[2J",
-    "\u202e",
-    "'",
-    '"',
-    "$(id)",
-    "`id`",
-    "${x",
-    "$((",
-    "<<E",
-    "\\",
-    "#",
-    "=",
-    ":",
-    ",",
-    "../..",
-    "/dev/zero",
-    "%s",
-    "{",
-    "}",
-    "[",
-    "]",
-    "<",
-    "</script>",
-    "1.2.3",
-    "1:0",
-    "0:2",
-    "\x00",
-    "\r",
-    "\u2028",
-    "x" * 3000,
-]
-=======
     "-1", "0", "1e400", "nan", "inf", "9" * 5000, "²", "\ud800", "\x1b[2J", "\u202e", "'", '"', "$(id)", "`id`",
     "${x", "$((", "<<E", "\\", "#", "=", ":", ",", "../..", "/dev/zero", "%s", "{", "}", "[", "]", "<",
     "</script>", "1.2.3", "1:0", "0:2", "\x00", "\r", "\u2028", "x" * 3000,
 ]  # fmt: skip
->>>>>>> bytes2
 
 
 def text(random: Random, data: bytes) -> bytes:
@@ -201,21 +159,6 @@ def array(value: np.ndarray, **options: Any) -> bytes:
 
 HEADERS = [
     "{'descr': '<i8', 'fortran_order': False, 'shape': (9223372036854775807,)}",
-<<<<<<< HEAD
-    "{'descr': '|O', 'shape': (3,)}",
-    "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,)}",
-    "(" * 3000,
-    "{'descr': [[[",
-    "__import__",
-    "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}",
-    "{'descr': '<M8[9]', 'fortran_order': 1, 'shape': ()}",
-    "{'descr': ('a', '<i8'), 'fortran_order': False, 'shape': (3,)}",
-    "-" * 5000,
-    "9**9**9",
-    "{'descr': None, 'fortran_order': False, 'shape': (True,)}",
-    "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
-]
-=======
     "{'descr': '|O', 'shape': (3,)}", "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,)}",
     "(" * 3000, "{'descr': [[[", "__import__", "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}",
     "{'descr': '<M8[9]', 'fortran_order': 1, 'shape': ()}",
@@ -223,7 +166,6 @@ HEADERS = [
     "{'descr': None, "   "'fortran_order': False, 'shape': (True,)}",
     "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
 ]  # fmt: skip
->>>>>>> bytes2
 
 
 def numbers(random: Random, data: bytes) -> bytes:
@@ -303,14 +245,8 @@ def as_json(value: Any) -> bytes:
 
 def machines() -> list[bytes]:
     folder = ROOT / "megatron" / "simulator" / "machines"
-    own = {
-        "extends": "H100-80G",
-        "name": "mine",
-        "link": {"bandwidth": 4e11, "latency": 1e-6},
-        "gpus": 4,
-        "collectives": {"generation": "hopper", "post": 1e-6},
-        "sources": {"link": "measured"},
-    }
+    own = {"extends": "H100-80G", "name": "mine", "link": {"bandwidth": 4e11, "latency": 1e-6}, "gpus": 4,
+           "collectives": {"generation": "hopper", "post": 1e-6}, "sources": {"link": "measured"}}  # fmt: skip
     return [(folder / "H100-80G.json").read_bytes(), as_json(own)]
 
 
@@ -318,14 +254,8 @@ def blend(flag: str) -> Any:
     return lambda folder: data_files.parse_blends(DataConfig(**{flag: "file"}))
 
 
-SETTINGS = {
-    "attention.attention_mask": "window",
-    "attention.window_size": [9, 0],
-    "data.vocab_file": "a",
-    "attention.sparse_stride": 8,
-    "data.tokenizer_type": "NullTokenizer",
-    "model.vocab_size": 99,
-}
+SETTINGS = {"attention.attention_mask": "window", "attention.window_size": [9, 0], "data.vocab_file": "a",
+            "attention.sparse_stride": 8, "data.tokenizer_type": "NullTokenizer", "model.vocab_size": 99}  # fmt: skip
 
 
 def read_settings(folder: Path) -> None:
@@ -405,26 +335,15 @@ def compared(predicted: str, real: str) -> Any:
     return read
 
 
-ROW = {
-    "iteration": 1,
-    "lm_loss": 5.5,
-    "tokens": 64,
-    "iteration_ms": 3.5,
-    "tokens_per_second": 9.5,
-    "mfu": 0.4,
-    "device_peak_bytes": 4096,
-    "validation_loss": 5.0,
-}
+ROW = {"iteration": 1, "lm_loss": 5.5, "tokens": 64, "iteration_ms": 3.5, "tokens_per_second": 9.5, "mfu": 0.4,
+       "device_peak_bytes": 4096, "validation_loss": 5.0}  # fmt: skip
 PROFILE = {
-    "rank": 0,
-    "iteration": 3,
-    "device": "cpu",
-    "seconds": 2.5,
+    "rank": 0, "iteration": 3, "device": "cpu", "seconds": 2.5,
     "kinds": ["parameters", "gradients", "optimizer", "activations", "temporary", "host"],
     "phases": [["forward", 0.0], ["backward", 1.0], ["optimizer", 2.0]],
     "start": {"parameters": 10, "gradients": 0, "optimizer": 0, "activations": 0, "temporary": 0, "host": 0},
     "events": [[0.5, 3, 100], [1.5, 3, -100], [2.1, 2, 7]],
-}
+}  # fmt: skip
 
 
 def profile(folder: Path) -> None:
@@ -523,75 +442,44 @@ READERS = [
     reader("index", lambda: [corpus()["c.idx"]], index, read_index, "c.idx", beside={"c.bin": corpus()["c.bin"]}),
     reader("index_cache", lambda: [array(np.arange(9))], numbers, read_cache, "a.npy"),
     reader(
-        "chat_cache",
-        lambda: [CHATS["starts.npy"]],
-        numbers,
-        lambda folder: store.kept("chats", str(folder)).lengths(),
-        "starts.npy",
-        beside={name: data for name, data in CHATS.items() if name != "starts.npy"},
+        "chat_cache", lambda: [CHATS["starts.npy"]], numbers, lambda folder: store.kept("chats", str(folder)).lengths(),
+        "starts.npy", beside={name: data for name, data in CHATS.items() if name != "starts.npy"},
     ),
     reader("data_args_path", b"1 a 2.5 b\n3 c\n", text, blend("data_args_path")),
     reader("data_file_list", b"1 a.bin x\n2.5 b.bin y\n", text, blend("data_file_list")),
     reader("per_split_data", as_json(PER_SPLIT), bare_json, blend("per_split_data_args_path")),
     reader(
-        "weighted_paths",
-        b'"TRAIN: 1 0:0.5 a, 2 0.5:1 b"\n',
-        text,
+        "weighted_paths", b'"TRAIN: 1 0:0.5 a, 2 0.5:1 b"\n', text,
         lambda folder: weighted_groups(DataConfig(train_weighted_split_paths_path="file"), "train"),
     ),
     reader(
-        "deepspeed",
-        lambda: [as_json(DEEPSPEED), as_json({"bf16": {"enabled": True}, "curriculum_learning": GROWING})],
-        bare_json,
-        lambda folder: parsed(f"{SMALL} --deepspeed --deepspeed_config file"),
+        "deepspeed", lambda: [as_json(DEEPSPEED), as_json({"bf16": {"enabled": True}, "curriculum_learning": GROWING})],
+        bare_json, lambda folder: parsed(f"{SMALL} --deepspeed --deepspeed_config file"),
     ),
     reader("machine", machines, bare_json, lambda folder: read_machine(Path("machine.json")), "machine.json"),
     reader("prices", as_json(PRICES), bare_json, lambda folder: read_prices(folder / "file")),
     reader("failures", as_json(FAILURES), bare_json, run_with_failures),
     reader("document_lengths", documents_text, text, lambda folder: packed.__wrapped__("file", 64)),
     reader("nccl_log", tables, text, lambda folder: read_runs(folder / "file")),
-    reader(
-        "predicted_trace",
-        lambda: [traced()],
-        bare_json,
-        in_line(compared("file", "real.json")),
-        beside={"real.json": profiled()[0]},
-    ),
+    reader("predicted_trace", lambda: [traced()], bare_json, in_line(compared("file", "real.json")),
+           beside={"real.json": profiled()[0]}),
     reader("measured_trace", profiled, trace, in_line(compared("dry.json", "file")), beside={"dry.json": traced()}),
     reader("log_jsonl", lambda: [(as_json(ROW) + b"\n") * 3], json_lines, in_line(logged)),
     reader("memory_profile", as_json(PROFILE), bare_json, in_line(profile)),
     reader("script", SCRIPT, text, script),
     reader("json_lines", LINES, json_lines, encoded("text.jsonl"), "text.jsonl"),
-    reader(
-        "packed_lines", lambda: [gzip.compress(LINES, mtime=0)], packed_lines, encoded("text.jsonl.gz"), "text.jsonl.gz"
-    ),
+    reader("packed_lines", lambda: [gzip.compress(LINES, mtime=0)], packed_lines, encoded("text.jsonl.gz"),
+           "text.jsonl.gz"),
     reader("plain_text", b"a text\nof two lines\n", text, encoded("text.txt"), "text.txt"),
     reader("fasta", FASTA, text, encoded("genome.fa"), "genome.fa"),
-<<<<<<< HEAD
-    reader(
-        "chats", CHAT, json_lines, lambda folder: len(list(read_chats("chats.jsonl", "--data-path"))), "chats.jsonl"
-    ),
-    reader(
-        "prompts", PROMPTS, json_lines, lambda folder: len(read_prompts([], folder / "p.jsonl", BYTES, 257)), "p.jsonl"
-    ),
-=======
     reader("chats", CHAT, json_lines, lambda folder: list(read_chats("chats.jsonl", "--data-path")), "chats.jsonl"),
     reader("prompts", PROMPTS, json_lines, lambda folder: read_prompts([], folder / "p.jsonl", BYTES, 257), "p.jsonl"),
->>>>>>> bytes2
     reader("haystack", b"some text\nto hide in\n", text, lambda folder: read_ids(BYTES, "file", "--eval-haystack")),
     reader(
-        "sparse_pattern",
-        as_json(SPARSE),
-        bare_json,
+        "sparse_pattern", as_json(SPARSE), bare_json,
         lambda folder: sparse_pattern(AttentionConfig(sparse_pattern="file", sparse_block_size=8), 32),
     ),
-    reader(
-        "generation_config",
-        as_json(GENERATION),
-        bare_json,
-        hugging_face,
-        "generation_config.json",
-        beside={"config.json": as_json({"eos_token_id": 2, "torch_dtype": "float16"})},
-    ),
+    reader("generation_config", as_json(GENERATION), bare_json, hugging_face, "generation_config.json",
+           beside={"config.json": as_json({"eos_token_id": 2, "torch_dtype": "float16"})}),
     reader("saved_settings", as_json(SETTINGS), plain_json, read_settings),
-]
+]  # fmt: skip

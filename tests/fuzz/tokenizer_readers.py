@@ -33,42 +33,6 @@ OPTIONS = {  # files that a tokenizer_config.json has in those that others publi
     "vocab_file": "/etc/passwd",
 }
 CLASSES = [
-<<<<<<< HEAD
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "PreTrainedTokenizerFast",
-    "GPT2Tokenizer",
-    "BertTokenizer",
-    "T5Tokenizer",
-    "TokenizersBackend",
-    "MarianTokenizer",
-    "RagTokenizer",
-    "TapexTokenizer",
-    "PythonBackend",
-    "os.system",
-]
-HARM = b"open('ran', 'w').write('harm')\nimport os\nos.system('touch ran')\nclass Harm:\n    pass\n"
-EXPRESSIONS = [
-    "''.__class__.__mro__[1].__subclasses__()",
-    "cycler.__init__.__globals__.os.system('touch ran')",
-    "lipsum.__globals__['os'].popen('touch ran')",
-    "namespace.__init__",
-    "messages.append(1)",
-    "self._TemplateReference__context",
-    "range(10**12)|list",
-    "'a' * 10**4",
-    "raise_exception('no')",
-    "strftime_now('%Y')",
-    "x.y.z",
-    "messages[0]|attr('__class__')",
-    "''|attr('format')",
-    "'{0.__class__}'.format(1)",
-    "messages|tojson",
-    "loop.cycle(1)",
-    "1/0",
-    "''.join",
-]
-=======
     "LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2Tokenizer", "BertTokenizer",
     "T5Tokenizer", "TokenizersBackend", "MarianTokenizer", "RagTokenizer", "TapexTokenizer", "PythonBackend",
     "os.system",
@@ -86,7 +50,6 @@ PUT = [
     "{%% import 'harm.py' as a %%}%s", "{%% include 'harm.py' %%}%s",
     "{%% macro m() %%}{{ m() }}{%% endmacro %%}{{ m() }}%s",
 ]  # fmt: skip
->>>>>>> bytes2
 
 
 @cache
@@ -131,21 +94,7 @@ def template(random: Random, data: bytes) -> bytes:
     """A Jinja template with expressions that reach for Python, or changed as a text."""
     if random.random() < 0.4:
         return text(random, data)
-<<<<<<< HEAD
-    put = random.choice(
-        [
-            "{{ %s }}",
-            "{%% set x = %s %%}",
-            "{%% if %s %%}{%% endif %%}",
-            "{%% for a in %s %%}{{ a }}{%% endfor %%}",
-            "{%% import 'harm.py' as a %%}%s",
-            "{%% include 'harm.py' %%}%s",
-            "{%% macro m() %%}{{ m() }}{%% endmacro %%}{{ m() }}%s",
-        ]
-    )
-=======
     put = random.choice(PUT)
->>>>>>> bytes2
     new = (put % random.choice(EXPRESSIONS)).encode()
     at = random.choice([0, len(data), random.randrange(len(data))])
     return data[:at] + new + data[at:]
@@ -170,79 +119,6 @@ def render(folder: Path) -> None:
 BPE = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 HF = read("HuggingFaceTokenizer", tokenizer_model=".")
 READERS = [
-<<<<<<< HEAD
-    reader(
-        "tokenizer_json",
-        lambda: [files("TokenizerFromFile")["tokenizer.json"]],
-        bare_json,
-        read("TokenizerFromFile", tokenizer_model="tokenizer.json"),
-        "tokenizer.json",
-        memory=1024,
-    ),
-    reader(
-        "gpt2_vocab",
-        lambda: [files("GPT2BPETokenizer")["vocab.json"]],
-        bare_json,
-        read("GPT2BPETokenizer", **BPE),
-        "vocab.json",
-        beside=without("GPT2BPETokenizer", "vocab.json"),
-        memory=1024,
-    ),
-    reader(
-        "gpt2_merges",
-        lambda: [files("GPT2BPETokenizer")["merges.txt"]],
-        text,
-        read("GPT2BPETokenizer", **BPE),
-        "merges.txt",
-        beside=without("GPT2BPETokenizer", "merges.txt"),
-        memory=1024,
-    ),
-    reader(
-        "tiktoken",
-        lambda: [files("TikTokenizer")["tik.json"]],
-        bare_json,
-        read("TikTokenizer", tokenizer_model="tik.json"),
-        "tik.json",
-        memory=1024,
-    ),
-    reader(
-        "sentencepiece",
-        lambda: [files("SentencePieceTokenizer")["sp.model"]],
-        mutations.any_bytes,
-        read("SentencePieceTokenizer", tokenizer_model="sp.model"),
-        "sp.model",
-        memory=1024,
-    ),
-    reader(
-        "hf_tokenizer",
-        lambda: [files("HuggingFaceTokenizer")["tokenizer.json"]],
-        bare_json,
-        HF,
-        "tokenizer.json",
-        beside=without("HuggingFaceTokenizer", "tokenizer.json"),
-        memory=1024,
-    ),
-    reader(
-        "hf_tokenizer_config",
-        lambda: [files("HuggingFaceTokenizer")["tokenizer_config.json"]],
-        config,
-        HF,
-        "tokenizer_config.json",
-        beside=without("HuggingFaceTokenizer", "tokenizer_config.json"),
-        memory=1024,
-        trusted=("transformers",),
-    ),
-    reader(
-        "chat_template",
-        lambda: [CHATML.encode(), LLAMA3.encode()],
-        template,
-        render,
-        beside=files("chats") | {"harm.py": HARM},
-        memory=1024,
-        trusted=("jinja2",),
-    ),
-]
-=======
     reader("tokenizer_json", lambda: [files("TokenizerFromFile")["tokenizer.json"]], bare_json,
            read("TokenizerFromFile", tokenizer_model="tokenizer.json"), "tokenizer.json", memory=1024),
     reader("gpt2_vocab", lambda: [files("GPT2BPETokenizer")["vocab.json"]], bare_json,
@@ -263,4 +139,3 @@ READERS = [
     reader("chat_template", lambda: [CHATML.encode(), LLAMA3.encode()], template, render,
            beside=files("chats") | {"harm.py": HARM}, memory=1024, trusted=("jinja2",)),
 ]  # fmt: skip
->>>>>>> bytes2
