@@ -181,7 +181,7 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
         if runtime.is_rank_zero:
             done, where = job.progress.iteration, write_batch(job, error.result)
             reporter.say(
-                f"error: {error.result.bad} at iteration {done + 1}{ranks}, and nothing was saved: lower --lr, or "
+                f"error: {error} at iteration {done + 1}{ranks}, and nothing was saved: lower --lr, or "
                 f"leave the batch out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
                 f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
             )
@@ -214,12 +214,13 @@ def not_finite(error: Any, beats: Any, stages: int) -> str:
     """
     if beats is None:
         return ""
-    beats.failed(error)
+    own = "; the loss of its own tokens is not finite"
+    beats.failed(ArithmeticError(f"{error}{own if error.own else ''}").with_traceback(error.__traceback__))
     end = time.monotonic() + 5.0
     while beats.rank == 0 and time.monotonic() < end:
         table = beats.table()
         if all(beat and beat.failed for beat in table.values()):
-            ranks = [rank for rank, beat in table.items() if error.OWN in beat.failed]
+            ranks = [rank for rank, beat in table.items() if own in beat.failed]
             few = 0 < len(ranks) < len(table) // stages
             return " (in the loss of rank " + ", ".join(f"{r} on {table[r].host}" for r in ranks) + ")" if few else ""
         time.sleep(0.1)

@@ -47,14 +47,12 @@ class Diverged(ArithmeticError):
 
     Attributes:
         result: of the step, which has changed no weight.
+        own: whether the loss of this rank's own tokens is not finite.
     """
 
-    OWN = "; the loss of this rank's own tokens is not finite"
-
     def __init__(self, result: StepResult, own: bool = False) -> None:
-        """``own``: whether this rank's own part of the loss is not finite."""
-        super().__init__(result.bad + self.OWN * own)
-        self.result = result
+        super().__init__(result.bad)
+        self.result, self.own = result, own
 
 
 def forward_step(

@@ -28,9 +28,7 @@ AFTER = {
     "tool": ("assistant", "tool"),
 }
 Message = dict[str, Any]
-LONGEST = (
-    32 << 20
-)  # bytes of a line: a tokenizer that says where its tokens come from takes 200 bytes of memory for each
+LONGEST = 32 << 20  # bytes of a line; to tokenize it takes about 200 bytes of memory for each
 
 
 @dataclass(frozen=True)
