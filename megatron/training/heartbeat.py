@@ -153,7 +153,7 @@ class Heartbeat:
             left = self.store.add(f"{KEY}/left", 1)
         limit = time.monotonic() + 4 * self.every
         while left < self.ranks and time.monotonic() < limit:
-            time.sleep(self.every / 10)
+            time.sleep(self.every / 5)
             with self._lock:
                 left = self.store.add(f"{KEY}/left", 0)
 
@@ -171,7 +171,8 @@ class Heartbeat:
             try:
                 beat = self._beat()
                 if self._ending():
-                    self._leave()
+                    with suppress(RuntimeError):
+                        self._leave()
                     os._exit(1)
                 left = self.timeout - beat.since  # NCCL ends the process itself, and leaves no time to tell
                 if beat.waits and left < min(self.timeout / 4, 20 + 3 * self.every) and (lines := self._tell()):

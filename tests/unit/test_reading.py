@@ -184,6 +184,24 @@ def test_a_loader_hands_the_error_on_in_one_line_and_goes_on_behind_it(tmp_path,
     assert next(read)["numbers"].item() == bad[-1] + 1
 
 
+@pytest.mark.parametrize("what", ["document_index", "sample_index", "shuffle_index"])
+def test_a_damaged_index_of_samples_is_noticed_where_it_is_read(tmp_path, what):
+    """Of the right size, and of numbers: the start believes it."""
+    prefix, _ = write(tmp_path / "corpus")
+    train, *_ = build_datasets(configure(data_path=[prefix], split="1,0,0"), NULL, (20, 0, 0))
+    (path,) = tmp_path.glob(f"index-cache/*/*{what}.npy")
+    right = np.load(path)
+    for value in (0, 7, 10**6, 2**31 - 1, *(() if what == "shuffle_index" else (-1, -(2**31)))):
+        damaged = right.copy()
+        damaged[...] = value
+        np.save(path, damaged)
+        try:
+            assert len(train[3]["tokens"]) == 16
+        except DataError as error:
+            assert "damaged" in str(error) or "no document" in str(error), error
+    assert np.load(path).shape == right.shape
+
+
 # --- index caches
 
 

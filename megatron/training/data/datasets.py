@@ -210,22 +210,28 @@ class TokenDataset(GPTDataset):
             DataError: an id is outside of the vocabulary, or a file cannot be read.
         """
         number = int(self.shuffle_index[idx])
-        (first, begin), (last, end) = self.sample_index[number : number + 2].tolist()
+        bounds = self.sample_index[number : number + 2].tolist()
+        if len(bounds) != 2 or bounds[0] > bounds[1]:
+            raise self._damaged()
+        (first, begin), (last, end) = bounds
         end += self.config.add_extra_token_to_sequence
         documents = self.document_index[first : last + 1]
         parts, get = [], self.dataset.get
         for place, document in enumerate(documents.tolist(), first):
             offset = begin if place == first else 0
             parts.append(get(document, offset, end - offset if place == last else None))
-        tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
         length = self.config.sequence_length + self.config.add_extra_token_to_sequence
-        if len(tokens) > length:
-            raise DataError(f"{self.dataset.file.path}: its index of samples is damaged: remove the index cache")
+        if not 0 < sum(map(len, parts)) <= length:
+            raise self._damaged()
+        tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
         self._check(tokens, parts, documents)
         text = tokens.astype(np.int64)
         if len(text) < length:
             text = np.pad(text, (0, length - len(text)), constant_values=self._pad_token_id)
         return text, documents.astype(np.int64)
+
+    def _damaged(self) -> DataError:
+        return DataError(f"{self.dataset.file.path}: its index of samples is damaged: remove the index cache")
 
     def _check(self, tokens: np.ndarray, parts: list[np.ndarray], documents: np.ndarray) -> None:
         """Check the ids of a sample, all together; of those that are wrong, the first is named with its document."""

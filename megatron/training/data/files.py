@@ -253,9 +253,9 @@ def check_cache(folder: str) -> None:
 
 def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int = 64, tokens: int = 4096) -> None:
     """Look for ids outside the vocabulary in a sample of the documents, first and last included."""
-    reader = file.open()
     chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
     try:
+        reader = file.open()
         for document in chosen:
             ids = reader.get(int(document), 0, min(reader.lengths[document], tokens))
             check_ids(ids, vocab_size, source, functools.partial(reader.where, document))

@@ -64,8 +64,8 @@ def check_whole(folder: str) -> None:
 
 def _remove_left_behind(root: str, name: str) -> None:
     """Remove what runs that were killed have left of the same folder."""
-    for entry in os.scandir(root):
-        with suppress(OSError):  # another run removes it too
+    with suppress(OSError):  # another run removes it too
+        for entry in os.scandir(root):
             if entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp"):
                 if time.time() - entry.stat().st_mtime > LEFT_BEHIND:
                     shutil.rmtree(entry.path, ignore_errors=True)
