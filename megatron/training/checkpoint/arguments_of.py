@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.hugging_face import kinds, llama
-from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import namespace, settings_of
+from megatron.training.checkpoint.megatron_lm.common_file import read_common
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.refusal import Refusal
 
@@ -35,9 +35,7 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
     if is_hugging_face(path):
         model = kinds.described(llama.read_config(path / "config.json"), path / "config.json").settings
         return {name: value for name, value in asdict(model).items() if name in known}
-    common = unpickle.read(path / "common.pt")
-    if not isinstance(common, dict):
-        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
+    common = read_common(path)
     if "config" not in common:
         args = namespace(common.get("args"), path)
         length = {"seq_length": args["seq_length"]} if isinstance(args.get("seq_length"), int) else {}
@@ -48,4 +46,7 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
         raise Refusal(f"checkpoint {path} holds no settings of its model")
     if "bias_gelu_fusion" not in model:  # before there was that flag, GELU was always by tanh
         model["openai_gelu"] = True
-    return model | {"seq_length": saved["data"]["seq_length"]}
+    length = saved.get("data", {}).get("seq_length")
+    if type(length) is not int:
+        raise Refusal(f"checkpoint {path} does not say its --seq-length")
+    return model | {"seq_length": length}

@@ -38,6 +38,7 @@ from torch.futures import Future
 
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.common_file import read_common
 from megatron.training.refusal import Refusal
 
 EXTRA_STATE = "_extra_state"
@@ -62,10 +63,7 @@ def load_state(state: dict[str, Any], path: Path, *, whole_tensors_once: bool = 
 
 def load_common(path: Path) -> dict[str, Any]:
     """What is no tensor, and the same on all ranks. Raises Refusal."""
-    common = unpickle.read(path / "common.pt")
-    if not isinstance(common, dict):
-        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
-    return common
+    return read_common(path)
 
 
 def tensors_in(path: Path) -> dict[str, ShardedTensor]:

@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron.training.arguments.config import Config
-from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import model_described, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.buckets import Buckets, Saved
+from megatron.training.checkpoint.megatron_lm.common_file import read_common
 from megatron.training.checkpoint.megatron_lm.source import STATE, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
 from megatron.training.checkpoint.megatron_lm.whole import WholeTensors
@@ -66,9 +66,7 @@ class Theirs:
 
 def open_theirs(path: Path) -> Theirs | None:
     """``path`` as a checkpoint of Megatron-LM, None where it is one of ours. Raises Refusal where it is neither."""
-    common = unpickle.read(path / "common.pt")
-    if not isinstance(common, dict):
-        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
+    common = read_common(path)
     if "config" in common:
         return None
     return Theirs(path, common, namespace(common.get("args"), path), StoredTensors(path))

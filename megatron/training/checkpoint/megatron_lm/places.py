@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, one_line, permitted
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -62,13 +62,16 @@ def checkpoint_path(folder: Path, step: int | None, *, whole: bool = True) -> Pa
 
 
 def name_in(tracker: Path) -> str:
-    """What a file says that names the latest checkpoint. Raises Refusal where that can be no name."""
+    """What a file says that names the latest checkpoint. Raises Refusal where that can be no name in its folder."""
     try:
-        text = tracker.read_text(encoding="utf-8").strip()
+        with open(tracker, encoding="utf-8") as file:
+            text = file.read(1000).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{tracker} cannot be read ({one_line(error, 100)}): choose with --ckpt-step") from None
-    if not text or not text.isprintable():
+    if not text or not text.isprintable() or len(text) > 200:
         raise Refusal(f"{tracker} does not name a checkpoint: choose one with --ckpt-step")
+    if Path(text).name != text or text == "..":
+        raise Refusal(f"{tracker} says {text!r}, which is not in its folder: choose a checkpoint with --ckpt-step")
     return text
 
 
@@ -91,7 +94,7 @@ def _refuse_others(folder: Path) -> None:
 
 def _refuse_zarr(path: Path) -> None:
     try:
-        kind = json.loads((path / "metadata.json").read_text()).get("sharded_backend", "torch_dist")
+        kind = parse_json(read_bytes(path / "metadata.json")).get("sharded_backend", "torch_dist")
     except (OSError, ValueError, AttributeError):
         return  # said by who reads it
     if kind != "torch_dist":
