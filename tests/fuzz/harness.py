@@ -16,6 +16,7 @@ Input number N of a reader is always the same, so a failure is told by its numbe
 
 from __future__ import annotations
 
+import importlib
 import json
 import mmap
 import os
@@ -35,6 +36,10 @@ from typing import Any
 
 from megatron.training.refusal import Refusal
 from tests.patience import patience
+
+# Of the standard library, looked up by the names of encodings: not in the middle of a watched read.
+for _name in ("cp437", "idna", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le"):
+    importlib.import_module(f"encodings.{_name}")
 
 CORPUS = Path(__file__).parent / "corpus"
 LONGEST = 1000  # characters of a refusal

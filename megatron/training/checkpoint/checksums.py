@@ -21,6 +21,7 @@ from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.shelf import checkpoints_before
 from megatron.training.checkpoint.writer import Sum, write_bytes
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 CHECKSUMS = "checksums.json"
@@ -63,7 +64,10 @@ def _listed(path: Path) -> dict[str, Sum] | None:
     if not (path / CHECKSUMS).exists():
         return None
     try:
-        return {str(name): Sum(**one) for name, one in json.loads((path / CHECKSUMS).read_text()).items()}
+        found = {name: Sum(**one) for name, one in parse_json(read_bytes(path / CHECKSUMS)).items()}
+        if any(type(number) is not int for one in found.values() for number in (one.size, one.crc32)):
+            raise ValueError
+        return found
     except (ValueError, TypeError, AttributeError):
         raise OSError(0, "cannot be read", str(path / CHECKSUMS)) from None
 
@@ -73,7 +77,7 @@ def _no_json(path: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        readable = isinstance(json.loads(path.read_bytes()), dict)
+        readable = isinstance(parse_json(read_bytes(path)), dict)
     except ValueError:
         readable = False
     return None if readable else f"{path} cannot be read"

@@ -138,7 +138,7 @@ def read_folder(folder: Path) -> dict[str, Header]:
         files = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise Refusal(f"{index}: no weight_map can be read from it") from None
-    if any(not isinstance(name, str) or Path(name).name != name for name in files):
+    if any(not isinstance(name, str) or Path(name).name != name or name in ("", "..") for name in files):
         raise Refusal(f"{index}: it names files outside of its folder")
     headers = {name: read_header(folder / name) for name in files}
     there = {tensor: name for name, header in headers.items() for tensor in header.entries}
