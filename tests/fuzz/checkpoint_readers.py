@@ -34,7 +34,9 @@ from megatron.inference.start import read_saved
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint import checkpoint, checksums, shelf
 from megatron.training.checkpoint.arguments_of import shape_of
+from megatron.training.checkpoint.converting import outgoing
 from megatron.training.checkpoint.hugging_face import direct, files, kinds, llama
+from megatron.training.checkpoint.hugging_face.folders import HEADERS
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
@@ -291,6 +293,34 @@ def read_weights(folder: Path) -> None:
         stored.shape(key)
 
 
+def headers_json() -> bytes:
+    """What is kept of the original's files when a Hugging Face folder is converted."""
+    texts = {}
+    for name, data in llama_parts().items():
+        if name != files.INDEX:
+            texts[name] = data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
+    return json.dumps(texts).encode()
+
+
+def headers_changed(random: Random, data: bytes) -> bytes:
+    """A header in the list changed as JSON, or the list."""
+    if random.random() < 0.5:
+        return mutations.json_text(random, data)
+    texts = json.loads(data)
+    name = random.choice(list(texts))
+    texts[name] = mutations.changed_json(random, json.loads(texts[name]))
+    return json.dumps(texts).encode()
+
+
+def write_as_the_original(folder: Path) -> None:
+    model = kinds.described(LLAMA, "x")
+    headers, _ = outgoing._headers(folder, kinds.pieces(model, ()), torch.float32, tied=False)
+    (folder / "out").mkdir(exist_ok=True)
+    with files.writing(folder / "out", headers) as put:
+        for name in sorted({name for header in headers.values() for name in header.entries}):
+            put(name, llama_tensors()[name])
+
+
 def read_config(folder: Path) -> None:
     model = kinds.described(llama.read_config(folder / "config.json"), folder / "config.json")
     if model.settings.num_layers < 1000:
@@ -476,6 +506,14 @@ READERS = [
         seeds=lambda: CONFIGS,
         change=mutations.json_text,
         read=read_config,
+    ),
+    Reader(
+        name="headers_of_an_original",
+        file=HEADERS,
+        seeds=lambda: [headers_json()],
+        change=headers_changed,
+        beside={"config.json": CONFIGS[0]},
+        read=write_as_the_original,
     ),
     Reader(
         name="copy_in_memory",

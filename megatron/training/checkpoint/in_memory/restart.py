@@ -75,7 +75,10 @@ def _look(copies: Copies) -> tuple[Files, set[str]]:
         if (grid, settings) != _form(copies.about):
             strange.add(grid if grid != copies.about["grid"] else "other settings")
             continue
-        iteration, rank = int(about["iteration"]), int(about["rank"])
+        try:
+            iteration, rank, _ = int(about["iteration"]), int(about["rank"]), about["start"]
+        except (KeyError, ValueError):
+            continue  # no copy of ours
         if path == copies.path(iteration, rank):  # under another name it would be cleared away as another step's
             files.setdefault((iteration, about["start"]), {})[rank] = path
     return files, strange

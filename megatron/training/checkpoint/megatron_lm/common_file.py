@@ -19,6 +19,7 @@ from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.refusal import Refusal, short
 
 MOST = {"num_layers": 100_000}  # layers are counted through one by one
+SECTIONS = ("model", "data", "optimizer", "attention")  # of the settings, that are read
 LARGEST = 1 << 40  # no width or vocabulary is near it
 
 
@@ -33,7 +34,7 @@ def read_common(path: Path) -> dict[str, Any]:
         raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
     if "config" in common:
         sections = common["config"]
-        if not isinstance(sections, dict) or not all(isinstance(one, dict) for one in sections.values()):
+        if not isinstance(sections, dict) or not all(isinstance(sections.get(one, {}), dict) for one in SECTIONS):
             raise Refusal(f"checkpoint {path}: common.pt holds no settings of its run")
         fitting(sections.get("model", {}), path)
         if not isinstance(common.get("progress"), dict):
