@@ -17,11 +17,12 @@ LONGEST_NUMBER = 300  # characters of an integer: all of them fit into a float
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     """The value that a JSON text stands for.
 
     Args:
         text: bytes are UTF-8.
+        unique: refuse an object that has a key twice, where another reader of the text might take the other value.
 
     Raises:
         ValueError: not JSON; or JSON that Python cannot handle everywhere: nested deeper than ``DEEPEST``, an integer
@@ -33,7 +34,7 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 at byte {error.start}") from None
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=_integer, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError(f"nested more than {DEEPEST} deep") from None
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
@@ -47,6 +48,13 @@ def _integer(digits: str) -> int:
     if len(digits) > LONGEST_NUMBER:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key twice in one object")
+    return found
 
 
 def _has_surrogate(value: Any) -> bool:

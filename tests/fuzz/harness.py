@@ -16,6 +16,7 @@ Input number N of a reader is always the same, so a failure is told by its numbe
 
 from __future__ import annotations
 
+import importlib
 import json
 import mmap
 import os
@@ -29,6 +30,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,7 +38,12 @@ from typing import Any
 from megatron.training.refusal import Refusal
 from tests.patience import patience
 
+# Of the standard library, looked up by the names of encodings: not in the middle of a watched read.
+for _name in ("cp437", "idna", "latin_1", "utf_16", "utf_16_be", "utf_16_le", "utf_32", "utf_32_be", "utf_32_le"):
+    importlib.import_module(f"encodings.{_name}")
+
 CORPUS = Path(__file__).parent / "corpus"
+BATCH = 500  # inputs held in memory
 LONGEST = 1000  # characters of a refusal
 HUNG = 60.0  # seconds without an answer, on a quiet machine, after which a child is killed
 
@@ -118,10 +125,11 @@ def run(reader: Reader, inputs: Iterator[tuple[str, bytes]] | list[tuple[str, by
         folder: an empty one, for this reader alone.
     """
     outcome, begin = Outcome(), time.monotonic()
-    todo = list(inputs)
-    first = 0
-    while first < len(todo):
-        first = _run_child(reader, todo, first, folder, outcome)
+    left = iter(inputs)
+    while todo := list(islice(left, BATCH)):
+        first = 0
+        while first < len(todo):
+            first = _run_child(reader, todo, first, folder, outcome)
     outcome.seconds = time.monotonic() - begin
     return outcome
 

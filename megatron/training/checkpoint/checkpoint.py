@@ -27,6 +27,7 @@ from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.checkpoint.adapters import begin_anew, without_adapters
 from megatron.training.checkpoint.checksums import unchanged
 from megatron.training.checkpoint.foreign import open_foreign
+from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
@@ -139,7 +140,7 @@ def load(
     Raises:
         Refusal: the checkpoint is of another model, or another job removed or replaced it meanwhile.
     """
-    with unchanged(path.path):
+    with unchanged(path.path), readable(path.path):
         return _load(path, chunks, optimizer, schedule, config)
 
 
@@ -210,7 +211,8 @@ def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
     theirs = open_foreign(path)
     if theirs and theirs.weights_alone:
         return Progress()
-    return _progress(theirs, {} if theirs else path.common())
+    with readable(path.path):
+        return _progress(theirs, {} if theirs else path.common())
 
 
 def _progress(theirs: incoming.Theirs | None, common: dict[str, Any]) -> Progress:

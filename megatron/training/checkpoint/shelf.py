@@ -7,7 +7,6 @@ All of this is done by one rank. What is not a checkpoint yet, or not any more, 
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import shutil
@@ -19,6 +18,7 @@ from pathlib import Path
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in
 from megatron.training.checkpoint.writer import write_bytes
 from megatron.training.disk import sync_folder, sync_folders_up
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 PARTIAL, REMOVED = ".partial", ".removed"
@@ -115,8 +115,8 @@ def checkpoints_before(folder: Path, iteration: int) -> Iterator[tuple[int, Path
 def validation_loss(path: Path) -> float:
     """Of a checkpoint, as it was evaluated when it was saved; infinite where nobody can say."""
     try:
-        loss = float(json.loads((path / VALIDATION).read_bytes())["validation_loss"])
-    except (OSError, ValueError, TypeError, KeyError):
+        loss = float(parse_json(read_bytes(path / VALIDATION))["validation_loss"])
+    except (OSError, ValueError, TypeError, LookupError):
         return math.inf
     return loss if math.isfinite(loss) else math.inf
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, ModelConfig
 from megatron.training.checkpoint.hugging_face import files, llama, tensors
-from megatron.training.checkpoint.hugging_face.files import Header
+from megatron.training.checkpoint.hugging_face.files import Entry, Header
 from megatron.training.checkpoint.hugging_face.folders import (
     EMBEDDING,
     HEADERS,
@@ -73,7 +73,7 @@ def to_hugging_face(
         raise Refusal(f"--from {source}: no checkpoint there ({TRACKER} is missing)")
     notes: list[str] = []
     path = check(latest, notes)
-    along = along or source / "hf"
+    given, along = along, along or source / "hf"
     beside = check(along, notes) if is_hugging_face(along) else None
     original = llama.read_config(beside.file("config.json")) if beside else None
     with one_process(), new_folder(target) as folder:
@@ -88,6 +88,8 @@ def to_hugging_face(
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         headers, then = _headers(beside, pieces, dtype, tied=not model.untie_embeddings_and_output_weights)
         if original is not None:
+            if along != given:
+                _check_links(source, along)
             copy_files(companions(along), folder)
             config = llama.updated_config(original, along / "config.json", then, config)
             notes += [
@@ -119,6 +121,13 @@ def to_hugging_face(
     if model.lora_rank:
         notes.append(f"its adapters of rank {model.lora_rank} are merged into the weights")
     return [summary, *notes]
+
+
+def _check_links(source: Path, along: Path) -> None:
+    """Refuse links out of a checkpoint: what they lead to would be copied, and given away with the model."""
+    for path in companions(along):
+        if not path.resolve().is_relative_to(source.resolve()):
+            raise Refusal(f"{path} is a link that leads out of {source}: remove it, or give --hf-files DIR")
 
 
 def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:
@@ -167,14 +176,19 @@ def _headers(
     name_of = files.NAMES[dtype]
     if along is not None and HEADERS in along.files:
         texts = llama.read_config(along.file(HEADERS))
+        if any(Path(name).name != name or not name.endswith(".safetensors") for name in texts):
+            raise Refusal(f"{along.file(HEADERS)}: it names files outside of its folder")
         try:
             headers = {name: files.parse_header(text) for name, text in texts.items()}
         except ValueError as error:
             raise Refusal(f"{along.file(HEADERS)}: {error}") from None
         entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
         same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
+        dtypes = {entries[name].dtype for name in wanted} if same else set()
+        same = len(dtypes) == 1 and dtypes <= files.TORCH_DTYPES.keys()
         twin = {LM_HEAD} if tied else set()
-        if same and all(name.endswith(IGNORED) for name in entries.keys() - wanted.keys() - twin):
+        more = entries.keys() - wanted.keys()
+        if same and all(name in twin or _as_kept(along, name, entries[name]) for name in more):
             then = files.TORCH_DTYPES[entries[EMBEDDING].dtype]
             if then == dtype:
                 return headers, then
@@ -189,6 +203,14 @@ def _headers(
                 for file, header in headers.items()
             }, then
     return files.plan_files((name, name_of, shape) for name, shape in wanted.items()), None
+
+
+def _as_kept(along: Checked, name: str, entry: Entry) -> bool:
+    """Whether a tensor that no model asks for lies beside the headers, as they say."""
+    if not name.endswith(IGNORED) or OTHERS not in along.files:
+        return False
+    kept = files.read_header(along.file(OTHERS)).entries.get(name)
+    return kept is not None and (kept.dtype, kept.shape) == (entry.dtype, entry.shape) and entry.dtype in files.BYTES
 
 
 def _weights(

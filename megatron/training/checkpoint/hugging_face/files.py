@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
+LONGEST = 100_000_000  # bytes of a header, as in the library
+DIMENSIONS = 64  # of a tensor
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -57,12 +60,11 @@ class Header:
 def parse_header(text: str) -> Header:
     """Read a header. Raises ValueError where it is none, or its tensors overlap or leave holes."""
     try:
-        table = json.loads(text)
+        table = parse_json(text, unique=True)
         metadata = table.pop("__metadata__", {})
-        entries = {
-            name: Entry(row["dtype"], tuple(map(int, row["shape"])), *map(int, row["data_offsets"]))
-            for name, row in table.items()
-        }
+        entries = {name: _entry(**row) for name, row in table.items()}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError("its header cannot be read") from None
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
@@ -73,6 +75,16 @@ def parse_header(text: str) -> Header:
             raise ValueError(f"the header's place of {name} is wrong")
         end = entry.stop
     return Header(text, entries, metadata)
+
+
+def _entry(dtype: Any, shape: Any, data_offsets: Any) -> Entry:
+    """Raises ValueError, TypeError."""
+    start, stop = data_offsets
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > DIMENSIONS:
+        raise TypeError
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in (*shape, start, stop)) or stop < start:
+        raise ValueError
+    return Entry(dtype, tuple(shape), start, stop)
 
 
 def make_header(
@@ -96,6 +108,8 @@ def read_header(path: Path) -> Header:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise ValueError(f"it is truncated, or no safetensors file ({size:,} bytes)")
+            if length > LONGEST:
+                raise ValueError(f"its header has {length:,} bytes, and no more than {LONGEST:,} are read")
             header = parse_header(file.read(length).decode())
     except FileNotFoundError:
         raise Refusal(f"{path}: no such file") from None
@@ -119,11 +133,11 @@ def read_folder(checked: Checked) -> dict[str, Header]:
         raise Refusal(f"{checked}: neither {SINGLE} nor {INDEX} there; other formats than safetensors are not read")
     index = checked.file(INDEX)
     try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = parse_json(read_bytes(index), unique=True)["weight_map"]
         files = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise Refusal(f"{index}: no weight_map can be read from it") from None
-    if any(not isinstance(name, str) or Path(name).name != name for name in files):
+    if any(not isinstance(name, str) or Path(name).name != name or name in ("", "..") for name in files):
         raise Refusal(f"{index}: it names files outside of its folder")
     headers = {name: read_header(checked.file(name)) for name in files}
     there = {tensor: name for name, header in headers.items() for tensor in header.entries}

@@ -79,6 +79,8 @@ def readable(path: Path) -> Iterator[None]:
     """Whatever a damaged checkpoint makes torch raise, in one line."""
     try:
         yield
+    except Refusal:
+        raise
     except (Exception, CheckpointException) as error:
         raise Refusal(f"checkpoint {path} cannot be read: {reason(cause(error))}") from error
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape
 from megatron.training.checkpoint.hugging_face.rope import positive, rope_settings, scaling_json
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,7 +38,7 @@ FIXED = {
 def read_config(path: Path) -> dict[str, Any]:
     """A config.json. Raises Refusal where it is missing or not a JSON object."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
         raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(config, dict):

@@ -76,11 +76,11 @@ def _look(copies: Copies) -> tuple[Files, set[str]]:
             strange.add(grid if grid != copies.about["grid"] else "other settings")
             continue
         try:
-            step, rank = (int(about["iteration"]), about["start"]), int(about["rank"])
-        except (KeyError, ValueError):  # its header is damaged
-            continue
-        if path == copies.path(step[0], rank):  # under another name it would be cleared away as another step's
-            files.setdefault(step, {})[rank] = path
+            iteration, rank, _ = int(about["iteration"]), int(about["rank"]), about["start"]
+        except (KeyError, ValueError):
+            continue  # no copy of ours
+        if path == copies.path(iteration, rank):  # under another name it would be cleared away as another step's
+            files.setdefault((iteration, about["start"]), {})[rank] = path
     return files, strange
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import derive_shape
+from megatron.training.checkpoint.megatron_lm.common_file import fitting
 from megatron.training.refusal import Refusal
 
 # Settings that are of the model and say nothing of its weights or formulas.
@@ -95,7 +96,7 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
         known["group_query_attention"] = groups != args.get("num_attention_heads")
     if known.get("normalization") not in (None, "LayerNorm", "RMSNorm"):
         raise Refusal(f"checkpoint {where}: --normalization {known['normalization']} is not built here")
-    return known
+    return dict(fitting(known, where))
 
 
 def model_of(args: dict[str, Any], where: object) -> ModelConfig:

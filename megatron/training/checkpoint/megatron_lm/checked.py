@@ -9,13 +9,13 @@ Files that belong to no checkpoint, an extra ``.distcp`` for instance, are not r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.common_file import read_common
 from megatron.training.checkpoint.megatron_lm.file_list import (
     CHECKSUMS,
     HUGGING_FACE,
@@ -27,6 +27,7 @@ from megatron.training.checkpoint.megatron_lm.file_list import (
 )
 from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
 from megatron.training.checkpoint.megatron_lm.torch_file import check_torch_file, check_torch_files_in
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 COMMON, METADATA, FORM = "common.pt", ".metadata", "metadata.json"
@@ -63,10 +64,8 @@ class Checked:
 
     def common(self) -> dict[str, Any]:
         """What is no tensor, and the same on all ranks. Raises Refusal where it cannot be read."""
-        common = unpickle.read(self.file(COMMON))
-        if not isinstance(common, dict):
-            raise Refusal(f"checkpoint {self.path}: {COMMON} does not hold what a checkpoint does")
-        return common
+        self.file(COMMON)
+        return read_common(self.path)
 
     def metadata(self) -> Any:
         """torch's list of the tensors, all of which lie in files that were compared. Raises Refusal."""
@@ -200,7 +199,7 @@ def _places(metadata: Any, where: Path) -> Iterator[Any]:
 
 def _check_json(path: Path) -> None:
     try:
-        readable = isinstance(json.loads(path.read_bytes()), dict)
+        readable = isinstance(parse_json(read_bytes(path)), dict)
     except (ValueError, RecursionError):
         readable = False
     if not readable:

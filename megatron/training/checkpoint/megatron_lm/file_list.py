@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.training.json_file import parse_json, read_bytes
+
 CHECKSUMS = "checksums.json"
 VERSION = 2
 TORCH_DIST, HUGGING_FACE = "torch_dist", "hugging_face"  # forms
@@ -67,7 +69,7 @@ def read_list(path: Path) -> FileList:
         OSError: it cannot be read.
     """
     try:
-        said = json.loads(path.read_bytes())
+        said = parse_json(read_bytes(path), unique=True)
         first = "version" not in said
         own = None if first else said.pop("crc32")
         files = {name: Sum(**one) for name, one in (said if first else said["files"]).items()}

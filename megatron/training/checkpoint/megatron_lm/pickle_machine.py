@@ -146,10 +146,10 @@ class Machine:
             walked += 1
             if type(part) in SCALARS:
                 continue
+            if part is container:
+                raise BadPickle("an object in it holds itself")
             other = sizes.get(id(part))
             if other is None:
-                if part is container:
-                    raise BadPickle("an object in it holds itself")
                 other = sizes[id(part)] = [1, 1, 1]
                 self.kept.append(part)
             else:

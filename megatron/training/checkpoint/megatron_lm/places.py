@@ -8,10 +8,10 @@ state, or from none, would overwrite what is there.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, one_line, permitted
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -170,7 +170,7 @@ def _refuse_others(folder: Path) -> None:
 
 def _refuse_zarr(path: Path) -> None:
     try:
-        kind = json.loads((path / "metadata.json").read_text()).get("sharded_backend", "torch_dist")
+        kind = parse_json(read_bytes(path / "metadata.json")).get("sharded_backend", "torch_dist")
     except (OSError, ValueError, AttributeError):
         return  # said by who reads it
     if kind != "torch_dist":

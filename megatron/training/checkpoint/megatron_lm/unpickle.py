@@ -12,6 +12,7 @@ import mmap as memory_map
 import os
 import stat
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,11 +82,11 @@ def parts_of(path: Path) -> Iterator[Callable[[int, int], bytearray]]:
 
             def read(offset: int, length: int) -> bytearray:
                 if offset + length > size:
-                    raise Refusal(f"{path} is too short: {size} bytes, at least {offset + length} were written")
+                    raise ValueError(f"it has {size} bytes, at least {offset + length} were written")
                 data = bytearray(length)
                 file.seek(offset)
                 if file.readinto(data) != length:
-                    raise Refusal(f"{path} became shorter while it was read")
+                    raise ValueError("it became shorter while it was read")
                 return data
 
             yield read
@@ -132,6 +133,10 @@ def _build_namespace(target: Any, state: Any) -> None:
     if type(state) is not dict or any(type(name) is not str for name in state):
         raise BadPickle("the state of a namespace in it is none")
     vars(target).update(state)
+
+
+def _ignore(target: Any, state: Any) -> None:
+    """What a file adds to an object and nobody needs."""
 
 
 def _path(*parts: Any) -> Path:
@@ -239,6 +244,7 @@ PLAIN = Table(
     builders={
         Namespace: _build_namespace,
         SimpleNamespace: _build_namespace,
+        OrderedDict: _ignore,  # versions of modules beside their weights
         np.ndarray: _fill_array,
         _ArrayType: _ArrayType.set_order,
     },

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of checkpoints that are made to do harm: each is refused by what it does, and does nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import struct
+import time
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megatron.training.checkpoint.converting import outgoing
+from megatron.training.checkpoint.hugging_face import files
+from megatron.training.checkpoint.hugging_face.folders import HEADERS
+from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.common_file import read_common
+from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
+from megatron.training.refusal import Refusal
+from tests.fuzz.checkpoint_readers import headers_json, language_model, random_state, saved, small_metadata, two_tensors
+
+MODULE = "torch.distributed.checkpoint.filesystem"
+POPEN = "torch._strobelight.cli_function_profiler.subprocess.Popen"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def call(module: str, name: str, argument: bytes) -> bytes:
+    """Instructions that call a function with one argument and forget what it returns."""
+    return text(module) + text(name) + b"\x93" + argument + b"\x85R0"
+
+
+def before(data: bytes, instructions: bytes) -> bytes:
+    return data[:2] + instructions + data[2:]
+
+
+def refused(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    with pytest.raises(Refusal) as refusal:
+        unpickle.read_metadata(path)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        (MODULE, POPEN),
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch", "hub.os.system"),
+        ("subprocess", "Popen"),
+    ],
+)
+def test_names_in_metadata_are_not_looked_up(tmp_path, module, name):
+    harm = tmp_path / "harm"
+    words = b"](" + text("touch") + text(str(harm)) + b"e"
+    data = before(small_metadata(), call(module, name, words))
+    assert f"{name}, which could run code" in refused(tmp_path / ".metadata", data)
+    assert not harm.exists()
+    if name.endswith("Popen"):
+        pickle.loads(data).storage_data  # noqa: B018
+        deadline = time.monotonic() + 60
+        while not harm.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert harm.exists()  # the plain unpickler runs it, and gives the same metadata
+
+
+def test_other_classes_of_the_same_modules_come_as_nothing(tmp_path):
+    path = tmp_path / ".metadata"
+    path.write_bytes(before(small_metadata(), call(MODULE, "FileSystemWriter", text(str(tmp_path / "x")))))
+    assert len(unpickle.read_metadata(path).storage_data) == 5
+    assert os.listdir(tmp_path) == [".metadata"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "..", "", "a/b", "a\nb", "a\x1b[2J"], ids=lambda name: repr(name)
+)
+def test_files_outside_of_the_folder_are_not_named(tmp_path, name):
+    data = small_metadata().replace(b"\x8c\x0c__0_0.distcp", b"\x8c" + bytes([len(name)]) + name.encode())
+    assert "names a file outside" in refused(tmp_path / ".metadata", data)
+
+
+@pytest.mark.parametrize(
+    "kind, told",
+    [
+        ("link", "leads out of the checkpoint's folder"),
+        ("folder", "is no file"),
+        ("pipe", "is no file"),
+        ("short", "bytes, at least"),
+        ("none", "No such file"),
+    ],
+)
+def test_what_metadata_names_is_a_file_of_the_folder(tmp_path, kind, told):
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(two_tensors()[".metadata"])
+    data, path = two_tensors()["__0_0.distcp"], folder / "__0_0.distcp"
+    if kind == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to("../elsewhere")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "short":
+        path.write_bytes(data[:-1])
+    stored = StoredTensors(folder)
+    with pytest.raises(Refusal, match=told):
+        [stored.read("weight", (0, 0), (4, 3)), stored.read("other", (0,), (5,)), stored.object("rng")]
+
+
+def test_what_metadata_describes_is_read(tmp_path):
+    for name, data in two_tensors().items():
+        (tmp_path / name).write_bytes(data)
+    stored = StoredTensors(tmp_path)
+    assert stored.read("weight", (1, 0), (2, 3)).tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert stored.object("rng")["torch"].equal(random_state()["torch"])
+
+
+def changed(**lengths: tuple[int, ...]) -> bytes:
+    """The metadata with other sizes of the tensor ``weight``."""
+    metadata = pickle.loads(small_metadata())
+    tensor = metadata.state_dict_metadata["weight"]
+    if "size" in lengths:
+        tensor.size = torch.Size(lengths["size"])
+    if "chunk" in lengths:
+        tensor.chunks[0].sizes = torch.Size(lengths["chunk"])
+    if "length" in lengths:
+        metadata.storage_data[MetadataIndex("weight", (0, 0))].length = lengths["length"][0]
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize(
+    "lengths, told",
+    [
+        ({"size": (1 << 31, 1 << 31)}, "larger than any tensor"),
+        ({"chunk": (5, 3)}, "outside of the tensor"),
+        ({"chunk": (2, 3, 1)}, "not that of its place"),
+        ({"size": (1 << 40, 3), "chunk": (1 << 40, 3)}, "more numbers than bytes"),
+        ({"length": (-1,)}, "length of an object"),
+        ({"length": (1 << 70,)}, "length of an object"),
+    ],
+)
+def test_sizes_are_those_of_the_bytes(tmp_path, lengths, told):
+    assert told in refused(tmp_path / ".metadata", changed(**lengths))
+
+
+@pytest.mark.parametrize(
+    "data, told",
+    [
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "remembers more"),
+        (b"\x80\x04" + b"(" * 5000 + b".", "levels"),
+        (b"\x80\x04" + b"]" * 200 + b"a" * 199 + b".", "levels"),
+        (b"\x80\x04]" + b"".join(b"q%c0]h%ch%c\x86a" % (i, i, i) for i in range(80)) + b".", "repeats parts"),
+        (b"\x80\x04}N" + b"".join(b"q%c0h%ch%c\x86" % (i, i, i) for i in range(80)) + b"Ns.", "repeats parts|too long"),
+        (b"\x80\x04]q\x00h\x00a.", "holds itself"),
+        (b"\x80\x04}q\x00Nh\x00s.", "holds itself"),
+        (b"\x80\x04]q\x00h\x00\x85q\x010h\x00h\x01a.", "changes after"),
+        (b"\x80\x04\x8e" + b"\xff" * 8 + b".", "too early"),
+        (b"\x80\x04" + b"]" * 100_000 + b".", "more objects"),
+        (b"\x80\x04\x8b\xff\xff\xff\x7f.", "no place in a checkpoint"),
+        (b"\x80\x04}]Ns.", "key in it"),
+        (b"\x80\x04\x8c\x02\xff\xfe.", "damaged"),
+        (b"", "too early"),
+    ],
+)
+def test_work_and_memory_are_bounded_by_the_file(tmp_path, data, told):
+    begin = time.process_time()
+    line = refused(tmp_path / ".metadata", data)
+    assert any(one in line for one in told.split("|")), line
+    assert time.process_time() - begin < 2
+
+
+def test_a_file_beyond_the_bound_is_not_read(tmp_path):
+    with open(tmp_path / ".metadata", "wb") as file:
+        file.truncate(1 << 40)
+    begin = time.process_time()
+    with pytest.raises(Refusal, match="more than"):
+        unpickle.read_metadata(tmp_path / ".metadata")
+    assert time.process_time() - begin < 1
+
+
+# Files of torch.save
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and one.equal(other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before zip"])
+def test_what_torch_saves_is_read_as_torch_does(tmp_path, zipped):
+    base = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    value = {
+        "views": [base, base.t(), base[1:3, ::2], base.bfloat16(), torch.empty(0, 3), torch.tensor(3)],
+        "model": language_model(),
+        "random": random_state(),
+        "python": random.getstate(),
+        "plain": [1, -5, 2**100, 0.5, "é", b"\x00\xff", b"", None, True, (), {1, 2}, 1j, OrderedDict(a=1)],
+        "numpy": [np.float64(2.5), np.arange(6).reshape(2, 3).T, np.zeros(3, ">i2")],
+        "dtype": torch.bfloat16,
+        "args": Namespace(size=torch.Size([2]), path=Path("/a/b")),
+    }
+    data = saved(value, _use_new_zipfile_serialization=zipped)
+    (tmp_path / "x.pt").write_bytes(data)
+    theirs = torch.load(io.BytesIO(data), weights_only=False)
+    read = unpickle.read_bytes(data, "x", whole=True), unpickle.read(tmp_path / "x.pt", mmap=True)
+    for ours in read:
+        assert vars(ours.pop("args")) == vars(theirs["args"])
+        assert same(ours, {name: one for name, one in theirs.items() if name != "args"})
+        ours["views"][0].add_(1)  # a memory of their own
+        assert ours["views"][1].equal(ours["views"][0].t())
+    assert (tmp_path / "x.pt").read_bytes() == data
+
+
+def rewritten(data: bytes, packed: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w", packed) as new:
+        for name in old.namelist():
+            new.writestr(name, records.get(name.rpartition("/")[2].replace(".", "_"), old.read(name)))
+    return file.getvalue()
+
+
+def claiming(size: bytes, stride: bytes) -> bytes:
+    """A tensor of four numbers that claims another shape."""
+    old = saved(torch.zeros(4))
+    pickled = zipfile.ZipFile(io.BytesIO(old)).read("archive/data.pkl")
+    new = pickled.replace(b"K\x04\x85", size + b"\x85", 1).replace(b"K\x01\x85", stride + b"\x85", 1)
+    assert new != pickled
+    return rewritten(old, data_pkl=new)
+
+
+HUGE = b"\x8a\x06\x00\x00\x00\x00\x00\x01"  # 2^40
+
+
+@pytest.mark.parametrize(
+    "data, told",
+    [
+        (rewritten(saved(torch.zeros(1_000_000)), zipfile.ZIP_DEFLATED), "compressed"),
+        (claiming(HUGE, b"K\x01"), "more numbers than bytes"),
+        (claiming(HUGE, b"K\x00"), "more numbers than bytes"),
+        (claiming(b"K\x04", HUGE), "more numbers than bytes"),
+        (saved(torch.zeros(4))[:-30], "damaged"),
+        (b"PK\x03\x04", "damaged"),
+        (b"", "too early"),
+    ],
+)
+def test_tensors_lie_within_their_bytes(data, told):
+    with pytest.raises(Refusal, match=told):
+        unpickle.read_bytes(data, "x")
+
+
+def test_parts_of_an_archive_do_not_overlap():
+    data = bytearray(saved([torch.ones(100), torch.zeros(100)]))
+    first, second = (data.index(b"archive/data/%d" % number) - 30 for number in (0, 1))
+    entry = data.rindex(b"archive/data/1") - 46
+    data[second:second] = b""
+    assert struct.unpack_from("<I", data, entry + 42)[0] in (second, 0xFFFFFFFF)
+    struct.pack_into("<I", data, entry + 42, first)
+    with pytest.raises(Refusal, match="overlap|damaged|lie within"):
+        unpickle.read_bytes(bytes(data), "x")
+
+
+# What is said of a model, headers, JSON
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"config": {"model": {"num_layers": "2"}}}, "num_layers '2' is not what --num-layers can be"),
+        ({"config": {"model": {"num_layers": 10**9}}}, "more than 100000"),
+        ({"config": {"model": {"hidden_size": -1}}}, "hidden_size"),
+        ({"config": {"model": {"norm_epsilon": float("nan")}}}, "norm_epsilon"),
+        ({"config": {"model": 5}}, "no settings"),
+        ({"config": {"model": {}}, "progress": None}, "how far"),
+        ({"config": {"model": {}}, "progress": {"iteration": [1]}}, "iteration"),
+        ({"vocab_size": 1.5}, "vocab_size"),
+        ({5: 5}, "does not hold"),
+    ],
+)
+def test_values_of_another_kind_are_named(tmp_path, change, told):
+    torch.save(change, tmp_path / "common.pt")
+    with pytest.raises(Refusal) as refusal:
+        read_common(tmp_path)
+    assert told in str(refusal.value)
+
+
+def header(table: object) -> bytes:
+    data = table if isinstance(table, bytes) else json.dumps(table).encode()
+    return len(data).to_bytes(8, "little") + data
+
+
+ROW = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    "data, told",
+    [
+        (header({"a": {**ROW, "shape": [1.0]}}), "cannot be read"),
+        (header({"a": {**ROW, "shape": [-1], "data_offsets": [0, -4]}}), "cannot be read"),
+        (header({"a": {**ROW, "shape": [1 << 40] * 60}}), "place of a is wrong"),
+        (header({"a": {**ROW, "shape": [1] * 100_000}}), "cannot be read"),
+        (header(b'{"a":%s,"a":%s}' % (json.dumps(ROW).encode(), json.dumps(ROW).encode())), "cannot be read"),
+        (header(b"[" * 100_000), "cannot be read"),
+        (header(b'{"a":' + b"9" * 100_000 + b"}"), "cannot be read"),
+        (header(b"\xff\xfe"), "utf-8"),
+        ((1 << 60).to_bytes(8, "little") + b"{}", "truncated"),
+    ],
+)
+def test_headers_of_safetensors(tmp_path, data, told):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data + bytes(4))
+    with pytest.raises(Refusal, match=told):
+        files.read_header(path)
+
+
+def test_a_header_has_at_most_as_many_bytes_as_the_library_takes(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:
+        file.write((1 << 35).to_bytes(8, "little"))
+        file.truncate(1 << 36)
+    begin = time.process_time()
+    with pytest.raises(Refusal, match="its header has 34,359,738,368 bytes"):
+        files.read_header(path)
+    assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize("name", ["../harm.safetensors", "/tmp/harm.safetensors", "config.json", ""])
+def test_the_headers_of_an_original_name_files_to_write_in_the_new_folder(tmp_path, name):
+    texts = json.loads(headers_json())
+    texts[name] = texts.pop("a.safetensors")
+    (tmp_path / HEADERS).write_text(json.dumps(texts))
+    with pytest.raises(Refusal, match="names files outside"):
+        outgoing._headers(tmp_path, [], torch.float32, tied=False)
+
+
+def test_links_out_of_a_checkpoint_are_not_given_away(tmp_path):
+    (tmp_path / "secret").write_text("a key")
+    along = tmp_path / "c" / "hf"
+    along.mkdir(parents=True)
+    (along / "config.json").write_text("{}")
+    outgoing._check_links(tmp_path / "c", along)
+    (along / "README.md").symlink_to("../../secret")
+    with pytest.raises(Refusal, match="README.md is a link that leads out"):
+        outgoing._check_links(tmp_path / "c", along)
