@@ -222,7 +222,8 @@ def not_finite(error: Any, beats: Any, stages: int) -> str:
         if all(beat and beat.failed for beat in table.values()):
             ranks = [rank for rank, beat in table.items() if own in beat.failed]
             few = 0 < len(ranks) < len(table) // stages
-            return " (in the loss of rank " + ", ".join(f"{r} on {table[r].host}" for r in ranks) + ")" if few else ""
+            named = ", ".join(f"{rank} on {table[rank].process.host}" for rank in ranks)
+            return f" (in the loss of rank {named})" if few else ""
         time.sleep(0.1)
     return ""
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 PREFIX, SUBNET = "sn", "10.77.0"
+MASTER = f"{SUBNET}.1"  # address of the first node
 BURST, QUEUE = "16kb", 3_000_000  # of the token bucket; bytes that wait for it
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,6 +8,7 @@ import io
 import json
 import shlex
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -31,6 +32,7 @@ from megatron.training.data.chats import store
 from megatron.training.data.chats.read import read_chats
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.data.whole_folder import LIST
 from megatron.training.evaluation.words import read_ids
 from megatron.training.model.attention_rule import sparse_pattern
 from megatron.training.refusal import Refusal, Refusals
@@ -194,6 +196,17 @@ CHATS = {
     "starts.npy": array(np.array([0, 4, 9])),
     "lines.npy": array(np.array([1, 2])),
 }
+
+
+def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """``read`` of a folder whose list of files (whole_folder.py) fits them as they are."""
+
+    def of_listed(folder: Path) -> Any:
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
+        (folder / LIST).write_text(json.dumps(sizes))
+        return read(folder)
+
+    return of_listed
 
 
 def read_cache(folder: Path) -> None:
@@ -440,9 +453,10 @@ def reader(name: str, seeds: Any, change: Any, read: Any, file: str = "file", **
 
 READERS = [
     reader("index", lambda: [corpus()["c.idx"]], index, read_index, "c.idx", beside={"c.bin": corpus()["c.bin"]}),
-    reader("index_cache", lambda: [array(np.arange(9))], numbers, read_cache, "a.npy"),
+    reader("index_cache", lambda: [array(np.arange(9))], numbers, listed(read_cache), "a.npy"),
     reader(
-        "chat_cache", lambda: [CHATS["starts.npy"]], numbers, lambda folder: store.kept("chats", str(folder)).lengths(),
+        "chat_cache", lambda: [CHATS["starts.npy"]], numbers,
+        listed(lambda folder: store.kept("chats", str(folder)).lengths()),
         "starts.npy", beside={name: data for name, data in CHATS.items() if name != "starts.npy"},
     ),
     reader("data_args_path", b"1 a 2.5 b\n3 c\n", text, blend("data_args_path")),

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 READERS = {
     "training/checkpoint/megatron_lm/checked.py",
     "training/checkpoint/checksums.py",
+    "training/checkpoint/megatron_lm/common_file.py",  # for Checked.common
     "training/checkpoint/megatron_lm/places.py",  # only the identity of a run
     "training/checkpoint/older/sources.py",
     "training/checkpoint/older/universal.py",

@@ -473,7 +473,7 @@ LOST: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: truncate(f / "release" / "__0_0.distcp", 9000), "__0_0.distcp has 9000 bytes"),
     (lambda f: truncate(f / "release" / ".metadata", 200), ".metadata has 200 bytes"),
     (lambda f: (f / "hf" / HEADERS).write_text('{"a": "b"}'), f"{HEADERS} has 10 bytes"),
-    (lambda f: change_headers(f, '{"a": "b"}'), "its header cannot be read"),
+    (lambda f: change_headers(f, '{"a.safetensors": "b"}'), "its header cannot be read"),
     (flip_a_weight, "__0_0.distcp is not what was written"),
     (lambda f: (f / "release" / "checksums.json").unlink(), "checksums.json is missing"),
     (lambda f: (f / "release" / "checksums.json").write_text("{}"), "checksums.json names no files"),

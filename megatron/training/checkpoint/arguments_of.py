@@ -52,7 +52,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
     if "bias_gelu_fusion" not in model:  # before there was that flag, GELU was always by tanh
         model["openai_gelu"] = True
     length = saved.get("data", {}).get("seq_length")
-    if type(length) is not int:
+    if length is not None and type(length) is not int:
         raise Refusal(f"checkpoint {path} does not say its --seq-length")
     return model | {"seq_length": saved["data"]["seq_length"]}
 

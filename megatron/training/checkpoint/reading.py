@@ -53,6 +53,7 @@ def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool
     Raises:
         Refusal: on every rank; something is damaged or missing, has another shape, or could run code.
     """
+    path.metadata()  # torch would print a traceback of what is refused within its own reading
     with _refusals(path), readable(path.path):
         loaded = dist_checkpointing.load(
             state, str(path), _LoadTensors(path), _LoadCommon(path), validate_access_integrity=whole_tensors_once

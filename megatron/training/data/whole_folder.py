@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ def whole_folder(folder: str) -> Iterator[str]:
     temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
     try:
         os.makedirs(temporary)
-        _remove_left_behind(*os.path.split(folder))
+        _remove_left_behind(*os.path.split(folder), os.stat(temporary).st_mtime)
         yield temporary
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(temporary)}
         with open(os.path.join(temporary, LIST), "w", encoding="utf-8") as file:
@@ -62,10 +61,10 @@ def check_whole(folder: str) -> None:
         ) from None
 
 
-def _remove_left_behind(root: str, name: str) -> None:
-    """Remove what runs that were killed have left of the same folder."""
+def _remove_left_behind(root: str, name: str, now: float) -> None:
+    """Remove what runs that were killed have left of the same folder; ``now``: by the clock of the file system."""
     with suppress(OSError):  # another run removes it too
         for entry in os.scandir(root):
             if entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp"):
-                if time.time() - entry.stat().st_mtime > LEFT_BEHIND:
+                if now - entry.stat().st_mtime > LEFT_BEHIND:
                     shutil.rmtree(entry.path, ignore_errors=True)

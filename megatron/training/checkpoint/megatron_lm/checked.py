@@ -9,6 +9,7 @@ Files that belong to no checkpoint, an extra ``.distcp`` for instance, are not r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ class Checked:
     def file(self, name: str) -> Path:
         """Where a file of the checkpoint lies. Raises Refusal where it is none that was compared."""
         if name not in self.files:
-            why = f"it is not in {CHECKSUMS}" if (self.path / name).exists() else "no such file"
+            why = f"it is not in {CHECKSUMS}" if os.path.exists(self.path / name) else "no such file"
             raise Refusal(f"{self.path / name}: {why}")
         return self.path / name
 
