@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.inference.start import read_saved
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpoint import checkpoint, shelf
+from megatron.training.checkpoint import checkpoint, checksums, shelf
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.converting import outgoing
 from megatron.training.checkpoint.hugging_face import direct, files, kinds, llama
