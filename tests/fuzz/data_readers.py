@@ -68,10 +68,10 @@ def text(random: Random, data: bytes) -> bytes:
         at = random.randrange(len(lines))
         line, kind = lines[at], random.randrange(7)
         if kind <= 2:
-            line[random.randrange(len(line))] = random.choice(WORDS) * random.choice([1, 1, 1, 50])
+            line[random.randrange(len(line))] = (random.choice(WORDS) * random.choice([1, 1, 1, 50]))[:5000]
         elif kind == 3:
             line.insert(random.randrange(len(line) + 1), random.choice(WORDS))
-        elif kind == 4 and len(line) < 1000:
+        elif kind == 4 and len(line) < 50:
             lines[at] = line * random.choice([2, 100])
         elif kind == 5 and len(lines) > 1:
             del lines[at]
