@@ -37,7 +37,7 @@ NOT_NEGATIVE = {
     "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
     "checkpoint": "ckpt_step",
     "attention": "mask_cpu_threshold",
-    "run": "seed manual_gc_interval eval_iters",
+    "run": "seed manual_gc_interval",
     "faults": "skip_bad_batches iterations_to_skip",
 }
 ABOVE_ZERO = {
