@@ -26,7 +26,7 @@ from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.megatron_lm.places import run_of
 from megatron.training.job import Job
-from megatron.training.refusal import together
+from megatron.training.refusal import reason, together
 
 NAMES = ("loss", "gradient norm")
 WINDOW, LEAST = 100, 10  # good steps that a spike is measured by, and without how many nothing is one
@@ -113,6 +113,7 @@ def write_batch(job: Job, result: Any) -> str:
     ``iter_NNNNNNN.safetensors`` holds ``tokens``, ``labels``, ``loss_mask`` [samples, seq_length] and ``numbers``
     [samples], which count the samples of the run; ``iter_NNNNNNN.json`` the reason, and the ``result`` of the step.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from megatron.training.data.batches import micro_batches
@@ -142,8 +143,8 @@ def write_batch(job: Job, result: Any) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(batch, f"{path}.safetensors")
         path.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n")
-    except OSError as error:
-        return f"not written ({error.strerror})"
+    except (OSError, SafetensorError) as error:  # the latter on a full disk
+        return f"not written ({reason(error)})"
     return f"written to {path}.safetensors"
 
 
