@@ -6,8 +6,9 @@
     python tools/check_script.py --processes 64 train_llama.sh 8B /data   # what follows the script is the script's
 
 The script runs in bash with stand-ins for every program: torchrun, deepspeed, srun, python and whatever else it calls
-are written down, not started; what it would write goes to a folder that is thrown away. Its training commands are then
-read as pretrain_gpt.py would read them. Exit code 0: all are taken; 2: one is refused; 1: the script starts none.
+are written down, not started; what it would write goes to a folder that is thrown away. The kernel (Landlock, seccomp)
+sees to that whatever the script tries: it can read files, and nothing else. Its training commands are then read as
+pretrain_gpt.py would read them. Exit code 0: all are taken; 2: one is refused; 1: the script starts none.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from unittest.mock import patch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments import validate
 from megatron.training.arguments.parser import parse
-from megatron.training.refusal import Refusal, Refusals
+from megatron.training.refusal import Refusal, Refusals, reason
 from pretrain_llama import LLAMA
 from tools.launch_command import Launch, grid, launch, slurm
+from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record
 
 EXIT_NOTHING, EXIT_REFUSED = 1, 2
@@ -40,9 +42,33 @@ def main(argv: list[str] | None = None) -> int:
     if not script.is_file():
         print(f"error: {script} is not a file", file=sys.stderr)
         return EXIT_REFUSED
+    try:
+        return check(script, args)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {script}: {reason(error)}", file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def check(script: Path, args: argparse.Namespace) -> int:
+    """Run the script with stand-ins, print what becomes of each training command; returns the exit code.
+
+    Raises:
+        Refusal: the script cannot be confined here, or meddled with the record of its calls.
+        OSError: it cannot be read.
+    """
+    if not args.trust_script and (why := why_not()):
+        raise Refusal(
+            f"{why}, and a script may do more than start a program: read {script}, and if you would run it yourself, "
+            "give --trust-script"
+        )
     job = slurm(script.read_text(errors="replace"))
     with tempfile.TemporaryDirectory() as folder:
-        done = record(script.resolve(), args.arguments, Path.cwd(), {**job, **os.environ}, Path(folder))
+        environment = {**job, **os.environ}
+        done = record(
+            script.resolve(), args.arguments, Path.cwd(), environment, Path(folder), confined=not args.trust_script
+        )
         launches = []
         for call in done.calls:
             if found := launch(call.words, int(job["SLURM_NTASKS"]) if job else None):
@@ -63,6 +89,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     found.add_argument("--processes", type=int, metavar="N", help="processes of the run; default: as the script says")
+    found.add_argument(
+        "--trust-script", action="store_true", help="run its shell without the kernel's confinement, as bash would"
+    )
     found.add_argument("script", metavar="SCRIPT", help="the launch script")
     found.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
     found.set_defaults(refused=False)

@@ -49,7 +49,7 @@ def _run(options: argparse.Namespace, ranks: list[int]) -> int:
     if not traces.is_predicted(dry):
         raise traces.NoTrace(f"{options.predicted}: is no dry run's: name that one first")
     real = [(rank, traces.read(path)) for rank, path in zip(ranks, options.measured)]
-    console, rows = Console(width=None if sys.stdout.isatty() else 120, highlight=False), []
+    console, rows = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False), []
     for rank, trace in real:
         ours = traces.predicted(dry, rank)
         found = traces.compare(ours, measured(trace, {x.name: x.kind for x in ours if x.kind not in traces.KINDS}))

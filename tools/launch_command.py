@@ -12,6 +12,7 @@ PER_NODE = ("nproc_per_node", "num_gpus", "nproc")
 NODES = ("nnodes", "num_nodes")
 TASKS = {"srun": ("n", "ntasks"), "mpirun": ("np", "n"), "mpiexec": ("np", "n"), "aprun": ("n",), "jsrun": ("n", "np")}
 GPUS = 8  # of a node, where the launcher counts them itself
+COUNT = re.compile(r"[0-9]{1,9}")  # of processes, nodes or GPUs
 
 
 class Launch(NamedTuple):
@@ -41,10 +42,11 @@ def processes(launcher: list[str], tasks: int | None = None) -> int | None:
     names = [word.split("/")[-1] for word in launcher]
     given = _options(launcher)
     nodes = next((given[name] for name in NODES if name in given), None)
-    nodes = int(nodes.split(":")[-1]) if nodes and nodes.split(":")[-1].isdigit() else None
+    nodes = int(nodes.split(":")[-1]) if nodes and COUNT.fullmatch(nodes.split(":")[-1]) else None
     per_node = next((given[name] for name in PER_NODE if name in given), None)
     if per_node or "deepspeed" in names or "torchrun" in names:
-        count = int(per_node) if per_node and per_node.isdigit() else GPUS if per_node or "deepspeed" in names else 1
+        known = COUNT.fullmatch(per_node or "")
+        count = int(known[0]) if known else GPUS if per_node or "deepspeed" in names else 1
         if "deepspeed" in names and not per_node and nodes is None:
             return None
         return count * (nodes or 1)
@@ -52,11 +54,11 @@ def processes(launcher: list[str], tasks: int | None = None) -> int | None:
         if name not in names:
             continue
         for option in options:
-            if given.get(option, "").isdigit():
+            if COUNT.fullmatch(given.get(option, "")):
                 return int(given[option])
-        if given.get("ntasks_per_node", "").isdigit():
+        if COUNT.fullmatch(given.get("ntasks_per_node", "")):
             places = given.get("nodes") or given.get("N") or "1"
-            return int(given["ntasks_per_node"]) * int(places) if places.isdigit() else None
+            return int(given["ntasks_per_node"]) * int(places) if COUNT.fullmatch(places) else None
         return tasks if name == "srun" else None
     return 1
 
@@ -66,7 +68,7 @@ def grid(flags: list[str]) -> int:
     given, ranks = _options(flags), 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                  "ds_sequence_parallel_size", "ulysses_parallel_size", "ring_parallel_size"):  # fmt: skip
-        ranks *= int(given[name]) if given.get(name, "").isdigit() else 1
+        ranks *= int(given[name]) if COUNT.fullmatch(given.get(name, "")) else 1
     return ranks
 
 
@@ -93,7 +95,7 @@ def slurm(script: str) -> dict[str, str]:
 
     def number(*names: str) -> int:
         for name in names:
-            if found := re.search(r"(\d+)$", given.get(name, "")):
+            if found := re.search(r"([0-9]{1,9})$", given.get(name, "")):
                 return int(found[1])
         return 0
 
@@ -101,7 +103,7 @@ def slurm(script: str) -> dict[str, str]:
     gpus = number("gpus_per_node", "gres") or GPUS
     tasks = number("ntasks_per_node") or 1
     total = number("ntasks", "n") or nodes * tasks
-    hosts = ",".join(f"node{index}" for index in range(nodes))
+    hosts = ",".join(f"node{index}" for index in range(nodes)) if nodes <= 1000 else f"node[0-{nodes - 1}]"
     names = {
         "SLURM_JOB_ID": 1, "SLURM_JOBID": 1, "SLURM_JOB_NAME": given.get("job_name", given.get("J", "job")),
         "SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes, "SLURM_NTASKS": total, "SLURM_NPROCS": total,

@@ -4,6 +4,9 @@
 Bash runs the script, so variables, loops and sourced files mean what they mean. But PATH holds only programs that
 print (cat, grep, date ...) and stand-ins that write their own command line down; all else that the script calls (wget,
 module, nvidia-smi, rm ...) is written down and not run. What the script writes with ``>`` goes to a folder of its own.
+
+Stand-ins are for scripts that mean well: bash has a hundred ways around them. What holds against the others is the
+kernel (``launch_confined.py``): the whole of it runs without the right to write elsewhere, to connect, or to signal.
 """
 
 from __future__ import annotations
@@ -11,11 +14,16 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+from megatron.training.refusal import Refusal
+from tools.launch_confined import confine
 
 # Programs that only read and print; a script works out its settings with them.
 READERS = """awk basename bc cat cut date dirname egrep expr fgrep gawk getconf getopt grep head hostname id join ls
@@ -45,15 +53,22 @@ class Record:
     returncode: int | None = None  # None: it was stopped after SECONDS
 
 
-def record(script: Path, arguments: list[str], cwd: Path, environment: dict[str, str], folder: Path) -> Record:
+def record(
+    script: Path, arguments: list[str], cwd: Path, environment: dict[str, str], folder: Path, confined: bool = True
+) -> Record:
     """Run ``script`` in ``cwd`` with stand-ins and say which commands it called.
 
     Args:
-        environment: its variables; PATH and BASH_ENV are replaced.
+        environment: its variables; PATH, BASH_ENV and TMPDIR are replaced.
         folder: empty; stand-ins and what the script writes go there.
+        confined: whether the kernel keeps it from writing anywhere else, from connecting and from signals.
+
+    Raises:
+        Refusal: the kernel did not confine it, and nothing was run; or the script damaged the record of its calls.
     """
-    programs, log, setup = folder / "bin", folder / "calls", folder / "setup"
+    programs, log, setup, files = folder / "bin", folder / "calls", folder / "setup", folder / "files"
     programs.mkdir(parents=True)
+    (files / "tmp").mkdir(parents=True)
     log.touch()
     setup.write_text(SETUP)
     bash = shutil.which("bash") or "/bin/bash"
@@ -69,7 +84,8 @@ def record(script: Path, arguments: list[str], cwd: Path, environment: dict[str,
         "PATH": str(programs),
         "BASH_ENV": str(setup),
         "CHECK_LOG": str(log),
-        "CHECK_FILES": str(folder / "files"),
+        "CHECK_FILES": str(files),
+        "TMPDIR": str(files / "tmp"),  # of bash's own here-documents
         "CHECK_BASH": bash,
         "CHECK_BIN": str(programs),
         "CHECK_MKDIR": shutil.which("mkdir") or "/bin/mkdir",
@@ -79,22 +95,32 @@ def record(script: Path, arguments: list[str], cwd: Path, environment: dict[str,
     }
     done = Record(folder)
     with (folder / "output").open("w+", errors="replace") as output:
-        running = subprocess.Popen(
-            [str(programs / "bash"), str(script), *arguments],
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            running = subprocess.Popen(
+                [str(programs / "bash"), str(script), *arguments],
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=(lambda: confine([files], [log, folder / "output"])) if confined else None,
+            )
+        except subprocess.SubprocessError:
+            raise Refusal(f"{script}: this kernel did not confine the script's shell, so nothing was run") from None
         try:
             done.returncode = running.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(running.pid, 9)
+            pass
+        finally:  # and whatever it left in the background
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
             running.wait()
     done.output = (folder / "output").read_text(errors="replace")
-    done.calls = _read(log)
+    try:
+        done.calls = _read(log)
+    except (ValueError, IndexError):
+        raise Refusal(f"{script} wrote into the record of its own calls: read it before you start it") from None
     return done
 
 
@@ -109,6 +135,8 @@ def _read(log: Path) -> list[Call]:
     found = []
     while parts:
         size = int(parts[0])
+        if not 2 <= size < len(parts):
+            raise ValueError("not a record of calls")
         cwd, outer, *words = parts[1 : size + 1]
         found.append(Call([*(word for word in outer.split(WITHIN) if word), *words], Path(cwd)))
         parts = parts[size + 1 :]

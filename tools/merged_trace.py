@@ -15,7 +15,8 @@ EACH = 1000
 
 def merged(dry: Json, real: list[tuple[int, Json]]) -> Json:
     """One file with both, each rank's compared step below its predicted one; steps before it are left out."""
-    numbers = count(1 + max((event["id"] for event in dry["traceEvents"] if event.get("ph") in ("s", "f")), default=0))
+    arrows = [event["id"] for event in dry["traceEvents"] if event.get("ph") in ("s", "f")]
+    numbers = count(1 + max((arrow for arrow in arrows if isinstance(arrow, int)), default=0))
     events = [_sorted(event) for event in dry["traceEvents"]]
     for rank, trace in real:
         events += _moved(trace, rank, _first_forward(dry, rank), numbers)
@@ -24,7 +25,7 @@ def merged(dry: Json, real: list[tuple[int, Json]]) -> Json:
 
 def _sorted(event: Json) -> Json:
     """Room between predicted ranks for measured ones."""
-    if event["name"] != "process_sort_index":
+    if event.get("name") != "process_sort_index" or not isinstance(event.get("args", {}).get("sort_index"), int):
         return event
     return {**event, "args": {"sort_index": EACH * event["args"]["sort_index"]}}
 
@@ -48,10 +49,10 @@ def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Itera
         begin = min((event["ts"] for event in timed), default=0.0)
     kept = [event for event in timed if event["ts"] + event.get("dur", 0.0) >= begin]
     kept = [event for event in kept if event.get("ph") == "X" or event["ts"] >= begin]
-    arrows = {end: {_arrow(event) for event in kept if event["ph"] == end} for end in ("s", "f")}
+    arrows = {end: {_arrow(event) for event in kept if event.get("ph") == end} for end in ("s", "f")}
     whole = dict(zip(sorted(arrows["s"] & arrows["f"], key=str), numbers))
     shown = {event.get("pid") for event in kept}
-    home = next((event["pid"] for event in kept if event.get("cat") == "cpu_op"), None)
+    home = next((event.get("pid") for event in kept if event.get("cat") == "cpu_op"), None)
     others = sorted((pid for pid in shown if pid != home), key=str)
     processes = {pid: FIRST + EACH * rank + at for at, pid in enumerate([home, *others])}
     for pid, process in processes.items():
@@ -67,8 +68,8 @@ def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Itera
         late = max(0.0, begin - event["ts"])  # what began before the step is cut where the step begins
         moved = {**event, "pid": processes[event.get("pid")], "ts": round(event["ts"] + late - begin + zero, 3)}
         if late:
-            moved["dur"] = round(event["dur"] - late, 3)
-        if event["ph"] in ("s", "t", "f"):
+            moved["dur"] = round(event.get("dur", 0.0) - late, 3)
+        if event.get("ph") in ("s", "t", "f"):
             if _arrow(event) not in whole:
                 continue
             moved["id"] = whole[_arrow(event)]
@@ -82,7 +83,7 @@ def _arrow(event: Json) -> tuple[object, object]:
 def _label(trace: Json, pid: object) -> str:
     """What the profiler calls a process: GPU 0, or its number."""
     labels = [
-        event["args"].get("labels", "")
+        (event.get("args") or {}).get("labels", "")
         for event in trace["traceEvents"]
         if event.get("ph") == "M" and event["name"] == "process_labels" and event.get("pid") == pid
     ]

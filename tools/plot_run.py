@@ -8,7 +8,7 @@ python tools/plot_run.py out/quickstart/log.jsonl --output out/quickstart/loss.p
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -16,7 +16,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.refusal import printable
+
 Row = dict[str, Any]
+MOST_BYTES, LARGEST = 1 << 29, 1e18  # of a log; of a number in it
 WHOLE = {"iteration", "tokens", "iteration_ms", "tokens_per_second", "mfu", "device_peak_bytes"}
 
 
@@ -24,18 +29,27 @@ def read_rows(path: Path) -> list[Row]:
     """The steps of a log. A torn last line, of a run that was killed, is left out, and so are steps without a loss:
     their batch was left out."""
     rows = []
-    for line in path.read_text().splitlines():
+    for line in read_bytes(path, MOST_BYTES).decode("utf-8", "replace").splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), (int, float)) for name in WHOLE):
-            raise ValueError(f"{path} is no log of --log-jsonl: it has the line {line[:60]}")
+        if not isinstance(row, dict) or not _is_row(row):
+            raise ValueError(f"{path} is no log of --log-jsonl: it has the line {printable(line[:60])}")
         if row.get("lm_loss") is not None:
             rows.append(row)
     if not rows:
         raise ValueError(f"{path} holds no training step")
     return rows
+
+
+def _is_row(row: Row) -> bool:
+    """Whether a step has all numbers, and losses are numbers where there are any: NaN too, but nothing infinite."""
+    losses = [name for name in row if name.endswith("_loss") and row[name] is not None]
+    numbers = [row.get(name) for name in (*sorted(WHOLE), *losses)]
+    if not all(isinstance(number, (int, float)) and not abs(number) > LARGEST for number in numbers):
+        return False
+    return all(math.isfinite(row[name]) for name in WHOLE)
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
@@ -129,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         for what, how_much in summary(rows):
             table.add_row(what, how_much)
         table.add_row("picture", str(output))
-        Console().print(table)
+        Console(markup=False).print(table)
     falls = {name: first - last for name, (first, last) in ((n, first_and_last(r)) for n, r in logs.items())}
     if options.fell_by is not None and min(falls.values()) < options.fell_by:
         print(

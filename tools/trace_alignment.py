@@ -5,13 +5,17 @@ long it took in each. One is a dry run's, the other torch.profiler's of a real r
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.training.json_file import parse_json, read_most
+from megatron.training.refusal import one_line, reason
+
 Json = dict[str, Any]
+MOST_BYTES = 1 << 30  # of a trace, unpacked
 PHASES = ("forward", "backward", "optimizer")
 MOST_EDITS = 3000  # of two sequences that are laid beside each other
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p", "broadcast")  # of collectives
@@ -43,20 +47,44 @@ def read(path: Path) -> Json:
         NoTrace: the file cannot be read as a trace.
     """
     try:
-        data = path.read_bytes()
-        trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except OSError as error:
-        raise NoTrace(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError:
-        raise NoTrace(f"{path}: not JSON: give a trace of a dry run or of torch.profiler") from None
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            data = read_most(gzip.GzipFile(fileobj=file) if packed else file, MOST_BYTES)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise NoTrace(f"{path}: cannot be read: {reason(error)}") from None
+    try:
+        trace = parse_json(data)
+    except ValueError as error:
+        what = f"not JSON ({one_line(error, 100)})"
+        raise NoTrace(f"{path}: {what}: give a trace of a dry run or of torch.profiler") from None
     trace = {"traceEvents": trace} if isinstance(trace, list) else trace
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise NoTrace(f"{path}: has no traceEvents: give a trace of a dry run or of torch.profiler")
+    if not all(_is_event(event) for event in trace["traceEvents"]) or not isinstance(trace.get("otherData", {}), dict):
+        raise NoTrace(f"{path}: has events that are none: give a trace of a dry run or of torch.profiler")
     return trace
 
 
+def _is_event(event: Any) -> bool:
+    """Whether an event has what its phase asks for, each of its kind."""
+    if not isinstance(event, dict) or not isinstance(event.get("ph", ""), str):
+        return False
+    phase, args = event.get("ph"), event.get("args") or {}
+    asked = {"X": ("name", "cat", "ts"), "M": ("name",), **dict.fromkeys("stf", ("cat", "id", "ts"))}.get(phase, ())
+    numbers = [event[name] for name in ("ts", "dur") if name in event]
+    plain = [event.get(name) for name in ("pid", "tid", "id")]
+    plain += [args.get(name) for name in ("correlation", "External id")] if isinstance(args, dict) else [args]
+    return (
+        all(name in event for name in asked)
+        and all(isinstance(event.get(name, ""), str) for name in ("name", "cat"))
+        and all(isinstance(number, int | float) and abs(number) < 1e18 for number in numbers)
+        and all(isinstance(value, int | float | str | None) for value in plain)
+    )
+
+
 def is_predicted(trace: Json) -> bool:
-    return bool((trace.get("otherData") or {}).get("simulated"))
+    return bool(trace.get("otherData", {}).get("simulated"))
 
 
 def predicted(trace: Json, rank: int) -> list[Operation]:
@@ -67,8 +95,8 @@ def predicted(trace: Json, rank: int) -> list[Operation]:
     """
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("pid") == rank]
     if not spans:
-        there = sorted({event["pid"] for event in trace["traceEvents"] if event.get("ph") == "X"})
-        raise NoTrace(f"rank {rank} is not in the dry run's trace, which has {', '.join(map(str, there))}")
+        there = sorted({str(event.get("pid")) for event in trace["traceEvents"] if event.get("ph") == "X"})
+        raise NoTrace(f"rank {rank} is not in the dry run's trace, which has {', '.join(there[:20])}")
     marks = sorted(
         (event["ts"], event["name"]) for event in spans if event["cat"] == "phase" and event["name"] in PHASES
     )
@@ -76,7 +104,9 @@ def predicted(trace: Json, rank: int) -> list[Operation]:
     for event in spans:
         if event["cat"] not in ("phase", "wait"):
             kind = event["cat"] if event["cat"] in ("gemm", "attention", "memory") else event["name"]
-            found.append(Operation(event["name"], kind, phase_at(marks, event["ts"]), event["ts"], event["dur"]))
+            found.append(
+                Operation(event["name"], kind, phase_at(marks, event["ts"]), event["ts"], event.get("dur", 0.0))
+            )
     return found
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.refusal import Refusal, one_line, reason
+from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.refusal import Refusal, one_line, reason, short
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def read_prompts(texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, 
 
 def _lines(file: Path) -> Iterator[tuple[str, str | list[int]]]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_bytes(file).decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
         raise Refusal(f"--prompts {file}: {reason(error)}") from None
     for number, line in enumerate(lines, 1):
         where = f"{file}:{number}"
@@ -54,7 +54,7 @@ def _lines(file: Path) -> Iterator[tuple[str, str | list[int]]]:
 def _object(where: str, line: str) -> str | list[int]:
     """The text or the tokens of one line of JSON."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise Refusal(f"{where}: not JSON: {one_line(error, 100)}") from None
     known = [name for name in ("prompt", "text", "tokens") if isinstance(row, dict) and name in row]
@@ -78,5 +78,5 @@ def _prompt(where: str, value: str | list[int], tokenizer: Tokenizer, vocab_size
     if not tokens:
         raise Refusal(f"{where}: the prompt is empty, and the first token needs one before it: give at least one")
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise Refusal(f"{where}: token {wrong[0]} is none of the vocabulary's {vocab_size}")
+        raise Refusal(f"{where}: token {short(wrong[0])} is none of the vocabulary's {vocab_size}")
     return Prompt(where, value if isinstance(value, str) else None, tuple(tokens))

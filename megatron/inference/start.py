@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.model.build import build_model
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, short, together
 from megatron.training.setup import Runtime
 
 # The settings of training that generation reads; all others are refused where they are given.
@@ -94,6 +94,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
             taken = {key: value for key, value in taken.items() if key.split(".")[1] not in names}
     if "tokenizer_type" in given:
         taken.pop("model.vocab_size", None)
+    check_taken(taken, load)
     dtype = dtype or saved.dtype
     defaults = taken | {
         "data.micro_batch_size": 8,
@@ -131,6 +132,23 @@ def _given(words: Sequence[str]) -> set[str]:
     return found - {""}
 
 
+def check_taken(taken: dict[str, Any], load: str) -> None:
+    """Refuse settings of a checkpoint that name code, or that no flag could have given."""
+    if taken.get("attention.attention_mask") == "function":  # a file does not choose the code that runs
+        raise Refusal(
+            f"--load {load}: its mask is a function, {short(taken.get('attention.mask_function'))}, and a checkpoint "
+            "does not choose what is run: give --attention-mask function --mask-function FILE.py:NAME, a file you trust"
+        )
+    types = {f"{section}.{field.name}": field for section, _, field in settings()}
+    for name, value in taken.items():
+        field = types[name]
+        parts = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
+        kind = int if "int" in field.type else str
+        good = all(type(part) is kind for part in parts) and (len(parts) == 2) == field.type.startswith("tuple")
+        if not good or value not in (field.metadata.get("choices") or [value]):
+            raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which none can be")
+
+
 def check_mask(config: Config) -> None:
     """Refuse masks under which a token would see what is not there yet, or that hang on the sequence's length."""
     attention = config.attention
@@ -160,7 +178,9 @@ def read_saved(path: Path, folder: Path) -> Saved:
     found = common.get("config") if isinstance(common, dict) else None
     if not isinstance(found, dict):  # Megatron-LM's: its mask is causal, its tokenizer's files are where they were
         return Saved({}, "fp32", None)
-    attention, data, optimizer = (found.get(name, {}) for name in ("attention", "data", "optimizer"))
+    attention, data, optimizer = (found.get(name) or {} for name in ("attention", "data", "optimizer"))
+    if not all(isinstance(part, dict) for part in (attention, data, optimizer, found.get("model") or {})):
+        raise Refusal(f"checkpoint {path} holds no settings of this program")
     taken = {f"attention.{name}": attention[name] for name in MASK if attention.get(name) is not None}
     tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
     if "data.tokenizer_type" in tokenizer:
@@ -190,7 +210,7 @@ def _stop_in(folder: Path) -> tuple[int, ...] | None:
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file, or it is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_bytes(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

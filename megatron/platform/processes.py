@@ -8,6 +8,7 @@ A process is the same one if the boot of its machine, its PID namespace, its num
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from dataclasses import dataclass
 from functools import cache
@@ -53,6 +54,28 @@ def is_alive(process: Process) -> bool | None:
     if process.namespace != _namespace():
         return None
     return started(process.pid) == process.started
+
+
+def kill(process: Process) -> bool:
+    """End a process by SIGKILL, where it surely is that one: same boot, PID namespace and start time.
+
+    Returns whether it was sent a signal; nothing is sent where the system cannot hold on to a process (pidfd, Linux).
+    """
+    if not hasattr(os, "pidfd_open") or not is_alive(process):
+        return False
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:
+        return False
+    try:
+        if not is_alive(process):  # the number may have gone to another process just before the handle was made
+            return False
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 def started(pid: int) -> int | None:

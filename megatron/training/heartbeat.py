@@ -14,13 +14,11 @@ import linecache
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import Grid
+from megatron.platform.processes import Process, kill, this_process
 from megatron.training.refusal import one_line
 
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -45,6 +44,7 @@ class Beat:
     """What one rank tells.
 
     Attributes:
+        process: which one it is.
         count: goes on as long as the process runs.
         iteration: the last one that it finished.
         place: where its main thread is.
@@ -53,8 +53,7 @@ class Beat:
         failed: the error that ended it, else empty.
     """
 
-    host: str
-    pid: int
+    process: Process
     count: int
     iteration: int
     place: str
@@ -100,7 +99,7 @@ class Heartbeat:
         """This rank is to end with ``error``: tell the others; what to say in place of the error's traceback.
 
         None where the error is this rank's own. Otherwise it is of a message, and some other rank is to blame: the
-        first one to notice says which. Ranks of this host that do not answer are killed, so that no launcher waits.
+        first one to notice says which. Ranks of this machine that do not answer are killed, so that no launcher waits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
         line = one_line(error, 200)
@@ -114,13 +113,11 @@ class Heartbeat:
             lines = self._tell() or [f"error on rank {self.rank}: {line}"]
             with self._lock:
                 self.store.wait([f"{KEY}/silent"], timedelta(seconds=5 * self.every))
-                silent = json.loads(self.store.get(f"{KEY}/silent"))
+                silent = [Process(**fields) for fields in json.loads(self.store.get(f"{KEY}/silent"))]
         except RuntimeError as gone:
             return [f"error: the store where the ranks met is gone as well ({gone}): its host, or rank 0, is dead"]
-        for host, pid in silent:
-            if host == socket.gethostname():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+        for process in silent:
+            kill(process)  # one of another machine or container is left alone
         return lines
 
     def table(self) -> dict[int, Beat | None]:
@@ -128,7 +125,7 @@ class Heartbeat:
         keys = [f"{KEY}/{rank}" for rank in range(self.ranks)]
         with self._lock:
             return {
-                rank: Beat(**json.loads(self.store.get(key))) if self.store.check([key]) else None
+                rank: _beat_of(json.loads(self.store.get(key))) if self.store.check([key]) else None
                 for rank, key in enumerate(keys)
             }
 
@@ -155,7 +152,7 @@ class Heartbeat:
             self._at, self._since = at, time.monotonic()
         self._count += 1
         since = round(time.monotonic() - self._since, 1)
-        beat = Beat(socket.gethostname(), os.getpid(), self._count, iteration, place, waits, since, failed)
+        beat = Beat(this_process(), self._count, iteration, place, waits, since, failed)
         with self._lock:
             self.store.set(f"{KEY}/{self.rank}", json.dumps(asdict(beat)))
         return beat
@@ -174,7 +171,7 @@ class Heartbeat:
         after = self.table()
         silent = [after[rank] for rank in silent_ranks(before, after, self.rank)]
         with self._lock:
-            self.store.set(f"{KEY}/silent", json.dumps([(beat.host, beat.pid) for beat in silent]))
+            self.store.set(f"{KEY}/silent", json.dumps([asdict(beat.process) for beat in silent]))
         return verdict(before, after, self.rank)
 
 
@@ -201,6 +198,10 @@ def heartbeat(grid: Grid, timeout_minutes: float) -> Heartbeat | None:
     return Heartbeat(grid, 60 * timeout_minutes, store, dist.get_rank(), dist.get_world_size()).start()
 
 
+def _beat_of(fields: dict[str, Any]) -> Beat:
+    return Beat(**{**fields, "process": Process(**fields["process"])})
+
+
 def silent_ranks(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None], teller: int) -> list[int]:
     """Ranks whose beats stopped between two looks at the table, and that did not say that they fail."""
     return [
@@ -215,7 +216,7 @@ def verdict(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None],
         if beat is None:
             blamed.append(f"rank {rank} has never told of itself: it ended, or hangs, before the first step")
             continue
-        who = f"rank {rank} on {beat.host}"
+        who = f"rank {rank} on {beat.process.host}"
         seen = f"iteration {beat.iteration + 1}, {beat.place}"
         if beat.failed:
             blamed.append(f"{who} failed in {seen}: {beat.failed}")

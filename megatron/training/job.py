@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
 from megatron.training.checkpoint.in_memory.restart import newest
 from megatron.training.checkpoint.in_memory.state import Held
 from megatron.training.checkpoint.run_state import Progress
-from megatron.training.checkpoint.shelf import check_writable
+from megatron.training.checkpoint.shelf import check_writable, restore
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.files import named_sets
@@ -85,6 +86,10 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
         return found, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
+    if config.checkpoint.save and dist.get_rank() == 0:
+        with suppress(OSError):  # said by whoever writes there
+            restore(Path(config.checkpoint.save))
+    dist.barrier()  # no rank looks for a checkpoint before
     found, tokenizer, vocab_size, plan = together(look)
     copies = open_copies(config, str(runtime.grid), available_bytes)
     on_disk = iteration_of(found)

@@ -39,6 +39,7 @@ def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:
         ReplicasDiffer: --check-weight-hash-across-dp-replicas-interval has found it; nor is anything then.
     """
     saver = Saver(job, reporter)
+    stopper.begin()
     try:
         _train(job, reporter, stopper, saver)
     except ReplicasDiffer:

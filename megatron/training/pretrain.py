@@ -19,7 +19,7 @@ from megatron.training.arguments.ranks import take_ranks
 from megatron.training.orphans import follow_launcher
 from megatron.training.refusal import Refusal, one_line
 
-EXIT_FAILED, EXIT_REFUSED = 1, 2
+EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 Work = Callable[[Config, Any, Any], int]  # settings, a Runtime, the heartbeat or None
 SAVES_MEMORY = "--dry-run shows where it goes, docs/memory.md what saves it"
 
@@ -34,7 +34,7 @@ def main(
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
     0: done, or stopped as asked. 1: training failed (it diverged, or the last checkpoint could not be saved).
-    2: refused before the first step, with one line that says why.
+    2: refused before the first step, with one line that says why. 130: interrupted (Ctrl-C).
 
     Args:
         argv: command line without the program's name; default ``sys.argv``.
@@ -59,6 +59,10 @@ def main(
     except Refusal as refusal:
         tell(refusal)
         return EXIT_REFUSED
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("error: interrupted: nothing was saved after the last checkpoint", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
 
 
 def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMORY) -> int:

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+LONGEST = 1000  # characters of a line that quotes a file
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def one_line(error: object, most: int | None = None) -> str:
@@ -17,6 +22,19 @@ def one_line(error: object, most: int | None = None) -> str:
 def reason(error: BaseException) -> str:
     """What went wrong, in one line of at most 300 characters; a file's error without the file, which others name."""
     return one_line(getattr(error, "strerror", None) or error, 300)
+
+
+def short(value: Any) -> str:
+    """What a value looks like, in some hundred characters however large and deep it is."""
+    return _SHORT.repr(value)
+
+
+def printable(text: str) -> str:
+    """A text as one line that moves no cursor and sends a terminal no command; of a long one, both ends."""
+    if not text.isprintable():
+        text = " ".join(text[: 10 * LONGEST].splitlines())
+        text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 305]} ... {text[-300:]}"
 
 
 def near(value: int, unit: int) -> str:
@@ -30,9 +48,22 @@ class Refusal(ValueError):
 
     everywhere = False  # whether every rank has raised it; then rank 0 tells it for all
 
+    def __str__(self) -> str:
+        """One line, whatever the settings and files that it quotes hold."""
+        return printable(super().__str__())
+
     def told(self) -> str:
-        """What is printed, in one line whatever the settings hold."""
-        return " ".join(str(self).splitlines())
+        """What is printed."""
+        return str(self)
+
+
+@contextmanager
+def permitted() -> Iterator[None]:
+    """Turn an error of missing permission into a Refusal that names the file. Serves as a decorator as well."""
+    try:
+        yield
+    except PermissionError as error:
+        raise Refusal(f"{error.filename}: permission denied: ask its owner for access, or give another path") from None
 
 
 class Refusals(Refusal):
@@ -48,12 +79,15 @@ class Refusals(Refusal):
         super().__init__("; ".join(lines))
         self.lines, self.command, self.changes = list(lines), command, changes
 
+    def __str__(self) -> str:
+        return "; ".join(map(printable, self.lines))
+
     def told(self) -> str:
         """One refusal a line, then the command line that would be taken."""
         text = [f"{len(self.lines)} settings cannot run"]
-        text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
+        text += [f"  {number}. {printable(line)}" for number, line in enumerate(self.lines, 1)]
         if self.command is not None:
-            text += [f"taken would be, {self.changes}:", f"  {self.command}"]
+            text += [f"taken would be, {printable(self.changes)}:", f"  {self.command}"]
         return "\n".join(text)
 
 
@@ -99,7 +133,8 @@ def together(action: Callable[[], T]) -> T:
 
     result, told = None, None
     try:
-        result = action()
+        with permitted():
+            result = action()
     except Refusal as refusal:
         told = str(refusal)
     lines: list[str | None] = [None] * dist.get_world_size()

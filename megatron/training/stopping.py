@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Stopper:
     """Whether to stop early: a signal on any rank, or the time is up. Asked together, so that all ranks agree.
 
-    The same signal again ends the process at once, and nothing is saved; what a scheduler and a launcher both send
+    Before training begins there is nothing to save, and a signal ends the process by SystemExit. After that the same signal again ends the process at once, and nothing is saved; what a scheduler and a launcher both send
     comes twice within a moment, and counts once.
     """
 
@@ -28,14 +28,22 @@ class Stopper:
         self.device = device
         self.deadline = time.monotonic() + 60 * minutes if minutes else None
         self.reason = ""
-        self._signal, self._since = 0, 0.0
+        self._signal, self._since, self._training = 0, 0.0, False
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     @property
     def stopped(self) -> bool:
         return bool(self.reason)
 
+    def begin(self) -> None:
+        """Training begins: from now on a signal is kept until the step is over."""
+        self._training = True
+
     def _on_signal(self, number: int, _: Any) -> None:
+        if not self._training:
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, f"error: {signal.Signals(number).name} before the first step: nothing to save\n".encode())
+            raise SystemExit(128 + number)
         if number == self._signal and time.monotonic() - self._since > self.MOMENT:
             os.write(2, f"a second {signal.Signals(number).name}: ended at once, nothing saved\n".encode())
             os._exit(128 + number)

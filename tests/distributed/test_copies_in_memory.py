@@ -3,6 +3,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -227,7 +228,8 @@ def without_room(folder, flags):
         job.copies.begin(job.progress, held.tensors())
         job.copies.finish()
         lines += job.copies.told()
-        job.copies.folder = job.copies.folder if dist.get_rank() == 0 else Path("/dev/shm") / "no such folder"
+        if dist.get_rank() == 1:
+            job.copies.folder = replace(job.copies.folder, number=10**6)  # no such descriptor
     return lines
 
 

@@ -58,6 +58,7 @@ def stopped_by(numbers: list[int]):
     from megatron.training.stopping import Stopper
 
     stopper = Stopper(torch.device("cpu"), None)
+    stopper.begin()
     try:
         for number in numbers:
             os.kill(os.getpid(), number)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import megatron.context_parallel as cp
@@ -269,3 +270,46 @@ def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, told):
 def test_one_context_at_a_time(pool):
     with pytest.raises(RankError, match="there is a context_parallel already"):
         pool.run(twice, 2)
+
+
+def other_attention(how):
+    """Attention of PyTorch's that does not call the operator."""
+    x = torch.randn(1, LENGTH, WIDTH)
+    layer = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    q = x.unflatten(2, (4, -1)).transpose(1, 2)
+    ends = torch.tensor([0, 24], dtype=torch.int32)
+    if how == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+    calls = {
+        "weights": lambda x, q: layer(x, x, x),
+        "flex": lambda x, q: flex_attention(q, q, q),
+        "varlen": lambda x, q: varlen_attn(*[q[0].transpose(0, 1)] * 3, ends, ends, 24, 24),
+        "no weights": lambda x, q: layer(x, x, x, need_weights=False)[0],
+    }
+    if how != "varlen":  # which needs a GPU
+        calls[how](x, q)
+    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ring=2))
+    try:
+        with cp.context_parallel(layout):
+            mine = calls[how](layout.shard(x, dim=1), layout.shard(q, dim=2))
+    finally:  # nothing stays behind
+        if how != "varlen":
+            calls[how](x, q)
+    torch.testing.assert_close(layout.gather(mine, dim=1), calls[how](x, q), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        ("weights", "pass need_weights=False"),
+        ("flex", "flex_attention over ranks"),
+        ("varlen", "varlen_attn over ranks"),
+    ],
+)
+def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, told):
+    with pytest.raises(RankError, match=told):
+        pool.run(other_attention, 2, how)
+
+
+def test_multihead_attention_without_weights_is_taken(pool):
+    pool.run(other_attention, 2, "no weights")

@@ -2,6 +2,7 @@
 """Where copies in memory go, and whose they are."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,24 +64,143 @@ def test_one_process_has_no_neighbour():
     assert not found.replication and any("no effect here: --replication" in note for note in notes)
 
 
-def test_a_folder_is_this_runs_alone(tmp_path: Path, monkeypatch):
+def test_a_folder_is_this_runs_alone(tmp_path: Path):
     save, memory = tmp_path / "c", tmp_path / "memory"
     run = copies._id(str(save))
     assert run == copies._id(str(save)) and len(run) == 32
     found, _ = settings(f"--non-persistent-local-ckpt-dir {memory}", folder=str(save))
     folder = copies._folder(found, run)
-    assert folder == memory / f"run-{run}" and folder.stat().st_mode & 0o777 == 0o700
+    assert folder.named == memory / f"run-{run}" and folder.named.stat().st_mode & 0o777 == 0o700
+    assert memory.stat().st_mode & 0o777 == 0o700
+    assert copies._folder(found, run).at.samefile(folder.named)  # another rank of this node
     (save / copies.ID).unlink()  # somebody cleared the folder: a new run, which old copies are not of
     assert copies._id(str(save)) != run
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(Refusal, match="belongs to somebody else"):
-        copies._folder(found, run)
-    (memory / "run-x").symlink_to(tmp_path)
-    with pytest.raises(Refusal, match="belongs to somebody else"):
-        copies._folder(found, "x")
     (save / copies.ID).write_text("../../../etc/0123456789012345678")
     with pytest.raises(Refusal, match="remove it"):
         copies._id(str(save))
     found.non_persistent_local_ckpt_dir = str(save / copies.ID)
     with pytest.raises(Refusal, match="--non-persistent-local-ckpt-dir .* cannot be written to"):
         copies._folder(found, "y")
+
+
+def a_link(scratch: Path, victim: Path) -> str:
+    (scratch / "mine").symlink_to(victim)
+    return "scratch/mine is a link, which is not followed"
+
+
+def a_run_that_is_a_link(scratch: Path, victim: Path) -> str:
+    (scratch / "mine").mkdir()
+    (scratch / "mine" / "run-x").symlink_to(victim)
+    return "scratch/mine/run-x is a link, which is not followed"
+
+
+def writable_by_others(scratch: Path, victim: Path) -> str:
+    scratch.chmod(0o777)
+    return r"other users can exchange what is in .*/scratch \(mode 777\)"
+
+
+def writable_by_the_group(scratch: Path, victim: Path) -> str:
+    scratch.chmod(0o770)
+    return r"other users can exchange what is in .*/scratch \(mode 770\)"
+
+
+def readable_by_others(scratch: Path, victim: Path) -> str:
+    (scratch / "mine" / "run-x").mkdir(parents=True)
+    (scratch / "mine" / "run-x").chmod(0o755)
+    return "scratch/mine/run-x has the mode 755"
+
+
+def of_another_user(scratch: Path, victim: Path) -> str:
+    (scratch / "mine").mkdir(mode=0o777)
+    os.chown(scratch / "mine", 12345, 12345)
+    return "scratch/mine belongs to user 12345"
+
+
+def below_another_users(scratch: Path, victim: Path) -> str:
+    (scratch / "mine" / "run-x").mkdir(parents=True, mode=0o700)
+    os.chown(scratch, 12345, 12345)
+    return "scratch belongs to user 12345"
+
+
+def a_run_of_another_user(scratch: Path, victim: Path) -> str:
+    (scratch / "mine" / "run-x").mkdir(parents=True, mode=0o700)
+    os.chown(scratch / "mine" / "run-x", 12345, 12345)
+    return "scratch/mine/run-x belongs to user 12345"
+
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        a_link,
+        a_run_that_is_a_link,
+        writable_by_others,
+        writable_by_the_group,
+        readable_by_others,
+        pytest.param(of_another_user, marks=ROOT),
+        pytest.param(below_another_users, marks=ROOT),
+        pytest.param(a_run_of_another_user, marks=ROOT),
+    ],
+)
+def test_a_folder_that_another_user_could_change_is_refused(tmp_path: Path, attack):
+    scratch, victim = tmp_path / "scratch", tmp_path / "victim"
+    for folder in (scratch, victim):
+        folder.mkdir()
+    scratch.chmod(0o1777)  # as /dev/shm and /tmp are
+    (victim / "iter_0000001.file").write_text("precious")
+    words = attack(scratch, victim)
+    found, _ = settings(f"--non-persistent-local-ckpt-dir {scratch}/mine")
+    with pytest.raises(Refusal, match=f"--non-persistent-local-ckpt-dir .*{words}.* give --non-persistent") as refused:
+        copies._folder(found, "x")
+    assert "\n" not in str(refused.value)
+    assert os.listdir(victim) == ["iter_0000001.file"]
+
+
+def test_what_root_left_is_not_taken_for_this_users(tmp_path: Path, monkeypatch):
+    found, _ = settings(f"--non-persistent-local-ckpt-dir {tmp_path}/memory")
+    copies._folder(found, "x")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(Refusal, match="belongs to user"):
+        copies._folder(found, "x")
+
+
+def test_in_the_default_folder_a_link_of_another_user_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(copies, "MEMORY", tmp_path)
+    tmp_path.chmod(0o1777)
+    (tmp_path / "victim").mkdir()
+    found, _ = settings("")
+    link = tmp_path / f"megatron-{os.geteuid()}"
+    link.symlink_to("victim")
+    with pytest.raises(Refusal, match="--non-persistent-save-interval: .*is a link.* give --non-persistent-local"):
+        copies._folder(found, "x")
+    link.unlink()
+    assert copies._folder(found, "x").named == link / "run-x" and not os.listdir(tmp_path / "victim")
+    assert link.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are reached by a descriptor through /proc")
+def test_a_link_that_is_put_in_place_of_the_folder_leads_nowhere(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(copies, "gathered", lambda value, group: [value])
+    victim, found = tmp_path / "victim", settings(f"--non-persistent-local-ckpt-dir {tmp_path}/mine")[0]
+    victim.mkdir()
+    names = [f"iter_000000{number}.rank_00000.safetensors" for number in (1, 2)]
+    kept = copies.Copies(copies._folder(found, "x"), [], {}, None, lambda: 2**40)
+    for name in names:
+        (victim / name).write_text("precious")
+        (kept.folder.at / name).write_text("a copy")
+    mine = kept.folder.named.rename(tmp_path / "elsewhere")
+    kept.folder.named.symlink_to(victim)
+    kept._clear_before(2)
+    assert os.listdir(mine) == names[1:]
+    kept.partial(3, 0).write_text("a new one")
+    kept.partial(3, 0).rename(kept.path(3, 0))
+    assert sorted(os.listdir(mine)) == [names[1], kept.path(3, 0).name]
+    kept.clear(3)
+    assert os.listdir(mine) == [kept.path(3, 0).name]
+    kept.remove(str(tmp_path))
+    assert not os.listdir(mine) and kept.folder.named.is_symlink()
+    assert sorted(os.listdir(victim)) == names

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.files import named_sets, parse_blends
 from megatron.training.data.mock import MockDataset
+from megatron.training.data.text_files import whole_files
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.data.whole_folder import whole_folder
 from megatron.training.refusal import Refusal
 from tests.properties import examples
 
@@ -146,6 +149,20 @@ def test_blends_of_few_samples(tmp_path_factory, data):
     for _ in range(2):  # built, then from the cache
         train, *_ = build_datasets(config, NULL, (size, 0, 0))
         assert len(train) >= size and len(train[size - 1]["tokens"]) == 17
+
+
+def test_containers_that_agree_in_host_name_and_process_number_do_not_write_into_each_others_files(tmp_path):
+    target = str(tmp_path / "folder")
+    with pytest.raises(OSError), whole_folder(target) as one:
+        Path(one, "first").write_text("1")
+        with whole_folder(target) as other:  # this process stands for both: same name, same number
+            Path(other, "second").write_text("2")
+    assert os.listdir(target) == ["second"]
+    target = str(tmp_path / "file")
+    with whole_files([target], overwrite=True) as (one,), whole_files([target], overwrite=True) as (other,):
+        Path(one).write_text("1")
+        Path(other).write_text("2")
+    assert Path(target).read_text() == "1"  # the last one to end
 
 
 def test_cache(corpus, tmp_path, monkeypatch, caplog):

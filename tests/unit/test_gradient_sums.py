@@ -120,6 +120,30 @@ def test_what_a_layer_has_added_by_itself_is_not_added_again():
     assert weight.main_grad.eq(12).all()
 
 
+@pytest.mark.parametrize("buffer", [False, True])
+def test_gradients_that_are_one_tensor_are_added_up_apart(buffer):
+    """Autograd gives both terms of a sum one tensor, and what is added to the result the gradient of the result."""
+    shapes = ((HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (TOKENS // 4, 1, HIDDEN))
+    a, b, added = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
+    spans = even_spans(TOKENS, 4)
+
+    def function(part: Tensor, span: object) -> Tensor:
+        return torch.nn.functional.linear(part, a + b) + added
+
+    found = []
+    for chunked in (False, True):
+        a.grad = b.grad = added.grad = x.grad = None
+        if buffer and chunked:
+            with_buffer(a), with_buffer(b)
+        parts = [function(x[start:stop], None) for start, stop in spans]
+        y = apply_in_chunks(function, x, [a, b, added, a], spans) if chunked else torch.cat(parts)  # a is named twice
+        y.square().sum().backward()
+        sums = [as_ddp_does(w) if buffer and chunked else w.grad for w in (a, b)]
+        found.append([*sums, added.grad, x.grad])
+    assert apart(*found) < 1e-6
+
+
 @pytest.mark.parametrize("chunks, products", [(1, 1), (8, 8), (16, 8), (64, 8)])
 def test_chunks_of_few_tokens_are_added_to_the_weights_gradient_together(chunks, products):
     """At 32 wide in fp32, until they are eight rows."""

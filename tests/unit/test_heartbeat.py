@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two looks at the table of heartbeats say, and where a thread is."""
 
+import json
 import signal
+import subprocess
 import sys
 import threading
 import types
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import Grid
+from megatron.platform.processes import Process, started, this_process
 from megatron.training.arguments.config import Config
 from megatron.training.heartbeat import Beat, Heartbeat, verdict, whereabouts
 
 RING = "the wait for a message at ring.py:194 (wait)"
-WAITS = Beat("a", 11, 5, 20, RING, True, 50.0)
-WORKS = Beat("b", 12, 5, 20, "training/data/files.py:8 (read)", False, 50.0)
+WAITS = Beat(Process("a", "boot 1", "pid:[1]", 11, 7), 5, 20, RING, True, 50.0)
+WORKS = Beat(Process("b", "boot 2", "pid:[1]", 12, 7), 5, 20, "training/data/files.py:8 (read)", False, 50.0)
 
 
 def later(beat: Beat) -> Beat:
@@ -147,3 +150,34 @@ def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
     said = "a fault of ours"
     with pytest.raises(RuntimeError, match=said):
         pretrain.run(Config())
+
+
+@pytest.mark.usefixtures("sigterm_as_before")
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is known by /proc, and held by a pidfd")
+@pytest.mark.parametrize(
+    "change, killed",
+    [
+        ({}, True),
+        ({"boot": "of another node with the same host name"}, False),
+        ({"namespace": "pid:[1]"}, False),  # of another container
+        ({"started": 1}, False),  # the rank has ended, and its number was used again
+    ],
+)
+def test_a_silent_rank_is_killed_where_it_surely_is_that_process(change, killed):
+    with subprocess.Popen(["sleep", "300"]) as other:
+        try:
+            silent = replace(this_process(), pid=other.pid, started=started(other.pid))
+            store = dist.HashStore()
+            beat = replace(WAITS, process=replace(silent, **change))
+            store.set("heartbeat/1", json.dumps(asdict(beat)))
+            beats = Heartbeat(Grid(), 600, store, rank=0, ranks=2, every=0.05)
+            beats._beat()
+            lines = beats.failed(RuntimeError("gloo: timed out"))
+            assert "rank 1 on" in lines[0] and "does not answer" in lines[0]
+            if killed:
+                assert other.wait(60) == -signal.SIGKILL
+            else:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    other.wait(0.2)
+        finally:
+            other.kill()

@@ -77,6 +77,7 @@ import os, signal, time, torch
 from megatron.training.stopping import Stopper
 Stopper.MOMENT = 0.2
 stopper = Stopper(torch.device("cpu"), None)
+stopper.begin()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.3)
 os.kill(os.getpid(), signal.SIGUSR1)

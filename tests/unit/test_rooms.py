@@ -29,6 +29,7 @@ FLOORS = [
     "context_parallel.core",
     "context_parallel",  # the public names
     "training.refusal",
+    "training.json_file",
     "training.arguments",
     "training.data",
     "training.model",
@@ -48,7 +49,7 @@ FLOORS = [
 ]
 WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
                 "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal",
-                "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
+                "training.json_file", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
 
 
 MODULES = {

@@ -8,13 +8,18 @@ that knows nothing of it is that of PyTorch's ``context_parallel``, which replac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
+from inspect import signature
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.attention.flex_attention  # makes its operator known
 from torch import Tensor
+from torch.nn import functional
 
 from megatron.context_parallel.attention import graph
 from megatron.context_parallel.attention.usp import attention
@@ -44,7 +49,9 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
 
     Raises:
         RuntimeError: there is such a context already.
-        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, or has other lengths than the layout's.
+        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, or has other lengths than the layout's; at
+            attention of PyTorch's that does not call the operator: ``MultiheadAttention`` with ``need_weights``,
+            ``flex_attention``, ``varlen_attn``.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
         raise RuntimeError("there is a context_parallel already: one at a time")
@@ -83,11 +90,47 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         for name in KEYS:
             library.impl(OPERATOR, attend, name)
         graph.begin(meaning)
-        yield
+        with _refused() if layout.grid.context.size > 1 else nullcontext():
+            yield
     finally:
         graph.end()
         library._destroy()
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Refuse PyTorch's other attention, which would see the tokens of this rank alone."""
+    heads, flex = functional.multi_head_attention_forward, type(torch.ops.higher_order.flex_attention)
+
+    @wraps(heads)
+    def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+        call = signature(heads).bind(*args, **kwargs)
+        call.apply_defaults()
+        if call.arguments["need_weights"]:
+            raise ValueError("MultiheadAttention over ranks gives no weights: pass need_weights=False")
+        return heads(*args, **kwargs)
+
+    def flex_attention(*_: Any, **__: Any) -> Any:
+        raise ValueError(f"flex_attention over ranks: call {OPERATOR}, and give mask= to context_parallel")
+
+    def varlen(*_: Any, **__: Any) -> Any:
+        raise ValueError(f"varlen_attn over ranks: call {OPERATOR}, and give mask=Documents(...) to context_parallel")
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (functional, heads.__name__, multi_head_attention),
+            (flex, "__call__", flex_attention),  # whoever imported the function, and when
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        if "torch.nn.attention.varlen" in sys.modules:  # a second to import
+            library = torch.library.Library("torch_attn", "IMPL")
+            stack.callback(library._destroy)
+            for name in ("_varlen_attn", "_varlen_attn_out"):
+                for key in ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA"):
+                    library.impl(name, varlen, key, allow_override=True)
+        yield
 
 
 def _check_shapes(layout: SequenceLayout, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -19,6 +19,7 @@ from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, parts
 from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.dropout import Dropout, TileDropout
+from megatron.platform.autocast import autocast_inputs, without_autocast
 
 MADE_AT_ONCE = 2048
 """Queries, and keys, of the largest tile for which pairs are made one by one: masks of functions, biases, dropout."""
@@ -52,10 +53,12 @@ class TileKernel:
         """Whether :meth:`attend` and :meth:`attend_grad` can be called."""
         return hasattr(self.kernel, "attend")
 
+    @without_autocast
     def attend(self, computed: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Tiles between two blocks, merged into fp32 sums: out [s, b, h, dv] and lse [s, b, h]."""
         self.kernel.attend(computed, q, k, v, out_SBHD=out, lse_SBH=lse, **self._options())
 
+    @without_autocast
     def attend_grad(
         self,
         computed: tuple[Tile, ...],
@@ -70,6 +73,7 @@ class TileKernel:
         into = dict(zip(("dq", "dk", "dv"), sums))
         self.kernel.attend_grad(computed, *qkv, **final, **into, **self._options())
 
+    @without_autocast
     def delta(self, out: Tensor, dout: Tensor) -> Tensor | None:
         """Row sums of ``dout * out``, once for all tiles of some queries; None where the kernel makes its own."""
         return self.kernel.delta(out, dout) if self.at_once else None
@@ -86,6 +90,7 @@ class TileKernel:
             else:
                 yield tile
 
+    @without_autocast
     def forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [b, h, sq, d] and lse [b, h, sq] of a tile; q, k, v [s, b, heads, d] are the blocks it is a part of."""
         flip = _backwards if tile.kind == "anticausal" else _as_is
@@ -93,6 +98,7 @@ class TileKernel:
         out, lse = self.kernel.forward(*qkv, causal=tile.kind != "full", mask=self._row_mask(tile, q), scale=self.scale)
         return flip(out), flip(lse)
 
+    @without_autocast
     def backward(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
     ) -> list[Tensor]:
@@ -221,6 +227,18 @@ class AttentionRule:
     def local_sinks(self, q_SBHD: Tensor, ulysses: Axis) -> Tensor | None:
         """Those of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""
         return _of_rank(self.sinks, "sinks", q_SBHD.size(2), ulysses)
+
+
+def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as attention takes them, cast by autocast where that is on.
+
+    Raises:
+        ValueError: they have different dtypes. Ranks would send each other messages of the wrong size.
+    """
+    q, k, v = autocast_inputs(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}: cast them to one dtype")
+    return q, k, v
 
 
 def _of_rank(x: Tensor | None, name: str, heads: int, ulysses: Axis) -> Tensor | None:

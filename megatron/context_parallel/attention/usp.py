@@ -12,7 +12,7 @@ from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.gather import GatherSource
 from megatron.context_parallel.attention.ring import RingSource
 from megatron.context_parallel.attention.ring_plan import ring_plan
-from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.tile import AttentionRule, one_dtype
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -48,12 +48,15 @@ def attention(
             :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
 
     Returns:
-        [s_local, b, heads, d], heads of v's size; 0 for a query that attends to nothing.
+        [s_local, b, heads, d], heads of v's size, in the dtype of q; 0 for a query that attends to nothing. Under
+        autocast q, k and v are cast first, as those of ``scaled_dot_product_attention`` are.
 
     Raises:
-        ValueError: the Ulysses degree does not divide the heads, or the tokens are not the layout's.
+        ValueError: the Ulysses degree does not divide the heads, the tokens are not the layout's, or q, k and v have
+            different dtypes.
         KernelUnavailable: the kernel cannot run here.
     """
+    q, k, v = one_dtype(q, k, v)
     for part, x, name in ((layout, q, "q"), (key_layout or layout, k, "k")):
         if part.chunks > 1:
             raise ValueError(

@@ -71,7 +71,7 @@ class CachedAttention(MegatronModule):
         settings, now = self.inner.settings, self.generation
         if settings.rotary is not None:
             query, key = settings.rotary.rotate(query, key, now.angles(settings.rotary.inv_freq))
-        rule = replace(settings.rule, scale=self.inner.scale, sinks=self.inner.sinks(query.device))
+        rule = replace(self.inner.rule, sinks=self.inner.sinks(query.device))
         if now.step is None:
             out = prefill_attention(query, key, value, cache=self.cache, rule=rule)
         else:

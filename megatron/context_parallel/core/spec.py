@@ -18,13 +18,11 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
-    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-    from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+    from megatron.context_parallel.core.attention import ContextParallelAttention
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
@@ -33,90 +31,10 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         LongContextLayer,
     )
 
-from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
-from megatron.context_parallel.layout.samples import Samples, samples
-from megatron.context_parallel.positions.dropout import Dropout
 
 INPUTS_CUT = ("linear_proj", "linear_fc2")  # layers whose inputs TP cuts
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "Norm", "block_spec"]
-
-
-class ContextParallelAttention(MegatronModule):
-    """The ``core_attention`` of a layer: queries, keys and values of this rank's tokens in, their outputs out."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        settings: AttentionSettings,
-        layer_number: int = 1,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        if config.attention_dropout:
-            raise ValueError(
-                f"attention_dropout={config.attention_dropout} of megatron-core depends on the grid: set it to 0, and "
-                "give AttentionSettings a ModelDropout"
-            )
-        self.settings, self.scale, self.layer_number = settings, softmax_scale, layer_number
-        tensor = settings.layout.grid.tensor
-        self.heads = config.num_attention_heads // tensor.size
-        self.first_head = tensor.rank * self.heads
-        self.softmax_offset = None  # core's name, so that checkpoints are the same
-        if config.softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.empty(self.heads, dtype=config.params_dtype))
-            set_tensor_model_parallel_attributes(self.softmax_offset, True, dim=0, stride=1)
-            if config.perform_initialization:
-                config.init_method(self.softmax_offset)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
-
-        ``attention_mask``, which core hands through to here, is what layout/samples.py tells of the batch. Masks
-        themselves are never tensors.
-        """
-        settings, rule, seen = self.settings, self.settings.rule, samples(attention_mask)
-        layout, masks = settings.of_samples(seen)
-        if settings.rotary is not None:
-            query, key = settings.rotary.rotate(query, key, settings.rotary.angles(seen.ends))
-        out = attention(
-            query,
-            key,
-            value,
-            layout=layout,
-            mask=masks,
-            kernel=rule.kernel,
-            scale=self.scale,
-            alibi_slopes=rule.alibi_slopes,
-            mask_cpu_threshold=rule.mask_cpu_threshold,
-            dropout=self.dropout_of(seen),
-            gather_keys=rule.gather_keys,
-            softcap=rule.softcap,
-            sinks=self.sinks(query.device),
-        )
-        return out.flatten(2)
-
-    def sinks(self, device: torch.device) -> Tensor | None:
-        """One more score a head in each softmax: learned, or 0 (off-by-one)."""
-        if self.config.softmax_type == "off-by-one":
-            return torch.zeros(self.heads, device=device)
-        return self.softmax_offset
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The sinks, cut over TP, as core's own attention saves them."""
-        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
-
-    def dropout_of(self, seen: Samples) -> Dropout | None:
-        """Of this layer's attention weights, for the heads of this TP rank; none in evaluation."""
-        if not self.training:
-            return None
-        return self.settings.dropout.of_weights(self.layer_number, seen, self.first_head)
 
 
 class Norm(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import BoundArguments, signature
 from math import ceil
 from typing import Any
 
@@ -47,12 +48,13 @@ class AttentionSettings:
     rotary: LayoutRotaryEmbedding | None = None
     dropout: ModelDropout = ModelDropout()
 
-    def of_samples(self, seen: Samples) -> tuple[SequenceLayout, list[Mask]]:
-        """Layout and masks (one, or one a sample) of a batch."""
-        if not seen.ends:
-            return self.layout, [self.rule.mask]
-        masks = [Documents(row, self.rule.mask) for row in seen.ends] if self.separate else [self.rule.mask]
-        return self.layout.of_documents(seen.ends[0]), masks
+    def layout_of(self, seen: Samples) -> SequenceLayout:
+        """Who holds which tokens of a batch."""
+        return self.layout.of_documents(seen.ends[0]) if seen.ends else self.layout
+
+    def masks_of(self, seen: Samples, mask: Mask) -> list[Mask]:
+        """One, or one a sample of a batch; ``mask``: inside a document."""
+        return [Documents(row, mask) for row in seen.ends] if seen.ends and self.separate else [mask]
 
 
 @dataclass
@@ -99,8 +101,7 @@ class LongContextLayer(TransformerLayer):
         settings = self.attention_settings
         if not (self.training and settings.dropout.hidden):
             return None
-        layout, _ = settings.of_samples(seen)
-        return HiddenDropout(settings.dropout, seen, layout, self.config.sequence_parallel)
+        return HiddenDropout(settings.dropout, seen, settings.layout_of(seen), self.config.sequence_parallel)
 
     def self_attn_bda(self, training: bool, fused: bool) -> Callable:
         """(output of attention with its bias, residual, _) -> their sum, after dropout."""
@@ -141,18 +142,28 @@ class ChunkedTransformerLayer(LongContextLayer):
         """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/samples.py tells."""
         if not self.chunks.fpdt:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        self._refuse(signature(super()._forward_attention).bind(hidden_states, attention_mask, *args, **kwargs))
         seen = samples(attention_mask)
         if len(seen.ends) <= 1:
             return self._chunked(hidden_states, seen), None
         parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each has tiles of its own
         return torch.cat([self._chunked(part, samples(said)) for part, said in parts], dim=1), None
 
+    def _refuse(self, call: BoundArguments) -> None:
+        """Raises ValueError at a call that asks a chunked layer for more than it reads."""
+        asked = {name for name, value in call.arguments.items() if value is not None}
+        asked -= {"hidden_states", "attention_mask"}
+        if self.attention_settings.rotary is not None:
+            asked -= {"rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin"}
+        if asked:
+            raise ValueError(f"a layer in chunks takes no {', '.join(sorted(asked))}: see AttentionSettings")
+
     def _chunked(self, hidden_states: Tensor, seen: Samples) -> Tensor:
         settings, training = self.chunks, self.training
-        layout, (mask,) = settings.attention.of_samples(seen)
         core, dropout = self.self_attention.core_attention, self._hidden_dropout(seen)
-        rule = replace(settings.attention.rule, mask=mask, scale=core.scale, dropout=core.dropout_of(seen))
-        rule = replace(rule, sinks=core.sinks(next(self.parameters()).device))
+        layout, (mask,) = settings.attention.layout_of(seen), settings.attention.masks_of(seen, core.rule.mask)
+        sinks = core.sinks(next(self.parameters()).device)
+        rule = replace(core.rule, mask=mask, dropout=core.dropout_of(seen), sinks=sinks)
         layer = ChunkedLayer(
             project=partial(self._project, layout, seen.ends[0] if seen.ends else None),
             output=partial(self._output, layout, dropout),

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.attend import sinks_grad
 from megatron.context_parallel.attention.packed import packed, unpacked
-from megatron.context_parallel.attention.tile import AttentionRule, TileKernel
+from megatron.context_parallel.attention.tile import AttentionRule, TileKernel, one_dtype
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
+from megatron.platform.autocast import SameAutocast
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ChunkWork:
     """A layer's work on one chunk at a time.
 
     Attributes:
+        autocast: of the forward pass.
         parameter_grads: sums over the chunks.
         random: how the random state of a chunk's output and FFN is brought back.
         kernel: of the attention, once there are queries; ``heads, kv_heads`` before the all-to-all, ``local_heads,
@@ -58,6 +60,7 @@ class ChunkWork:
 
     def __init__(self, layer: LayerFunctions) -> None:
         self.layer, self.ulysses = layer, layer.layout.grid.ulysses
+        self.autocast = SameAutocast()
         self.parameter_grads = GradientSums(layer.learned)
         self.random: dict[int, Callable[[], AbstractContextManager]] = {}
         self.kernel: TileKernel | None = None
@@ -65,13 +68,13 @@ class ChunkWork:
 
     def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """q [c, b, heads, d] and packed kv [c, b, kv_heads, sizes] of all the chunk's tokens, for this rank's heads."""
-        q, k, v = self.layer.project(x, chunk)
+        q, k, v = self._project(x, chunk)
         first, heads = self.kernel is None, (q.size(2), k.size(2))
         q, k, v = sequence_to_heads(q, k, v, self.ulysses)
         if first:
             self.heads, self.kv_heads = heads
             self.local_heads, self.local_kv_heads = q.size(2), k.size(2)
-            self.head_dim, self.value_dim = q.size(3), v.size(3)
+            self.head_dim, self.value_dim, self.dtype = q.size(3), v.size(3), q.dtype
             rule, length = self.layer.rule, self.layer.layout.seq_length
             self.kernel = rule.tile_kernel(q, self.ulysses, length, self.value_dim)
             self.sinks = rule.local_sinks(q, self.ulysses)
@@ -134,13 +137,16 @@ class ChunkWork:
             dq = x.new_zeros((stop - start, batch, self.local_heads, self.head_dim))
         if dkv is None:
             dkv = x.new_zeros((stop - start, batch, self.local_kv_heads, self.head_dim + self.value_dim))
-        grads = (grad.to(x.dtype) for grad in (dq, *self.unpacked(dkv)))
+        grads = (grad.to(self.dtype) for grad in (dq, *self.unpacked(dkv)))
         sent = sequence_to_heads_grad(*grads, self.ulysses, heads=self.heads, kv_heads=self.kv_heads)
         x = x.detach().requires_grad_()
         with torch.enable_grad():
-            qkv = self.layer.project(x, chunk)
+            qkv = self._project(x, chunk)
         (dx,) = self.parameter_grads.differentiate(qkv, [x], sent)
         return dx
+
+    def _project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        return one_dtype(*self.layer.project(x, chunk))
 
     def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
         return self.layer.output(heads_to_sequence(out, self.ulysses), x, chunk)

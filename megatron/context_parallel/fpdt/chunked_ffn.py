@@ -19,6 +19,7 @@ from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.spans import Span
+from megatron.platform.autocast import SameAutocast
 
 Replay = Callable[[], Callable[[], AbstractContextManager]]
 """Notes the random state and returns a function: a context in which that state is there again."""
@@ -65,9 +66,11 @@ class _InChunks(torch.autograd.Function):
     ) -> Tensor:
         y = HiddenStates.empty(*result, offload)
         states = []
-        for span, part in zip(spans, _walk(x, spans, offload)):
-            states.append(replay() if replay else nullcontext)
-            y.write(span, function(part, span))
+        ctx.autocast = SameAutocast()
+        with ctx.autocast():
+            for span, part in zip(spans, _walk(x, spans, offload)):
+                states.append(replay() if replay else nullcontext)
+                y.write(span, function(part, span))
         ctx.save_for_backward(x)
         ctx.function, ctx.spans, ctx.offload, ctx.states, ctx.parameters = function, spans, offload, states, parameters
         return y.x
@@ -82,7 +85,7 @@ class _InChunks(torch.autograd.Function):
             dx = HiddenStates.empty(x.shape, x.dtype, x.device, offload)
         sums = GradientSums(ctx.parameters)
         for span, state, part, dy_part in zip(spans, ctx.states, _walk(x, spans, offload), _walk(dy, spans, offload)):
-            with torch.enable_grad(), state():
+            with torch.enable_grad(), ctx.autocast(), state():
                 leaf = None if part is None else part.detach().requires_grad_(dx is not None)
                 y_part = ctx.function(leaf, span)
             grads = sums.differentiate(y_part, [] if dx is None else [leaf], dy_part)
@@ -104,7 +107,8 @@ class GradientSums:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
-        self.wanted = [parameter for parameter in parameters if parameter.requires_grad]
+        # One that is named twice is summed once.
+        self.wanted = [*{id(parameter): parameter for parameter in parameters if parameter.requires_grad}.values()]
         self._sums: list[Tensor | None] = [None] * len(self.wanted)
         self._own = [False] * len(self.wanted)  # whether a sum may be written to
 
@@ -128,19 +132,19 @@ class GradientSums:
                 main.add_(grad)
         elif total is None:
             self._sums[index] = grad.to(wide)
-            # A product of matrices is nobody else's; the gradient of a bias may be a view of dy.
-            self._own[index] = grad.dim() > 1
+            # Autograd may hand out one tensor twice: as the gradient of both terms of a sum, or of y itself.
+            self._own[index] = grad.dtype != wide
         elif self._own[index]:
             total += grad
         else:
             self._sums[index], self._own[index] = total + grad, True
 
     def take(self) -> list[Tensor | None]:
-        """One gradient for each parameter, in its dtype."""
+        """One gradient for each of ``parameters``, in its dtype; None where it has none, or where it is named again."""
         sums = {id(parameter): total for parameter, total in zip(self.wanted, self._sums)}
         self._sums = []
-        found = [(parameter, sums.get(id(parameter))) for parameter in self.parameters]
-        return [None if total is None else _taken(parameter, total) for parameter, total in found]
+        totals = [(parameter, sums.pop(id(parameter), None)) for parameter in self.parameters]
+        return [None if total is None else _taken(parameter, total) for parameter, total in totals]
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:

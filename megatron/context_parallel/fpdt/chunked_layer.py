@@ -57,7 +57,8 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: ChunkedLayer, training: bool, *parameters: Tensor) -> Tensor:
         run = ChunkPass(layer, x, saving=training and not layer.recompute)
         y = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
-        _forward(run, y)
+        with run.work.autocast():
+            _forward(run, y)
         if training:
             if layer.recompute:
                 run.shelf = None
@@ -72,14 +73,15 @@ class _Chunked(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         run = take_once(ctx, "run", "a chunked layer")
         layer = run.layer
-        if layer.recompute:
-            random = run.work.random
-            run = ChunkPass(layer, x, saving=True)
-            _forward(run, None)
-            run.work.random = random
-        run.x = HiddenStates(x, layer.offload)
-        run.dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
-        _backward(run, HiddenStates(dy, layer.offload))
+        with run.work.autocast():
+            if layer.recompute:
+                random = run.work.random
+                run = ChunkPass(layer, x, saving=True)
+                _forward(run, None)
+                run.work.random = random
+            run.x = HiddenStates(x, layer.offload)
+            run.dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
+            _backward(run, HiddenStates(dy, layer.offload))
         return run.dx.x, None, None, *run.work.take_grads()
 
 

@@ -27,6 +27,7 @@ from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.decisions.chunks import PARTS, pieces_together
+from megatron.platform.autocast import autocast_inputs, without_autocast
 
 
 def chunked_linear_cross_entropy(
@@ -60,13 +61,15 @@ def chunked_linear_cross_entropy(
     Returns:
         The sum, a scalar in fp32 (fp64), the same on every TP rank.
     """
+    hidden, weight = autocast_inputs(hidden_SBH, weight_VH, device=weight_VH.device)
     return _ChunkedLoss.apply(
-        hidden_SBH, weight_VH, labels_SB, token_weights_SB, chunks, vocab_size, tensor, sequence_parallel, offload
+        hidden, weight, labels_SB, token_weights_SB, chunks, vocab_size, tensor, sequence_parallel, offload
     )
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         hidden: Tensor,

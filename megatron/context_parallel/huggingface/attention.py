@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,30 +106,12 @@ class Shared:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         rule = self.rule(call, q.size(0))
-        q, k, v = (x.permute(2, 0, 1, 3) for x in as_autocast(q, k, v))
-        with torch.autocast(q.device.type, enabled=False):
-            out = attention(
-                q, k, v, layout=self.part.layout, mask=self.part.masks(call.window), kernel=rule.kernel,
-                scale=rule.scale, softcap=rule.softcap, sinks=rule.sinks, dropout=rule.dropout,
-            )  # fmt: skip
+        q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+        out = attention(
+            q, k, v, layout=self.part.layout, mask=self.part.masks(call.window), kernel=rule.kernel,
+            scale=rule.scale, softcap=rule.softcap, sinks=rule.sinks, dropout=rule.dropout,
+        )  # fmt: skip
         return out.transpose(0, 1)
-
-
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In the dtype that autocast, if it is on, gives to products of matrices, and to PyTorch's own attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
-
-
-def autocast_as_now(device: str) -> partial[torch.autocast]:
-    """Makes contexts in which autocast is what it is now on a type of device: for backward passes, where it is off.
-
-    What it casts without gradients it must not keep for then.
-    """
-    now = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    return partial(torch.autocast, device, *now, cache_enabled=False)
 
 
 def attend(

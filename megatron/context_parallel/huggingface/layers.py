@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.huggingface.attention import Call, Shared, as_autocast, autocast_as_now
+from megatron.context_parallel.huggingface.attention import Call, Shared
 from megatron.context_parallel.huggingface.probe import run_alone
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Mask
@@ -115,21 +115,14 @@ def _chunked(
     mask: Mask,
     position_embeddings: tuple[Tensor, Tensor],
 ) -> Tensor:
-    layout, device = shared.part.layout, x_SBH.device.type
-    autocast = autocast_as_now(device)  # backward passes call these functions again
+    layout = shared.part.layout
 
     def project(x: Tensor, chunk: int) -> tuple[Tensor, ...]:
         rows = slice(*layout.local_chunks[chunk])
-        with autocast():
-            return as_autocast(*_project(layer, x, tuple(e[:, rows] for e in position_embeddings), shared.window).qkv)
+        return _project(layer, x, tuple(e[:, rows] for e in position_embeddings), shared.window).qkv
 
     def output(out: Tensor, x: Tensor, chunk: int) -> Tensor:
-        with autocast():
-            return _output(layer, out, x)
-
-    def ffn(x: Tensor) -> Tensor:
-        with autocast():
-            return _ffn(layer, x)
+        return _output(layer, out, x)
 
     with torch.no_grad():
         first = tuple(e[:, :1] for e in position_embeddings)
@@ -141,7 +134,7 @@ def _chunked(
     chunked = ChunkedLayer(
         project=project,
         output=output,
-        ffn=ffn,
+        ffn=partial(_ffn, layer),
         ffn_pieces=ceil(pieces / layout.chunks),
         parameters=list(layer.parameters()),
         layout=layout,
@@ -149,8 +142,7 @@ def _chunked(
         offload=offload,
         recompute=fpdt.recompute and layer.training,
     )
-    with torch.autocast(device, enabled=False):
-        return chunked(x_SBH.contiguous())
+    return chunked(x_SBH.contiguous())
 
 
 class _Projected(Exception):

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.context_parallel.huggingface.attention import as_autocast, autocast_as_now
 from megatron.context_parallel.huggingface.batch import IGNORED
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
@@ -49,16 +48,14 @@ def cross_entropy_sum(model: PreTrainedModel, hidden_BSH: Tensor, targets_BS: Te
         hidden = hidden.detach()
     if (weight := plain_weight(model)) is None:
         return _own_logits_sum(model, hidden, targets, chunks)
-    hidden, weight = as_autocast(hidden, weight if torch.is_grad_enabled() else weight.detach())
-    with torch.autocast(hidden.device.type, enabled=False):
-        return chunked_linear_cross_entropy(
-            hidden[:, None],
-            weight,
-            targets.clamp(min=0)[:, None],
-            targets.ne(IGNORED).to(accumulation_dtype(hidden.dtype))[:, None],
-            chunks=chunks,
-            vocab_size=weight.size(0),
-        )
+    return chunked_linear_cross_entropy(
+        hidden[:, None],
+        weight if torch.is_grad_enabled() else weight.detach(),
+        targets.clamp(min=0)[:, None],
+        targets.ne(IGNORED).to(accumulation_dtype(hidden.dtype))[:, None],
+        chunks=chunks,
+        vocab_size=weight.size(0),
+    )
 
 
 def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
@@ -117,10 +114,24 @@ class _OnlyHead:
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
         self._model = model
-        vars(self)[model.base_model_prefix] = lambda *args, **kwargs: _Found(hidden)
+        vars(self)[model.base_model_prefix] = _Base(model.base_model, hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class _Base:
+    """In place of a base, or of the decoder within it that OPT's own forward calls."""
+
+    def __init__(self, base: nn.Module, hidden: Tensor) -> None:
+        self._base, self._hidden = base, hidden
+
+    def __call__(self, *_: Any, **__: Any) -> _Found:
+        return _Found(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._base, name)
+        return _Base(inner, self._hidden) if isinstance(inner, nn.Module) else inner
 
 
 class _Found:
@@ -141,12 +152,10 @@ def _head(model: PreTrainedModel) -> nn.Module:
 
 
 def _own_logits_sum(model: PreTrainedModel, hidden_TH: Tensor, targets: Tensor, chunks: int) -> Tensor:
-    autocast = autocast_as_now(hidden_TH.device.type)
     wide = accumulation_dtype(hidden_TH.dtype)
 
     def losses(part: Tensor, rows: Span) -> Tensor:
-        with autocast():
-            logits = logits_of(model, part[None])[0]
+        logits = logits_of(model, part[None])[0]
         return F.cross_entropy(logits.to(wide), targets[slice(*rows)], ignore_index=IGNORED, reduction="none")
 
     base = {id(parameter) for parameter in model.base_model.parameters()}

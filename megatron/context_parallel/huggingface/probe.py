@@ -38,7 +38,9 @@ def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None) -
     calls: list[Call] = []
     device = model.get_input_embeddings().weight.device
     tokens = torch.arange(2 * LENGTH, device=device).view(2, -1) % model.config.vocab_size
-    tokens[:, -1] = 0
+    embedding = model.get_input_embeddings()
+    # Not the token that pads: its embedding is often 0, and so are all logits behind it.
+    tokens[:, -1] = min({0, 1, 2} - {model.config.pad_token_id, getattr(embedding, "padding_idx", None)})
     positions = torch.arange(LENGTH, device=device).expand(2, -1)
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines as data files: a GPU, the node it sits in, the network between nodes.
 
-machine.py says what a machine is, machine_file.py checks the JSON files beside it (and the user's own), json_file.py
-reads any, nccl_log.py what nccl-tests printed; measure.py and measure_links.py make such a file for the machine at
+machine.py says what a machine is, machine_file.py checks the JSON files beside it (and the user's own), nccl_log.py
+reads what nccl-tests printed; measure.py and measure_links.py make such a file for the machine at
 hand.
 """

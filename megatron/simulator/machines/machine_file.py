@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.simulator.machines.collectives import GENERATIONS, WAYS, Collectives, Way
-from megatron.simulator.machines.json_file import read_json
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
-from megatron.training.refusal import Refusal
+from megatron.training.json_file import read_json
+from megatron.training.refusal import Refusal, short
 
 MACHINES = Path(__file__).parent
 Json = dict[str, Any]
@@ -95,7 +95,7 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     if base_name is None:
         return raw
     if not isinstance(base_name, str):
-        raise Refusal(f"{path}: extends: give the name of a known machine or the path of a file, not {base_name!r}")
+        raise Refusal(f"{path}: extends: give a known machine's name or the path of a file, not {short(base_name)}")
     beside = path.parent / base_name
     try:
         found = beside if base_name.endswith(".json") and beside.is_file() else find(base_name)
@@ -142,7 +142,7 @@ def number(path: Path, name: str, value: Any, *, above: bool = True) -> float:
     """A number above 0; with ``above`` False, 0 will do."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (above and value == 0):
-        raise Refusal(f"{path}: {name}: must be a number {'above 0' if above else 'of 0 or more'}, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be a number {'above 0' if above else 'of 0 or more'}, not {short(value)}")
     return float(value)
 
 
@@ -152,26 +152,33 @@ def seconds(path: Path, name: str, value: Any) -> float:
 
 def whole(path: Path, name: str, value: Any) -> int:
     if number(path, name, value) % 1:
-        raise Refusal(f"{path}: {name}: must be a whole number, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be a whole number, not {short(value)}")
     return int(value)
 
 
 def text(path: Path, name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise Refusal(f"{path}: {name}: must be text, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be text, not {short(value)}")
+    return value
+
+
+def label(path: Path, name: str, value: Any) -> str:
+    """A name that tables and pages show; brackets would be markup there."""
+    if len(text(path, name, value)) > 80 or not value.isprintable() or set("[]") & set(value):
+        raise Refusal(f"{path}: {name}: must be at most 80 printable characters without brackets, not {short(value)}")
     return value
 
 
 def share(path: Path, name: str, value: Any) -> float:
     if not 0 <= number(path, name, value, above=not name.endswith(("overlap", "interleaved"))) <= 2:
-        raise Refusal(f"{path}: {name}: is a share of another figure, at most 2, not {value!r}")
+        raise Refusal(f"{path}: {name}: is a share of another figure, at most 2, not {short(value)}")
     return float(value)
 
 
 def rate(path: Path, name: str, value: Any) -> Rate:
     """Points [[size, FLOP/s], ...], sizes rising."""
     if not isinstance(value, list) or not value or any(not isinstance(p, list) or len(p) != 2 for p in value):
-        raise Refusal(f"{path}: {name}: must be a list of [size, rate] pairs, not {str(value)[:60]}")
+        raise Refusal(f"{path}: {name}: must be a list of [size, rate] pairs, not {short(value)}")
     points = tuple((number(path, name, size), number(path, name, speed)) for size, speed in value)
     if any(low[0] >= high[0] for low, high in zip(points, points[1:])):
         raise Refusal(f"{path}: {name}: sizes must rise, these are {', '.join(f'{size:g}' for size, _ in points)}")
@@ -187,26 +194,26 @@ def peak(path: Path, name: str, value: Any) -> dict[str, float]:
 
 def dtype_name(path: Path, name: str, value: Any) -> str:
     if value not in ("bf16", "fp32"):
-        raise Refusal(f"{path}: {name}: must be bf16 or fp32, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be bf16 or fp32, not {short(value)}")
     return value
 
 
 def capability(path: Path, name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or any(type(part) is not int or part < 0 for part in value):
-        raise Refusal(f"{path}: {name}: must be [major, minor], such as [9, 0], not {value!r}")
+        raise Refusal(f"{path}: {name}: must be [major, minor], such as [9, 0], not {short(value)}")
     return value[0], value[1]
 
 
 def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
-        raise Refusal(f"{path}: {name}: must be an object with shares by kernel, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be an object with shares by kernel, not {short(value)}")
     refuse_unknown(path, f"{name}.", value, list(PRICED))
     return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in value.items()}
 
 
 def kernel_name(path: Path, name: str, value: Any) -> str:
     if value not in ("auto", *KERNELS):
-        raise Refusal(f"{path}: {name}: must be auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}, not {short(value)}")
     return value
 
 
@@ -215,7 +222,7 @@ def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = (
 
     def read(path: Path, name: str, value: Any) -> Any:
         if not isinstance(value, dict):
-            raise Refusal(f"{path}: {name}: must be an object with {', '.join(readers)}, not {value!r}")
+            raise Refusal(f"{path}: {name}: must be an object with {', '.join(readers)}, not {short(value)}")
         refuse_unknown(path, f"{name}.", value, list(readers))
         for key in needed:
             if key not in value:
@@ -227,7 +234,7 @@ def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = (
 
 def limits(path: Path, name: str, value: Any) -> tuple[float, ...]:
     if not isinstance(value, list) or len(value) != 3:
-        raise Refusal(f"{path}: {name}: must be three rates, in a node, on two nodes and on more, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be three rates, in a node, on two nodes and on more, not {short(value)}")
     return tuple(number(path, name, item) for item in value)
 
 
@@ -248,7 +255,7 @@ def collectives(path: Path, name: str, value: Any) -> Collectives:
             given[key] = None
         elif key in WAYS:
             if not isinstance(item, dict):
-                raise Refusal(f"{path}: {where}: must be an object with {', '.join(WAY)}, not {item!r}")
+                raise Refusal(f"{path}: {where}: must be an object with {', '.join(WAY)}, not {short(item)}")
             refuse_unknown(path, f"{where}.", item, list(WAY))
             found = {part: WAY[part](path, f"{where}.{part}", figure) for part, figure in item.items()}
             if (own := getattr(base, key)) is None:
@@ -261,26 +268,26 @@ def collectives(path: Path, name: str, value: Any) -> Collectives:
 
 def notes(path: Path, name: str, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Refusal(f"{path}: {name}: must be an object, field by field, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be an object, field by field, not {short(value)}")
     return {key: text(path, f"{name}.{key}", item) for key, item in value.items()}
 
 
 def kinds(path: Path, name: str, value: Any) -> dict[str, Measured]:
     """What was measured of each kind of transfer."""
     if not isinstance(value, dict):
-        raise Refusal(f"{path}: {name}: must be an object with {', '.join(KINDS)}, not {value!r}")
+        raise Refusal(f"{path}: {name}: must be an object with {', '.join(KINDS)}, not {short(value)}")
     refuse_unknown(path, f"{name}.", value, list(KINDS))
     return {kind: MEASURED(path, f"{name}.{kind}", item) for kind, item in value.items()}
 
 
 MEASURED = record(Measured, {"bandwidth": number, "latency": seconds}, ("bandwidth", "latency"))
-LINK_FIELDS = {"bandwidth": number, "latency": seconds, "name": text}
+LINK_FIELDS = {"bandwidth": number, "latency": seconds, "name": label}
 HOST_LINK = record(Link, LINK_FIELDS, ("bandwidth", "latency"))
 LINK = record(Link, LINK_FIELDS | {"kinds": kinds}, ("bandwidth", "latency"))
 NETWORK = record(Link, LINK_FIELDS | {"kinds": kinds, "gpus_per_card": whole}, ("bandwidth", "latency"))
 WAY = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
 READERS: dict[str, Callable] = {
-    "name": text,
+    "name": label,
     "memory": number,
     "reserved": seconds,
     "peak": peak,

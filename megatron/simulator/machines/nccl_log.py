@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 
 KINDS = {
@@ -19,7 +20,8 @@ KINDS = {
     "alltoall": "all_to_all", "sendrecv": "p2p",
 }  # fmt: skip
 PROGRAM = re.compile(rf"\b({'|'.join(KINDS)})_perf")
-RANK = re.compile(r"Rank +(\d+) .*\bon +(\S+) +device")
+RANK = re.compile(r"Rank +(\d{1,9}) .*\bon +(\S+) +device")
+LONGEST_LINE = 1000  # characters that are looked at
 # size, count, type, operation (some have none), root, then twice: microseconds, GB/s, GB/s, errors.
 ROW = re.compile(
     r"(?:^|\s)(?P<size>\d+) +(?P<count>\d+) +(?P<type>[a-z]+\w*) +(?P<redop>[a-z]+) +(?:-?\d+ +)?"
@@ -56,11 +58,23 @@ def read_runs(path: str | Path, kind: str | None = None) -> list[Run]:
         Refusal: the file cannot be read, has no table, or does not say which test it is, or among how many.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        text = read_bytes(path).decode("utf-8", errors="replace")
     except OSError as error:
         raise Refusal(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise Refusal(f"{path}: {error}: give the output of nccl-tests alone") from None
+    try:
+        return _runs(path, text, kind)
+    except Refusal:
+        raise  # it is a ValueError as well
+    except (ValueError, OverflowError):
+        raise Refusal(f"{path}: a row of its table holds what is no number, such as 1.2.3") from None
+
+
+def _runs(path: str | Path, text: str, kind: str | None) -> list[Run]:
     found, program, last, hosts, rows = [], kind, -1, set(), []
     for line in [*text.splitlines(), "# Avg bus bandwidth"]:
+        line = line[:LONGEST_LINE]
         if match := PROGRAM.search(line):
             program = kind or match[1]
         elif match := RANK.search(line):

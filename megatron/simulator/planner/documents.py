@@ -19,9 +19,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from megatron.simulator.planner.sizes import tokens
+from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 
 INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron-LM's datasets begins
+MOST_LENGTHS, MOST_TEXT = 1 << 22, 16 << 20  # that are read of a dataset; bytes of a file of lengths
+LONGEST = 2**53  # tokens of a document
 DRAWS = 100_000  # documents that are drawn, about: more where FEWEST samples hold more, fewer where MOST hold fewer
 FEWEST, MOST = 16, 512  # samples that are packed
 RINGS = (2, 4, 8, 16, 32, 64)
@@ -152,18 +155,19 @@ def read_lengths(path: Path) -> list[int]:
                         f"--documents {path}: says that it has {sequences:,} lengths, but has room for {there:,}: it "
                         "was cut short or is damaged, write it again"
                     )
-                sizes = array("i")
-                sizes.frombytes(file.read(4 * sequences))
-                found = list(sizes)
+                found, start, runs = array("i"), file.tell(), -(-sequences // MOST_LENGTHS)
+                for run in range(runs):  # of more than that, as many runs from all over the file
+                    file.seek(start + 4 * (sequences * run // runs))
+                    found.frombytes(file.read(4 * (min(sequences, MOST_LENGTHS) // runs)))
             else:
-                found = [int(line) for line in path.read_text().split()]
+                found = [int(line) for line in read_bytes(path, MOST_TEXT).split()]
     except OSError as error:
         raise Refusal(f"--documents {path}: cannot be read: {error.strerror or error}") from None
     except Refusal:
         raise  # it is a ValueError as well
     except (ValueError, struct.error):
         raise Refusal(f"--documents {path}: give lengths in tokens, one a line, or the .idx of a dataset") from None
-    found = [length for length in found if length > 0]
+    found = [length for length in found if 0 < length <= LONGEST]
     if not found:
         raise Refusal(f"--documents {path}: holds no lengths above 0")
     return found

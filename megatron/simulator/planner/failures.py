@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape
-from megatron.simulator.machines.json_file import read_json
-from megatron.training.refusal import Refusal
+from megatron.training.json_file import read_json
+from megatron.training.refusal import Refusal, short
 
 STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weight, fp32 main weight, Adam's two moments
 
@@ -74,9 +74,13 @@ def read_rates(path: Path) -> Rates:
     for name, value in raw.items():
         if name not in names:
             raise Refusal(f"--failures {path}: {name}: no such field; fields are {', '.join(names)}")
+        if name == "source":
+            if not isinstance(value, str):
+                raise Refusal(f"--failures {path}: source: must be text, not {short(value)}")
+            continue
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if name != "source" and not (number and (value > 0 or (value == 0 and name in names[1:4:2]))):
-            raise Refusal(f"--failures {path}: {name}: must be a number above 0, not {value!r}")
+        if not (number and (value > 0 or (value == 0 and name in names[1:4:2]))):
+            raise Refusal(f"--failures {path}: {name}: must be a number above 0, not {short(value)}")
     return Rates(**raw)
 
 

@@ -7,6 +7,8 @@ The page (page.html) needs nothing else, no network either; its data stand in it
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,17 @@ def page(told: Report, found: Found, others: list[str]) -> str:
         "steps": [rounded(step_shape(plan, problem)) for plan in plans],
         "layers": {at: layers(plan, problem) for at, plan in enumerate(plans[:TIMELINES])},
     }
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    return TEMPLATE.read_text(encoding="utf-8").replace("/*DATA*/null", text)
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no name can end the element or begin one
+    return _sealed(TEMPLATE.read_text(encoding="utf-8")).replace("{{DATA}}", text)
+
+
+def _sealed(template: str) -> str:
+    """The page with the hashes of its own style and script, beside which a browser takes no other and loads nothing."""
+    for name in ("style", "script"):
+        content = template.partition(f"<{name}>")[2].partition(f"</{name}>")[0]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        template = template.replace(f"{{{{{name.upper()}}}}}", f"sha256-{digest}")
+    return template
 
 
 def row(plan: Plan, problem: Problem) -> Json:

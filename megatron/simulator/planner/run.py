@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.simulator.machines.json_file import read_json
 from megatron.simulator.planner.failures import Interrupted, Rates, interrupted
 from megatron.simulator.planner.plans import Plan, Problem
-from megatron.training.refusal import Refusal
+from megatron.training.json_file import read_json
+from megatron.training.refusal import Refusal, short
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,11 @@ def read_prices(path: Path) -> Prices:
         raise Refusal(f'--prices {path}: give {{"currency": "USD", "gpu_hour": {{"H100-80G": 2.5}}}}')
     for name, price in hours.items():
         if not isinstance(price, int | float) or isinstance(price, bool) or not 0 < price < math.inf:
-            raise Refusal(f"--prices {path}: gpu_hour.{name}: must be a number above 0, not {price!r}")
-    return Prices(hours, str(raw.get("currency", "USD")))
+            raise Refusal(f"--prices {path}: gpu_hour.{name}: must be a number above 0, not {short(price)}")
+    currency = raw.get("currency", "USD")
+    if not isinstance(currency, str) or len(currency) > 20 or not currency.isprintable() or set("[]") & set(currency):
+        raise Refusal(f"--prices {path}: currency: must be a short name such as USD, not {short(currency)}")
+    return Prices(hours, currency)
 
 
 def days(seconds: float) -> str:

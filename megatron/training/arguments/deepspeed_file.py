@@ -14,7 +14,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron.training.arguments.config import Config
-from megatron.training.refusal import Refusal
+from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.refusal import Refusal, one_line, short
 
 # Keys that tune speed, memory or logs: the result does not depend on them.
 HINTS = (
@@ -72,12 +73,11 @@ def read_file(path: str) -> dict[str, Any]:
         Refusal: no such file, or not a JSON object.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = parse_json(read_bytes(path))
     except OSError as error:
         raise Refusal(f"--deepspeed_config {path}: {(error.strerror or 'cannot be read').lower()}") from None
     except ValueError as error:
-        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "not text"
+        where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else one_line(error, 100)
         raise Refusal(f"--deepspeed_config {path} is no JSON ({where}): are its placeholders filled in?") from None
     if not isinstance(content, dict):
         raise Refusal(f"--deepspeed_config {path} holds no JSON object")
@@ -114,7 +114,7 @@ class DeepSpeedFile:
             "bfloat16": self._bf16,
             "communication_data_type": self._communication,
             "data_types": lambda v: self._communication(
-                (v or {}).get("grad_accum_dtype"), "data_types.grad_accum_dtype"
+                self._section(v or {}, "data_types").get("grad_accum_dtype"), "data_types.grad_accum_dtype"
             ),
             "curriculum_learning": self._curriculum,
             "optimizer": lambda v: self.config.notes.append(
@@ -155,8 +155,8 @@ class DeepSpeedFile:
         if value == "auto":
             return
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or kind(value) != value:
-            raise Refusal(f"{key} {json.dumps(value)} in {self.path} is no {'whole ' if kind is int else ''}number")
+        if not number or kind(value) != value or abs(value) > 2**53:
+            raise Refusal(f"{key} {_written(value)} in {self.path} is no {'whole ' if kind is int else ''}number")
         self.express(name, kind(value), f"{key} {value:g} in {self.path}")
 
     def _section(self, value: Any, key: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class DeepSpeedFile:
         section = {"stage": int(value)} if isinstance(value, bool) else self._section(value, "zero_optimization")
         stage = section.get("stage", 0)
         if stage not in (0, 1, 2, 3):
-            raise Refusal(f"zero_optimization.stage {json.dumps(stage)} in {self.path}: use 0, 1, 2 or 3")
+            raise Refusal(f"zero_optimization.stage {_written(stage)} in {self.path}: use 0, 1, 2 or 3")
         self.express("parallel.zero_stage", int(stage), f"zero_optimization.stage {int(stage)} in {self.path}")
         for key, there in section.items():
             name = f"zero_optimization.{key}"
@@ -206,7 +206,7 @@ class DeepSpeedFile:
             settings.loss_scale = None
         power = section.get("initial_scale_power", 16)
         if isinstance(power, bool) or not isinstance(power, int) or not 0 <= power <= 64:
-            raise Refusal(f"fp16.initial_scale_power {json.dumps(power)} in {self.path} is no whole number up to 64")
+            raise Refusal(f"fp16.initial_scale_power {_written(power)} in {self.path} is no whole number up to 64")
         if "initial_scale_power" in section or not self.express.is_given("optimizer.initial_loss_scale"):
             source = f"fp16.initial_scale_power {power} in {self.path}"
             self.express("optimizer.initial_loss_scale", 2.0**power, source)
@@ -237,8 +237,9 @@ class DeepSpeedFile:
             return
         kinds = (section.get("curriculum_type", "seqlen"), section.get("schedule_type"))
         if kinds != ("seqlen", "fixed_linear"):
+            asked = " by ".join(str(kind)[:60] for kind in kinds)
             raise Refusal(
-                f"curriculum_learning in {self.path} of {kinds[0]} by {kinds[1]}: only seqlen by fixed_linear is built "
+                f"curriculum_learning in {self.path} of {asked}: only seqlen by fixed_linear is built "
                 "here: use that, or leave it out"
             )
         schedule = self._section(section.get("schedule_config"), "curriculum_learning.schedule_config")
@@ -269,8 +270,8 @@ class DeepSpeedFile:
             "bfp16": True,
             "bfloat16": True,
         }
-        if value not in names:
-            raise Refusal(f"{key} {json.dumps(value)} in {self.path}: gradients are summed in fp32 or bf16 here")
+        if not isinstance(value, str | None) or value not in names:
+            raise Refusal(f"{key} {_written(value)} in {self.path}: gradients are summed in fp32 or bf16 here")
         if (in_bf16 := names[value]) is not None:
             self.express("parallel.grad_reduce_in_bf16", in_bf16, f"{key} {value} in {self.path}")
 
@@ -286,6 +287,11 @@ class DeepSpeedFile:
         else:
             self.config.notes.append(f"gradients are not clipped: {self.path} has no gradient_clipping")
             settings.clip_grad = 0.0
+
+
+def _written(value: Any) -> str:
+    """A value as JSON writes it; of a list or an object the beginning."""
+    return short(value) if isinstance(value, list | dict) else json.dumps(value)[:100]
 
 
 def _switched_on(value: Any) -> bool:

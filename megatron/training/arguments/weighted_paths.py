@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron.training.arguments.config import DataConfig
+from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 
 WEIGHTED = [f"{split}_weighted_split_paths{kind}" for kind in ("", "_path") for split in ("train", "valid", "test")]
@@ -76,7 +76,7 @@ def _group(text: str, flag: str) -> Group:
 def _in_file(file: str, flag: str) -> Sequence[str]:
     """The groups of a file: one line, each group in double quotes."""
     try:
-        lines = Path(file).read_text(encoding="utf-8").strip().splitlines()
+        lines = read_bytes(file).decode("utf-8").strip().splitlines()
     except (OSError, ValueError) as error:
         raise Refusal(f"{flag} {file}: {getattr(error, 'strerror', None) or error}") from None
     found = re.findall(r'"([^"]*)"', lines[0]) if len(lines) == 1 else []

@@ -25,6 +25,7 @@ from torch import nn
 from megatron.context_parallel.core.lora import is_adapter
 from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.checkpoint.adapters import begin_anew, without_adapters
+from megatron.training.checkpoint.checksums import unchanged
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.megatron_lm import incoming
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
@@ -128,8 +129,19 @@ def load(
         optimizer: None for a model that is not trained; then with ``--finetune``.
 
     Raises:
-        Refusal: the checkpoint is of another model.
+        Refusal: the checkpoint is of another model, or another job removed or replaced it meanwhile.
     """
+    with unchanged(path):
+        return _load(path, chunks, optimizer, schedule, config)
+
+
+def _load(
+    path: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    schedule: OptimizerParamScheduler | None,
+    config: Config,
+) -> Progress:
     settings = config.checkpoint
     theirs = open_foreign(path)
     common = theirs.common if theirs else load_common(path)

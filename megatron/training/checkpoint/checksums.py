@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -143,3 +145,36 @@ def _damage_together(path: Path) -> str | None:
     told: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(told, damage(path, dist.get_rank(), dist.get_world_size()))
     return next((line for line in told if line), None)
+
+
+@contextmanager
+def unchanged(path: Path) -> Iterator[None]:
+    """See to it that all ranks read one and the same checkpoint meanwhile. All ranks enter it.
+
+    Another job may save in that folder: remove this checkpoint, or put another of the same iteration in its place.
+
+    Raises:
+        Refusal: it was removed or replaced.
+    """
+    changed = f"checkpoint {path} was removed or replaced while it was loaded, by a job that saves there: start again"
+    before = _fingerprint(path)
+    try:
+        yield
+    except Refusal:
+        if path.exists():
+            raise
+        raise Refusal(changed) from None
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, (before, _fingerprint(path)))
+    if len({one for pair in seen for one in pair}) > 1:
+        refusal = Refusal(changed)
+        refusal.everywhere = True
+        raise refusal
+
+
+def _fingerprint(path: Path) -> int | None:
+    """What tells a checkpoint from another one under the same name: its list of sums. None without one."""
+    try:
+        return zlib.crc32((path / CHECKSUMS).read_bytes())
+    except OSError:
+        return None

@@ -11,15 +11,18 @@ import json
 import math
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.platform.disk import sync_folder, sync_folders_up
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.checkpoint.writer import write_bytes
 from megatron.training.refusal import Refusal
 
 PARTIAL, REMOVED = ".partial", ".removed"
+REPLACED = ".replaced"  # a checkpoint while another of its iteration takes its name, where the two cannot be exchanged
 VALIDATION = "validation_loss.json"  # in a checkpoint whose iteration was evaluated
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -38,31 +41,50 @@ def check_writable(folder: str) -> None:
         raise Refusal(f"--save {folder}: {there} is no folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise Refusal(f"--save {folder}: {there} cannot be written to")
+    tracker, sticky = there / TRACKER, there.stat().st_mode & stat.S_ISVTX
+    if sticky and tracker.exists() and os.geteuid() not in (0, there.stat().st_uid, tracker.stat().st_uid):
+        raise Refusal(
+            f"--save {folder}: {tracker} belongs to another user, who alone can replace it there (sticky bit)"
+        )
 
 
 def clear(folder: Path) -> None:
     """Remove what saves and removals that were cut off have left. Raises OSError."""
-    for suffix in (PARTIAL, REMOVED):
-        for left in folder.glob(f".*{suffix}"):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
+    restore(folder)
+    left = [path for suffix in (PARTIAL, REMOVED, REPLACED) for path in folder.glob(f".*{suffix}")]
+    if left:
+        sync_folder(folder)  # a power cut must not give a checkpoint its name back once some of its files are gone
+    for path in left:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def restore(folder: Path) -> None:
+    """Give a checkpoint its name back whose replacement was cut off before the new one had it. Raises OSError."""
+    for path in folder.glob(f".*{REPLACED}"):
+        final = path.with_name(path.name[1:].removesuffix(REPLACED))
+        if not final.exists():
+            path.rename(final)
 
 
 def publish(final: Path) -> None:
     """Give a checkpoint that is whole its name, and make it the latest. Raises OSError."""
     folder, partial = final.parent, partial_of(final)
-    _sync(partial)
+    sync_folder(partial)
     if not (final.exists() and _exchange(partial, final)):
         if final.exists():  # no exchange on this file system
-            final.rename(final.with_name(f".{final.name}{REMOVED}"))
+            final.rename(final.with_name(f".{final.name}{REPLACED}"))
         partial.rename(final)
-    _sync(folder)
+    if (folder / TRACKER).exists():
+        sync_folder(folder)
+    else:  # the first one here: the folder may be new as well
+        sync_folders_up(folder)
     beside = folder / f".{TRACKER}{PARTIAL}"
     write_bytes(beside, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
     beside.rename(folder / TRACKER)
-    _sync(folder)
+    sync_folder(folder)
     clear(folder)  # what had the name before
 
 
@@ -73,17 +95,6 @@ def _exchange(first: Path, second: Path) -> bool:
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(first), os.fsencode(second)
     return rename is not None and rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0
-
-
-def _sync(folder: Path) -> None:
-    """Names in a folder, on the disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError:  # some file systems do not sync folders
-        pass
-    finally:
-        os.close(number)
 
 
 def checkpoints_before(folder: Path, iteration: int) -> Iterator[tuple[int, Path]]:
@@ -123,6 +134,9 @@ def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | 
         keep: how many stay, ``latest`` among them.
         multiple_of: iterations at multiples of this stay as well.
         best: so many with the lowest validation losses stay as well.
+
+    Raises:
+        OSError: those that were to go stay, under names that begin with a dot.
     """
     before = dict(checkpoints_before(Path(folder), latest))
     stay = best_of({latest: Path(folder) / f"iter_{latest:07d}", **before}, best or 0)
@@ -135,4 +149,4 @@ def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | 
             path.rename(gone)  # half of a checkpoint shall not look like one
         except OSError:
             continue  # told by a disk that fills up; training is worth more
-        shutil.rmtree(gone, ignore_errors=True)
+    clear(Path(folder))

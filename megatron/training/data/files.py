@@ -19,10 +19,11 @@ import numpy as np
 
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.weighted_paths import weighted_groups
-from megatron.training.refusal import Refusal, one_line
+from megatron.training.json_file import read_bytes, read_json
+from megatron.training.refusal import Refusal, one_line, reason
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
-MAGIC = b"MMIDIDX\x00\x00"
+MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
@@ -52,7 +53,10 @@ def parse_blend(values: list[str], flag: str) -> Blend:
 
     if not values:
         raise Refusal(f"{flag} is empty: give a prefix, or weights and prefixes")
-    prefixes, weights = get_blend_from_list(values)
+    try:
+        prefixes, weights = get_blend_from_list(values)
+    except AssertionError:  # some are numbers, and some are not
+        raise Refusal(f"{flag}: give prefixes alone, or a weight before each prefix: 1 PREFIX 2.5 PREFIX") from None
     for prefix, weight in zip(prefixes, weights or []):
         if not (math.isfinite(weight) and weight > 0):
             raise Refusal(f"{flag}: weight {weight:g} of {prefix} must be above 0")
@@ -108,21 +112,25 @@ def _blend_in_file(data: DataConfig) -> Blend:
 
 def _blends_in_file(path: str) -> list[Blend | None]:
     flag = "--per-split-data-args-path"
+    content = read_json(path, flag)
     try:
-        content = json.loads(_text(path, flag))
         words = [content[split] for split in ("train", "valid", "test")]
-        words = [part.split() if isinstance(part, str) else [str(word) for word in part or ()] for part in words]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        words = [part.split() if isinstance(part, str) else list(part or ()) for part in words]
+        if not all(isinstance(word, str | int | float) for part in words for word in part):
+            raise TypeError
+        words = [[str(word) for word in part] for part in words]
+    except (KeyError, TypeError):
         raise Refusal(f'{flag} {path}: no JSON object with lists "train", "valid" and "test": give it so') from None
     return [parse_blend(part, flag) if part else None for part in words]
 
 
 def _text(path: str, flag: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return read_bytes(path).decode("utf-8")
     except OSError as error:
         raise Refusal(f"{flag} {path}: {(error.strerror or 'cannot be read').lower()}") from None
+    except ValueError as error:
+        raise Refusal(f"{flag} {path}: no text: {reason(error)}") from None
 
 
 def parse_split(split: str | None) -> str:
@@ -141,6 +149,13 @@ def open_prefix(prefix: str, flag: str) -> DataFile:
     for path in paths.values():
         if not os.path.isfile(path):
             raise Refusal(f"{flag} {prefix}: no such file: {path}")
+    try:
+        return _open_prefix(prefix, flag, paths)
+    except OSError as error:
+        raise Refusal(f"{flag} {prefix}: {error.filename or prefix} cannot be read: {reason(error)}") from None
+
+
+def _open_prefix(prefix: str, flag: str, paths: dict[str, str]) -> DataFile:
     idx, idx_stat, bin_stat = paths["idx"], os.stat(paths["idx"]), os.stat(paths["bin"])
     with open(idx, "rb") as file:
         head = file.read(HEADER.size)
@@ -154,6 +169,9 @@ def open_prefix(prefix: str, flag: str) -> DataFile:
             raise Refusal(f"{flag} {prefix}: {idx} holds {idx_stat.st_size} bytes, expected {expected}: damaged")
         if sequences == 0:
             raise Refusal(f"{flag} {prefix}: {idx} holds no documents")
+        file.seek(HEADER.size + 12 * sequences + 8 * (documents - 1))
+        if documents == 0 or struct.unpack("<q", file.read(8)) != (sequences,):  # core asserts it
+            raise Refusal(f"{flag} {prefix}: the documents of {idx} do not end with its last sequence: damaged")
         file.seek(HEADER.size + 4 * (sequences - 1))
         (last_length,) = struct.unpack("<i", file.read(4))
         file.seek(HEADER.size + 4 * sequences + 8 * (sequences - 1))
@@ -185,17 +203,36 @@ def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
             )
 
 
+def load_numbers(path: str) -> np.ndarray:
+    """The array in a .npy file, in a memory map: whole, and of numbers or truths alone; nothing is unpickled.
+
+    Raises:
+        OSError, ValueError: it is something else.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(NPY)) != NPY:  # numpy opens archives too
+            raise ValueError("not a .npy file")
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # whatever a header that is no header makes numpy and Python's parser raise
+        raise ValueError(one_line(error, 100)) from None
+    if found.dtype.kind not in "iub":
+        raise ValueError("not an array of whole numbers")
+    return found
+
+
 def check_cache(folder: str) -> None:
     """Check that cached indices are whole and nothing but numbers: core would unpickle what says that it is pickled."""
     for name in sorted(os.listdir(folder)):
         if name.endswith(".npy"):
             path = os.path.join(folder, name)
             try:
-                np.load(path, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError) as error:
+                load_numbers(path)
+            except (OSError, ValueError) as error:
                 raise Refusal(
-                    f"{path} is no index of data ({one_line(error, 100)}): remove {folder}, and it is "
-                    "made anew"
+                    f"{path} is no index of data ({one_line(error, 100)}): remove {folder}, and it is made anew"
                 ) from None
 
 

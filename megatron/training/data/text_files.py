@@ -9,16 +9,21 @@ import errno
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
+import uuid
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
+from megatron.platform.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.data import genome
+from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
 PACKED = (".gz", ".zst")
+LONGEST = 1 << 31  # bytes of a document, unpacked: as many tokens are the most that an index can count
 
 
 class Record(NamedTuple):
@@ -88,23 +93,46 @@ class Reader:
                 with open(path, "rb") as raw, _unpacked(path, raw) as stream:
                     size = os.path.getsize(path)  # 0 for a pipe, which cannot tell its position
                     if is_plain_text(path):
-                        content = stream.read()
+                        content = read_most(stream, LONGEST)
                         self.bytes_read = before + size
                         yield Record(path, 0, content)
                     else:
-                        records = _fasta if is_fasta(path) else enumerate
+                        records = _fasta if is_fasta(path) else _lines
                         for number, content in records(stream, 1):
+                            _check_length(content, f"{path}: line {number}")
                             self.bytes_read = before + (raw.tell() if size else 0)
                             yield Record(path, number, content)
                     before += size
-            except (OSError, EOFError, zlib.error) as error:
+            except Refusal:
+                raise  # it is a ValueError as well
+            except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
+
+
+def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers; of one that is too long, as much as shows it. Long ones are read in parts."""
+    for number in itertools.count(first):
+        line = stream.readline(PART)
+        if not line:
+            return
+        if len(line) == PART:
+            parts, size = [line], PART
+            while parts[-1] and parts[-1][-1:] != b"\n" and size <= LONGEST:
+                parts.append(stream.readline(PART))
+                size += len(parts[-1])
+            line = b"".join(parts)
+        yield number, line
+
+
+def _check_length(content: bytes | bytearray, what: str) -> None:
+    if len(content) > LONGEST:
+        raise Refusal(f"--input {what} has more than {LONGEST >> 30} GiB, unpacked, which is no document: split it")
 
 
 def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
     """The records of a FASTA file, each with its first line; blank lines before the first are nothing."""
     record, begun = bytearray(), first
-    for number, line in enumerate(stream, first):
+    for number, line in _lines(stream, first):
         if number == first:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line[:1] == b">" and record:
@@ -115,6 +143,7 @@ def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
                 continue
             begun = number
         record += line
+        _check_length(record, f"{stream.name if hasattr(stream, 'name') else 'FASTA'}: record of line {begun}")
     if record:
         yield begun, record
 
@@ -158,23 +187,33 @@ def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
     existing = [path for path in paths if os.path.exists(path)]
     if existing and not overwrite:
         raise Refusal(f"{existing[0]} exists: give --overwrite to replace it")
-    temporary = [f"{path}.{os.getpid()}.tmp" for path in paths]
+    ending = f".{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
+    temporary = [f"{path}{ending}" for path in paths]
+    folders = sorted({os.path.dirname(os.path.abspath(path)) for path in paths})
+    replacing = False
     try:
-        for path in paths:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        for folder in folders:
+            os.makedirs(folder, exist_ok=True)
         yield temporary
         for path in temporary:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        for path in reversed(existing):  # a kill in between leaves a missing file, never a wrong pair
-            os.unlink(path)
+            sync_file(path)
+        if existing:
+            for folder in folders:
+                sync_folder(folder)  # the new ones are safe before the old ones go
+            replacing = True
+            for path in reversed(existing):  # a cut in between leaves a missing file, never a wrong pair
+                os.unlink(path)
+            for folder in folders:
+                sync_folder(folder)
         for source, target in zip(temporary, paths):
             os.rename(source, target)
+        for folder in folders:
+            sync_folders_up(folder)
     except OSError as error:
         name = error.filename or paths[0]
-        raise Refusal(f"cannot write {name.removesuffix(f'.{os.getpid()}.tmp')}: {_reason(error)}") from error
+        raise Refusal(f"cannot write {name.removesuffix(ending)}: {_reason(error)}") from error
     finally:
-        for path in temporary:
+        for path in temporary if not replacing else ():  # the old ones may be gone: then the new ones stay
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

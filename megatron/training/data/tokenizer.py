@@ -7,9 +7,8 @@ tokenizers that need no file need no library either: importing core's takes long
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,14 @@ import numpy as np
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.settings.training import END_OF_TEXT
 from megatron.training.data import genome
+from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, one_line
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 # Qwen 2's words: as GPT-2's, but digits one by one, and line breaks apart.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LARGEST_VOCABULARY = 1 << 24  # sixty times the largest there are
+MOST_BYTES = 1 << 28  # of a tiktoken vocabulary
 FIM_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 
 
@@ -152,11 +154,32 @@ def _core(library: str, path: str | None, kind: str, flag: str, **options: Any) 
     """A tokenizer of megatron-core, or one line on why not."""
     from megatron.core.tokenizers import MegatronTokenizer  # imports transformers: seconds
 
+    metadata = {"library": library, "model_type": "gpt"}
+    return _reading(
+        lambda: MegatronTokenizer.from_pretrained(path, metadata_path=metadata, **options),
+        f"{flag} {path}: cannot be read by {kind}",
+    )
+
+
+def _reading(read: Callable[[], Any], refused: str) -> Any:
+    """What ``read`` returns; whatever a broken file makes its library raise becomes one line, ``refused`` and why."""
     try:
-        metadata = {"library": library, "model_type": "gpt"}
-        return MegatronTokenizer.from_pretrained(path, metadata_path=metadata, **options)
-    except Exception as error:  # whatever a broken file makes the library raise
-        raise Refusal(f"{flag} {path}: cannot be read by {kind}: {one_line(error, 300)}") from error
+        return read()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        raise Refusal(f"{refused}: {one_line(error, 300)}") from error
+
+
+def _size(ids: Iterable[int], source: str) -> int:
+    """One more than the largest id, for which a model has a row each."""
+    size = max(ids, default=-1) + 1
+    if not 0 < size <= LARGEST_VOCABULARY:
+        raise Refusal(
+            f"{source} has ids up to {size - 1:,}, for each of which a model would have a row: give a tokenizer of at "
+            f"most {LARGEST_VOCABULARY:,}"
+        )
+    return size
 
 
 def _eod(value: int | None, kind: str, source: str, what: str) -> int:
@@ -178,7 +201,7 @@ def _hugging_face(kind: str, path: str) -> Tokenizer:
     core = _core("huggingface", path, kind, "--tokenizer-model", use_fast=True, trust_remote_code=False)
     eod = _eod(core.eod, kind, path, "eos_token")
     theirs = core._tokenizer.tokenizer
-    size = max(core.vocab_size, max(theirs.get_vocab().values()) + 1)  # core counts the entries, but ids may have holes
+    size = _size([core.vocab_size - 1, *theirs.get_vocab().values()], f"{kind} {path}")  # ids may have holes
     return Tokenizer(kind, f"{kind} {path}", size, eod, core.tokenize, core.detokenize, transformers=theirs)
 
 
@@ -191,11 +214,10 @@ def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = N
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Model
 
-    try:
-        model = Model(models.BPE.from_file(vocab_file, merge_file))
-    except Exception as error:
-        reason = one_line(error)
-        raise Refusal(f"--vocab-file {vocab_file} --merge-file {merge_file}: not GPT-2 BPE files: {reason}") from error
+    model = _reading(
+        lambda: Model(models.BPE.from_file(vocab_file, merge_file)),
+        f"--vocab-file {vocab_file} --merge-file {merge_file}: not GPT-2 BPE files",
+    )
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
     if words is not None:
         cut = pre_tokenizers.Split(Regex(words), "isolated")
@@ -204,8 +226,8 @@ def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = N
         model.add_special_tokens([END_OF_TEXT])
     model.decoder = decoders.ByteLevel()
     eod = _eod(model.token_to_id(END_OF_TEXT), kind, vocab_file, f"{END_OF_TEXT} entry")
-    size = max(model.get_vocab().values()) + 1
     source = f"{kind} {vocab_file}"
+    size = _size(model.get_vocab().values(), source)
     return Tokenizer(kind, source, size, eod, lambda text: model.encode(text).ids, model.decode, model.token_to_id)
 
 
@@ -213,13 +235,9 @@ def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:
     """A tokenizer.json, with these special tokens, at the end where it has them not, as BigCode's Megatron-LM."""
     from tokenizers import Tokenizer as Model
 
-    try:
-        model = Model.from_file(path)
-    except Exception as error:
-        reason = one_line(error)
-        raise Refusal(f"--tokenizer-model {path}: no file of the tokenizers library: {reason}") from error
+    model = _reading(lambda: Model.from_file(path), f"--tokenizer-model {path}: no file of the tokenizers library")
     model.add_special_tokens(list(special))
-    size = max(model.get_vocab().values()) + 1
+    size = _size(model.get_vocab().values(), f"{kind} {path}")
     eod = model.token_to_id(END_OF_TEXT)
     return Tokenizer(
         kind,
@@ -237,12 +255,10 @@ def _tiktoken(kind: str, path: str, pattern: str, num_special: int, vocab_size: 
         raise Refusal(f"--tiktoken-pattern {pattern}: must be v1 or v2")
     if not path.endswith(".json"):
         raise Refusal(f"--tokenizer-model {path}: TikTokenizer reads a .json file")
-    try:
-        with open(path, encoding="utf-8") as file:
-            entries = len(json.load(file))
-    except ValueError as error:
-        raise Refusal(f"--tokenizer-model {path}: not JSON: {error}") from error
-    size = min(vocab_size or 2**17, entries + num_special)
+    entries = read_json(path, "--tokenizer-model", MOST_BYTES)
+    if not isinstance(entries, list):
+        raise Refusal(f"--tokenizer-model {path}: no list of tokens, as TikTokenizer reads it")
+    size = min(vocab_size or 2**17, len(entries) + num_special)
     options = {"pattern": pattern, "num_special_tokens": num_special, "vocab_size": size}
     core = _core("tiktoken", path, kind, "--tokenizer-model", **options)
     decode = core._tokenizer.tokenizer.decode  # core decodes token by token and breaks characters split over tokens

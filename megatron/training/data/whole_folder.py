@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from megatron.platform.disk import sync_tree
 
 
 @contextmanager
@@ -17,10 +19,11 @@ def whole_folder(folder: str) -> Iterator[str]:
     Raises:
         OSError: nothing can be written there; or ``folder`` is there, because another run was faster.
     """
-    temporary = f"{folder}.{socket.gethostname()}.{os.getpid()}.tmp"
+    temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
     try:
         os.makedirs(temporary)
         yield temporary
+        sync_tree(temporary)  # after a power cut, what has the name must be whole
         os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from megatron.training.data import genome
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal, reason
 
 FIRST = (
@@ -56,6 +56,7 @@ TEXT = {
 }
 SYMBOLS = {"needle": 0, "ask": 1, "let": 2, "which": 3, "common": 4}  # the other marks say nothing that symbols need
 MARKS, ALPHABET, MOST, HALVES = 12, 64, 4096, 32
+MOST_TEXT = 1 << 30  # bytes of a haystack
 SENTENCE = 8  # symbols of one in the haystack
 
 
@@ -155,8 +156,8 @@ def read_ids(tokenizer: Tokenizer, path: str, flag: str) -> np.ndarray:
         Refusal: it cannot be read or tokenized, or holds less than two tokens.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path, MOST_TEXT).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise Refusal(f"{flag} {path} cannot be read: {reason(error)}") from None
     if tokenizer.kind == "NullTokenizer":
         text = " ".join(text.split())

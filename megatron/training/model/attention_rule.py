@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.training.arguments.config import AttentionConfig, Config
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 
@@ -70,9 +70,9 @@ def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
         return StridedBlocks(attention.sparse_stride)
     name, blocks = attention.sparse_pattern, -(-length // attention.sparse_block_size)
     try:
-        rows = json.loads(Path(name).read_text())
+        rows = parse_json(read_bytes(name))
         found = BlockList(tuple(tuple(int(block) for block in row) for row in rows))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise Refusal(
             f"--sparse-pattern {name}: {getattr(error, 'strerror', None) or error}; use longformer, bigbird, strided, "
             "or a JSON file with a list of key blocks for each query block"

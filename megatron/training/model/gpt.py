@@ -53,7 +53,7 @@ class LongContextGPT(GPTModel):
         dropout = None
         if self.training and self.settings.dropout.hidden:
             seen = samples(self.said)
-            layout, _ = self.settings.of_samples(seen)
+            layout = self.settings.layout_of(seen)
             dropout = HiddenDropout(self.settings.dropout, seen, layout, self.config.sequence_parallel)
         streamed = self.chunks is not None and self.chunks.streamed
         if streamed:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.training.json_file import parse_json, read_bytes
+
 Profile = dict[str, Any]
+MOST_BYTES = 1 << 29  # of a file; a profile of a large step has some hundred million
 
 DEVICE_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 KINDS = (*DEVICE_KINDS, "host")
@@ -32,12 +35,18 @@ def read(path: Path) -> Profile:
     """A file of --profile-memory.
 
     Raises:
-        ValueError: it is something else.
+        OSError: it cannot be read. ValueError: it is something else.
     """
     try:
-        profile = json.loads(path.read_text())
+        profile = parse_json(read_bytes(path, MOST_BYTES))
         series(profile)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        seconds, phases = profile["seconds"], profile["phases"]
+        times = [begin for _, begin in phases] + [seconds]
+        whole = all(type(profile[name]) is int for name in ("iteration", "rank"))
+        good = whole and {name for name, _ in phases} <= set(PHASES) and all(type(x) in (int, float) for x in times)
+        if not good or not 0 <= times[0] <= seconds < math.inf or times != sorted(times):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
         raise ValueError(f"{path} is no memory profile: give a file that --profile-memory wrote") from None
     return profile
 
@@ -45,6 +54,8 @@ def read(path: Path) -> Profile:
 def series(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
     """Seconds [T], and bytes [T, kind] from each of them to the next; the first is the start of the step."""
     events = np.array(profile["events"], dtype=float).reshape(-1, 3)
+    if not np.isfinite(events).all() or (np.abs(events) > MOST_BYTES**2).any():
+        raise ValueError("events are no numbers")
     changes = np.zeros((len(events) + 1, len(KINDS)), dtype=np.int64)
     changes[0] = [profile["start"][kind] for kind in KINDS]
     columns = np.array([KINDS.index(kind) for kind in profile["kinds"]])

@@ -46,8 +46,10 @@ class LazySave(SaveShardedStrategy):
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write the tensors and objects. Raises OSError where it cannot be done."""
         planner = _LazyPlanner(list(nested_values(sharded_state_dict)), self.compute, self.done)
-        # without reading ahead, which GPUs would get a stream for
-        writer = torch_checkpoint.FileSystemWriter(str(checkpoint_dir), thread_count=1, per_thread_copy_ahead=0)
+        # Without reading ahead, which GPUs would get a stream for; the whole folder is synced later, by new_folder.
+        writer = torch_checkpoint.FileSystemWriter(
+            str(checkpoint_dir), thread_count=1, per_thread_copy_ahead=0, sync_files=False
+        )
         try:
             torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
         except torch_checkpoint.CheckpointException as error:  # a BaseException that wraps the reason

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron.platform.disk import sync_folders_up, sync_tree
 from megatron.training.checkpoint.hugging_face.llama import DTYPES
 from megatron.training.refusal import Refusal, reason
 
@@ -53,7 +54,9 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        sync_tree(partial)
         partial.replace(final)
+        sync_folders_up(final.parent)
     except OSError as error:
         raise Refusal(f"{target}: {reason(error)}; nothing was written") from error
     finally:

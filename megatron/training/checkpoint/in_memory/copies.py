@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.exchange import gathered, swap
+from megatron.training.checkpoint.in_memory.own_folder import NotOwn, OwnFolder, open_own
 from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.saving import words
 from megatron.training.refusal import Refusal, together
@@ -49,7 +50,7 @@ class Copies:
 
     def __init__(
         self,
-        folder: Path,
+        folder: OwnFolder,
         distances: Sequence[int],
         about: Mapping[str, str],
         group: dist.ProcessGroup,
@@ -64,7 +65,7 @@ class Copies:
 
     def path(self, iteration: int, rank: int) -> Path:
         """Where the copy of a rank's state lies, on a node that has it."""
-        return self.folder / f"iter_{iteration:07d}.rank_{rank:05d}.safetensors"
+        return self.folder.at / f"iter_{iteration:07d}.rank_{rank:05d}.safetensors"
 
     def partial(self, iteration: int, rank: int) -> Path:
         """The same while this rank is writing it."""
@@ -105,32 +106,31 @@ class Copies:
         self.finish()
         with suppress(RuntimeError):
             gathered(None, self.group)  # ranks of a node share the folder
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.remove()
         if self.rank == 0:
             (Path(save) / ID).unlink(missing_ok=True)
 
     def clear(self, stays: int | None) -> None:
         """Remove all copies but those of one iteration, and what was cut off; while no rank is writing any."""
-        for path in self.folder.iterdir():
+        for path in self.folder.at.iterdir():
             if stays is None or not path.name.startswith(f"iter_{stays:07d}."):
                 path.unlink(missing_ok=True)
 
     def _clear_before(self, iteration: int) -> None:
         """Remove what is older; another rank of this node may be writing what is newer."""
-        for path in self.folder.iterdir():
+        for path in self.folder.at.iterdir():
             number = path.name.lstrip(".").removeprefix("iter_").partition(".")[0]
             if number.isdigit() and int(number) < iteration:
                 path.unlink(missing_ok=True)
 
     def _check_room(self, need: int) -> None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        room = shutil.disk_usage(self.folder).free
-        if self.folder.is_relative_to(MEMORY):
+        room = shutil.disk_usage(self.folder.at).free
+        if self.folder.named.is_relative_to(MEMORY):
             room = min(room, self.available())
         if need > room // ranks:
-            raise OSError(
-                f"{self.folder} has room for {room / ranks / 2**20:,.0f} MiB a rank, and {need / 2**20:,.0f} are needed"
-            )
+            have, needed = (f"{size / 2**20:,.0f}" for size in (room / ranks, need))
+            raise OSError(f"{self.folder.named} has room for {have} MiB a rank, and {needed} are needed")
 
     def _replicate(self, iteration: int, error: str) -> None:
         """In the thread: sums, neighbours, names; no error leaves it."""
@@ -173,8 +173,8 @@ class Copies:
         where = "".join(f", and on rank n + {distance}" for distance in self.distances)
         if self._first:
             self._lines.append(
-                f"copies of iteration {iteration} in {self.folder}{where}: {size / 2**20:,.0f} MiB a rank, training "
-                f"stood still for {self._stall:.2f} s; more every --non-persistent-save-interval"
+                f"copies of iteration {iteration} in {self.folder.named}{where}: {size / 2**20:,.0f} MiB a rank, "
+                f"training stood still for {self._stall:.2f} s; more every --non-persistent-save-interval"
             )
         self._first = False
 
@@ -243,21 +243,22 @@ def _id(save: str) -> str:
     return run
 
 
-def _folder(settings: CheckpointConfig, run: str) -> Path:
-    """This run's folder on this node, which nobody else can read or write."""
+def _folder(settings: CheckpointConfig, run: str) -> OwnFolder:
+    """This run's folder on this node, which nobody else can read, write or exchange for another."""
     flag, parent = "--non-persistent-local-ckpt-dir", settings.non_persistent_local_ckpt_dir
     if parent is None and not MEMORY.is_dir():
         raise Refusal(f"--non-persistent-save-interval: there is no {MEMORY} here: give {flag} DIR")
-    folder = Path(parent or MEMORY / f"megatron-{os.getuid()}").absolute() / f"run-{run}"
+    folder = Path(parent or MEMORY / f"megatron-{os.geteuid()}").absolute() / f"run-{run}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        owner = folder.lstat().st_uid
+        return open_own(folder)
     except OSError as error:
         raise Refusal(f"{flag} {folder.parent} cannot be written to: {error.strerror}: give another folder") from None
-    if folder.is_symlink() or owner != os.getuid():
-        raise Refusal(f"{flag}: {folder} belongs to somebody else: give another folder")
-    return folder
+    except NotOwn as reason:
+        given = f"{flag} {parent}" if parent else "--non-persistent-save-interval"
+        raise Refusal(
+            f"{given}: {reason}: copies go only where no other user can reach them; give {flag} DIR, a folder below "
+            "folders that belong to you or to root and that others cannot write to (/tmp and the like excepted)"
+        ) from None
 
 
 def _distances(settings: CheckpointConfig) -> tuple[list[int], list[str]]:

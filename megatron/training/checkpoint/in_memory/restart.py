@@ -67,7 +67,7 @@ def _look(copies: Copies) -> tuple[Files, set[str]]:
     """(this run's files on this node, of what others are)."""
     files: Files = {}
     strange = set()
-    for path in copies.folder.glob("iter_*.safetensors"):
+    for path in copies.folder.at.glob("iter_*.safetensors"):
         about = copy_file.about(path)
         if about.get("run") != copies.about["run"]:
             continue

@@ -72,11 +72,12 @@ class Held:
             together(lambda: self._check(file, path))
             for part in self._kept():
                 part.tensor.copy_(file.get_tensor(part.name))
-            objects = unpickle.read_bytes(file.get_tensor(OBJECTS).numpy().tobytes(), path, whole=True)
+            named = path.resolve()  # for messages: the path goes by a descriptor
+            objects = unpickle.read_bytes(file.get_tensor(OBJECTS).numpy().tobytes(), named, whole=True)
         for part in self._parts():
             if part.owner is not None:
                 dist.broadcast(part.tensor, dist.get_global_rank(group, part.owner), group=group)
-        self._take(objects, path)
+        self._take(objects, named)
 
     def _check(self, file: Any, path: Path) -> None:
         there = {name: file.get_slice(name).get_shape() for name in file.keys() if name != OBJECTS}
@@ -84,7 +85,7 @@ class Held:
         if there != here:
             name = next(name for name in (*here, *there) if there.get(name) != here.get(name))
             raise Refusal(
-                f"the copy {path} is of another state: {name} is {there.get(name, 'missing')} there, "
+                f"the copy {path.resolve()} is of another state: {name} is {there.get(name, 'missing')} there, "
                 f"{here.get(name, 'missing')} here; remove its folder to go on from the disk"
             )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.training.refusal import Refusal, one_line
+from megatron.training.refusal import Refusal, one_line, permitted
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OTHER_FORMS = (
@@ -16,6 +16,7 @@ OTHER_FORMS = (
 )
 
 
+@permitted()
 def checkpoint_path(folder: Path, step: int | None, *, whole: bool = True) -> Path | None:
     """The checkpoint of iteration ``step``, or the latest; None where there is none and none was asked for.
 
@@ -100,6 +101,7 @@ def _refuse_zarr(path: Path) -> None:
         )
 
 
+@permitted()
 def universal_path(folder: Path, step: int | None) -> Path | None:
     """The universal checkpoint of DeepSpeed's in ``folder``, the latest or of iteration ``step``; None: there is none.
 

@@ -9,13 +9,13 @@ begins with a system message.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.training.data.text_files import Reader, Record
-from megatron.training.refusal import Refusal
+from megatron.training.json_file import parse_json
+from megatron.training.refusal import Refusal, one_line, short
 
 SYSTEM = ("system", "developer")
 # Who may speak after whom; "" is the beginning.
@@ -105,13 +105,9 @@ def _object(record: Record, where: str) -> dict[str, Any] | None:
 
 def _json(text: str, where: str) -> Any:
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise Refusal(f"{where}: half of a surrogate pair, which is no text") from None
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{where}: not JSON: {error}") from None
-    return found
+        return parse_json(text)
+    except ValueError as error:
+        raise Refusal(f"{where}: not JSON: {one_line(error, 200)}") from None
 
 
 def _message(message: Any, where: str) -> Message:
@@ -119,10 +115,10 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise Refusal(f"{where}: not a JSON object")
     role, content = message.get("role"), message.get("content")
-    if role not in AFTER or not role:
+    if not isinstance(role, str) or role not in AFTER or not role:
         if "from" in message and "value" in message:
             raise Refusal(f"{where}: of ShareGPT's form: rename from and value to role and content")
-        raise Refusal(f"{where}: role {role!r} is none of {', '.join(filter(None, AFTER))}")
+        raise Refusal(f"{where}: role {short(role)} is none of {', '.join(filter(None, AFTER))}")
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
             raise Refusal(f"{where}: its content has parts that are no text, and models here read text alone")

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.chats.read import read_chats
 from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.files import load_numbers
 from megatron.training.data.whole_folder import whole_folder
 from megatron.training.refusal import Refusal, one_line
 
@@ -111,13 +112,15 @@ def kept(path: str, folder: str) -> Store | None:
     if not os.path.isdir(folder):
         return None
     try:
-        parts = [np.load(os.path.join(folder, f"{name}.npy"), mmap_mode="r", allow_pickle=False) for name in PARTS]
+        parts = [load_numbers(os.path.join(folder, f"{name}.npy")) for name in PARTS]
         store = Store(path, *parts)
-        same = [part.dtype for part in parts] == [np.dtype(kind) for kind in PARTS.values()]
-        if not same or not len(store.tokens) == len(store.spoken) == store.starts[-1]:
+        same = [(part.dtype, part.ndim) for part in parts] == [(np.dtype(kind), 1) for kind in PARTS.values()]
+        if not same or not len(store.starts) == len(store.lines) + 1 > 1:
             raise ValueError("its parts do not fit together")
-        if len(store.starts) != len(store.lines) + 1:
+        if not len(store.tokens) == len(store.spoken) == store.starts[-1]:
             raise ValueError("its parts do not fit together")
-    except (OSError, ValueError, EOFError, IndexError) as error:
+        if store.starts[0] != 0 or (store.starts[1:] <= store.starts[:-1]).any():
+            raise ValueError("its conversations do not follow one another")
+    except (OSError, ValueError) as error:
         raise Refusal(f"{folder} holds no tokens of chats ({one_line(error, 100)}): remove it") from None
     return store

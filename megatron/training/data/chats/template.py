@@ -9,6 +9,7 @@ beginning of a conversation as it renders it alone; a conversation for which it 
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +64,11 @@ class ChatTemplate:
         Raises:
             Refusal: the template fails, or does not say what the assistant's words are; with file and line.
         """
+        if wrong := sorted(self.parameters & set(chat.variables)):
+            raise Refusal(
+                f'{chat.where}: "chat_template_kwargs" sets {wrong[0]}, which no template has as a variable: '
+                "leave it out"
+            )
         try:
             if MARKED.search(self.template_of(chat)):
                 ids, spoken = self._marked(chat)
@@ -128,6 +134,11 @@ class ChatTemplate:
         if stripped.endswith(self.special):
             text = stripped
         return len(asked), len(asked) + len(text)
+
+    @cached_property
+    def parameters(self) -> set[str]:
+        """What transformers takes beside variables of a template: data do not set it."""
+        return set(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"documents"}
 
     @cached_property
     def special(self) -> tuple[str, ...]:

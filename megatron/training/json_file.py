@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON of others: whatever the text holds, it becomes plain values or one line, within a bound of memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import IO, Any
+
+from megatron.training.refusal import Refusal, one_line, reason
+
+PART = 1 << 20
+MOST_BYTES = 64 << 20  # of a file of settings; as Python's objects it may take some thirty times as much
+DEEPEST = 100  # lists and objects within each other: what walks through them or prints them can follow
+LONGEST_NUMBER = 300  # characters of an integer: all of them fit into a float
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text stands for.
+
+    Args:
+        text: bytes are UTF-8.
+
+    Raises:
+        ValueError: not JSON; or JSON that Python cannot handle everywhere: nested deeper than ``DEEPEST``, an integer
+            beyond all floats, half of a surrogate pair (which no file and no terminal takes). One line says which.
+    """
+    if isinstance(text, bytes):
+        try:
+            text = text.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} deep") from None
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
+        raise ValueError(f"nested more than {DEEPEST} deep")
+    if SURROGATE.search(text) or (re.search(r"\\u[dD][89a-fA-F]", text) and _has_surrogate(value)):
+        raise ValueError("half of a surrogate pair, which is no text")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _has_surrogate(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
+        level = [child for part in parts for child in part if isinstance(child, dict | list)]
+    return bool(level)
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """A whole file.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it has more than ``most`` bytes.
+    """
+    with open(path, "rb") as file:
+        return read_most(file, most)
+
+
+def read_most(stream: IO[bytes], most: int) -> bytes:
+    """All of a stream, in parts: ``read(most)`` would ask for the memory of the largest there could be.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it has more than ``most`` bytes.
+    """
+    parts, size = [], 0
+    while part := stream.read(PART):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise ValueError(f"longer than {most >> 20} MiB")
+    return b"".join(parts)
+
+
+def read_json(path: str | Path, flag: str = "", most: int = MOST_BYTES) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        flag: that named the file, for messages.
+        most: bytes.
+
+    Raises:
+        Refusal: it cannot be read, is longer, or is not JSON.
+    """
+    where = f"{flag} {path}" if flag else f"{path}"
+    try:
+        return parse_json(read_bytes(path, most))
+    except OSError as error:
+        raise Refusal(f"{where}: cannot be read: {reason(error)}") from None
+    except ValueError as error:
+        raise Refusal(f"{where}: not JSON: {one_line(error, 200)}") from None

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever megatron-core may ask of a core_attention is computed as one process would, or refused by name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import megatron.core
+import pytest
+import torch
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.layout.grid import make_grid
+
+LENGTH, HEADS, SIZE = 48, 4, 8
+ENDS = (0, 10, 30, 48)
+PADDED = (0, 12, 32, 48)
+
+
+def core_attention(settings=None, config=None, layout=None, **options):
+    """A ContextParallelAttention in float64, on one process unless ``layout`` is of more."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.context_parallel.core.spec import AttentionSettings, ContextParallelAttention
+
+    settings, config = dict(settings or {}), dict(config or {})
+    rule = cp.AttentionRule(kernel="math", **settings.pop("rule", {}))
+    layout = layout or cp.SequenceLayout(LENGTH, cp.abstract_grid())
+    config = TransformerConfig(
+        num_layers=4, hidden_size=HEADS * SIZE, num_attention_heads=HEADS, attention_dropout=0.0, **config
+    )
+    return ContextParallelAttention(config, AttentionSettings(layout, rule, **settings), **options)
+
+
+def packed(ends=ENDS, **more):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    return PackedSeqParams(**{"qkv_format": "thd", "cu_seqlens_q": ends, "cu_seqlens_kv": ends, **more})
+
+
+def kind(name):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    return AttnMaskType[name]
+
+
+# What core asks for (of the layer, of the call), and the mask that this means.
+ASKED = {
+    "nothing": ({}, {}, lambda q, k: k <= q),
+    "no_mask of the layer": ({"attn_mask_type": "no_mask"}, {}, lambda q, k: k >= 0),
+    "no_mask of the call": ({}, {"attn_mask_type": "no_mask"}, lambda q, k: k >= 0),
+    "window": ({"config": {"window_size": (4, 0)}}, {}, lambda q, k: (k <= q) & (k >= q - 4)),
+    "window without a left end": ({"config": {"window_size": (-1, 0)}}, {}, lambda q, k: k <= q),
+    "window of both sides": (
+        {"config": {"window_size": (4, 3)}, "attn_mask_type": "no_mask"},
+        {},
+        lambda q, k: (k <= q + 3) & (k >= q - 4),
+    ),
+    "every second layer": (
+        {"config": {"window_size": (4, 0), "window_attn_skip_freq": 2}, "layer_number": 2},
+        {},
+        lambda q, k: k <= q,
+    ),
+    "documents": ({}, {"packed_seq_params": {}}, lambda q, k: (k <= q) & (document(k, ENDS) == document(q, ENDS))),
+    "documents without a mask inside": (
+        {"attn_mask_type": "padding"},
+        {"packed_seq_params": {}},
+        lambda q, k: document(k, ENDS) == document(q, ENDS),
+    ),
+    "documents that are filled up": (
+        {"attn_mask_type": "padding_causal"},
+        {"packed_seq_params": {"cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED}},
+        lambda q, k: (k <= q) & (document(k, PADDED) == document(q, PADDED)),
+    ),
+    "documents and a window": (
+        {"config": {"window_size": (4, 0)}},
+        {"packed_seq_params": {}},
+        lambda q, k: (k <= q) & (k >= q - 4) & (document(k, ENDS) == document(q, ENDS)),
+    ),
+}
+
+
+def document(x, ends):
+    return torch.bucketize(x, torch.tensor(ends[1:]), right=True)
+
+
+def asked(name):
+    of_layer, of_call, allowed = ASKED[name]
+    of_layer, of_call = dict(of_layer), dict(of_call)
+    for options in (of_layer, of_call):
+        if "attn_mask_type" in options:
+            options["attn_mask_type"] = kind(options["attn_mask_type"])
+    if "packed_seq_params" in of_call:
+        more = {key: torch.tensor(value) for key, value in of_call["packed_seq_params"].items()}
+        of_call["packed_seq_params"] = packed(**more)
+    return of_layer, of_call, allowed
+
+
+def inputs():
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randn(LENGTH, 1, heads, SIZE, generator=draw, dtype=torch.float64) for heads in (HEADS, 2, 2, HEADS)]
+
+
+def dense(allowed):
+    """out and the gradients of q, k, v with a mask [s, s]."""
+    q, k, v, dout = inputs()
+    for x in (q, k, v):
+        x.requires_grad_()
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(2, 2)) * SIZE**-0.5
+    at = torch.arange(LENGTH)
+    weights = scores.masked_fill(~allowed(at[:, None], at[None]), -torch.inf).softmax(-1)
+    out = torch.einsum("bhst,tbhd->sbhd", weights, v.repeat_interleave(2, 2))
+    out.backward(dout)
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def on_ranks(name, ulysses, ring):
+    """The same through core's door, gathered."""
+    of_layer, of_call, _ = asked(name)
+    layout = cp.SequenceLayout(LENGTH, make_grid(ulysses=ulysses, ring=ring))
+    q, k, v, dout = (layout.shard(x).contiguous() for x in inputs())
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = core_attention(layout=layout, **of_layer)(q, k, v, None, **of_call)
+    out.backward(dout.flatten(2))
+    return [layout.gather(x) for x in (out.detach().unflatten(2, (HEADS, SIZE)), q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_core_asks_for_is_computed(name):
+    of_layer, of_call, allowed = asked(name)
+    q, k, v, dout = inputs()
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = core_attention(**of_layer)(q, k, v, None, **of_call)
+    out.backward(dout.flatten(2))
+    for mine, reference in zip([out.unflatten(2, (HEADS, SIZE)), q.grad, k.grad, v.grad], dense(allowed)):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, ulysses, ring", [("window", 1, 3), ("documents", 2, 2), ("documents and a window", 1, 2)]
+)
+def test_what_core_asks_for_is_computed_on_a_grid(pool, name, ulysses, ring):
+    for mine, reference in zip(pool.run(on_ranks, ulysses * ring, name, ulysses, ring)[0], dense(asked(name)[2])):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+
+
+def test_tokens_of_packed_sequences_may_come_without_a_batch_dimension():
+    q, k, v, _ = inputs()
+    one = core_attention()(q, k, v, packed_seq_params=packed())
+    assert core_attention()(q[:, 0], k[:, 0], v[:, 0], packed_seq_params=packed()).equal(one)
+
+
+@pytest.mark.parametrize(
+    "of_layer, of_call, words",
+    [
+        ({}, {"attention_bias": torch.zeros(1)}, "attention_bias"),
+        ({"attn_mask_type": "arbitrary"}, {}, "attn_mask_type=arbitrary"),
+        ({}, {"attention_mask": torch.ones(1, 1, 4, 4).bool()}, "masks are values"),
+        ({"attn_mask_type": "padding"}, {}, "which tokens are padding"),
+        ({"config": {"window_size": (4, 3)}}, {}, "looks ahead"),
+        ({"config": {"window_size": (4, 0)}, "settings": {"rule": {"mask": cp.Full()}}}, {}, "give one of them"),
+        ({"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
+        ({"attention_type": "cross"}, {}, "cross"),
+        ({"num_splits": 2}, {}, "num_splits"),
+        ({}, {"num_splits": 2}, "num_splits"),
+        ({}, {"packed_seq_params": {"qkv_format": "sbhd"}}, "qkv_format"),
+        ({}, {"packed_seq_params": {"cu_seqlens_kv": torch.tensor([0, 48])}}, "keys differ"),
+        ({}, {"packed_seq_params": {"local_cp_size": 2}}, "local_cp_size"),
+        ({"settings": {"separate": False}}, {"packed_seq_params": {}}, "separate"),
+        (
+            {"attn_mask_type": "no_mask"},
+            {"packed_seq_params": {"cu_seqlens_q_padded": torch.tensor(PADDED)}},
+            "needs a causal mask",
+        ),
+        ({}, {"packed_seq_params": {}, "attention_mask": torch.tensor([[20, 48]])}, "different documents"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(of_layer, of_call, words):
+    q, k, v, _ = inputs()
+    of_layer, of_call = dict(of_layer), dict(of_call)
+    if "attn_mask_type" in of_layer:
+        of_layer["attn_mask_type"] = kind(of_layer["attn_mask_type"])
+    if "packed_seq_params" in of_call:
+        of_call["packed_seq_params"] = packed(**of_call["packed_seq_params"])
+    with pytest.raises(ValueError, match=words):
+        core_attention(**of_layer)(q, k, v, **of_call)
+
+
+def arguments_of(file, kind, method):
+    """Of a class of core's whose name ends so, by its source: Transformer Engine's need not be installed."""
+    tree = ast.parse((Path(megatron.core.__file__).parent / file).read_text())
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith(kind)]
+    (function,) = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == method]
+    return {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+
+
+def test_every_argument_of_the_installed_core_is_known():
+    """A newer core that passes more fails here, and not in silence."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron.context_parallel.core.spec import ContextParallelAttention
+
+    for name in ("__init__", "forward"):
+        ours = set(inspect.signature(getattr(ContextParallelAttention, name)).parameters)
+        for file in ("transformer/dot_product_attention.py", "extensions/transformer_engine.py"):
+            assert arguments_of(file, "DotProductAttention", name) <= ours, f"{file}: {name}"
+    known = {"qkv_format", "local_cp_size", "cp_group", "max_seqlen_q", "max_seqlen_kv"}
+    known |= {f"cu_seqlens_{of}{padded}" for of in ("q", "kv") for padded in ("", "_padded")}
+    assert set(inspect.signature(PackedSeqParams).parameters) == known
+    masks = {"padding", "causal", "no_mask", "padding_causal", "arbitrary", "causal_bottom_right"}
+    assert {one.name for one in AttnMaskType} == masks
+
+
+def chunked_layer_with(name, value):
+    from tests.distributed.training_runs import make_job
+
+    job = make_job("--num-layers 1 --hidden-size 32 --num-attention-heads 4 --fpdt --fpdt-chunk-size 32")
+    model = job.chunks[0]
+    while hasattr(model, "module"):
+        model = model.module
+    layer = model.decoder.layers[0]
+    x = torch.randn(job.runtime.layout.local_length, 1, 32)
+    layer(x)
+    with pytest.raises(ValueError, match=f"takes no {name}"):
+        layer(x, None, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["attention_bias", "packed_seq_params", "context"])
+def test_a_layer_in_chunks_refuses_what_it_does_not_read(pool, name):
+    pool.run(chunked_layer_with, 1, name, torch.ones(1))

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The power goes at any moment of a save: what the user was told is there, whole, and every sync is needed for that."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.shelf import REPLACED
+from megatron.training.refusal import Refusal
+from tests.disk import Recorder, lay_out, prove, try_all_cuts
+from tests.distributed.training_runs import make_job, train_job
+
+TINY = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--vocab-size 29 --ffn-hidden-size 16"
+)
+
+
+SAVE = "new/c"  # neither folder is there before
+
+
+class Teller:
+    """In place of a reporter: what it says is a promise."""
+
+    def __init__(self, recorder):
+        self.recorder = recorder
+
+    def say(self, line):
+        if line.startswith(" > saved "):
+            self.recorder.promise(Path(line.split()[2]).name)
+
+    def step(self, *_, **__):
+        pass
+
+    evaluation = step
+
+
+def trained(flags, root, lock):
+    """Run the real loop; the record of this rank."""
+    import torch.distributed as dist
+
+    from megatron.training.loop import training_loop
+    from megatron.training.stopping import Stopper
+
+    job = make_job(f"{TINY} {flags}")
+    stopper, recorder = Stopper(job.runtime.device, None), Recorder(root, lock)
+    dist.barrier()
+    try:
+        with recorder:
+            reporter = Teller(recorder)
+            if dist.get_rank():
+                reporter.say = lambda line: None
+            training_loop(job, reporter, stopper)
+    finally:
+        stopper.restore()
+    return recorder.record
+
+
+def saved_twice(root, lock, exchange):
+    """The same iteration, with other weights the second time."""
+    from megatron.training.checkpoint import checkpoint, shelf
+
+    job = make_job(TINY)
+    real = shelf._exchange
+    shelf._exchange = real if exchange else lambda *_: False
+    try:
+        with Recorder(root, lock) as recorder:
+            for _ in range(2):
+                train_job(job, 1)
+                job.progress.iteration = 1
+                path = checkpoint.save(
+                    f"{root}/{SAVE}", job.progress, job.chunks, job.optimizer, job.schedule, job.config
+                )
+                recorder.promise(path.name)
+    finally:
+        shelf._exchange = real
+    return recorder.record
+
+
+def inside(tree, folder):
+    """What lies in a folder of a state; None where it is not there."""
+    if folder not in tree:
+        return None
+    return {path.removeprefix(f"{folder}/"): key for path, key in tree.items() if path.startswith(f"{folder}/")}
+
+
+def restored(state):
+    """As the next run finds it: a checkpoint whose replacement was cut off has its name again (``shelf.restore``)."""
+    for path in [path for path in state if path.startswith(f"{SAVE}/.") and path.endswith(REPLACED)]:
+        final = f"{SAVE}/{path.removeprefix(f'{SAVE}/.').removesuffix(REPLACED)}"
+        if final not in state:
+            state = {
+                f"{final}{name[len(path) :]}" if f"{name}/".startswith(f"{path}/") else name: key
+                for name, key in state.items()
+            }
+    return state
+
+
+def judge_of(record):
+    """What is wrong with a state of the disk: by names and contents alone."""
+    versions = {}  # by name: (event, files)
+    for number, event in enumerate(record.events):
+        if event.promise:
+            files = inside({path: content for path, (_, content) in event.entries.items()}, f"{SAVE}/{event.label}")
+            versions.setdefault(event.label, []).append((number, files))
+
+    def judge(cut, state):
+        state = restored(state)
+        for path in state:
+            folder, _, name = path.rpartition("/")
+            if folder == SAVE and name.startswith("iter_"):
+                found = inside(state, path)
+                if found not in [files for _, files in versions[name]]:
+                    return f"{name} is not whole"
+        told_at, told = cut.promises[-1] if cut.promises else (0, "")
+        latest = ""
+        if f"{SAVE}/{TRACKER}" in state:
+            written = record.contents.get(state[f"{SAVE}/{TRACKER}"], b"")
+            latest = f"iter_{int(written):07d}" if written.isdigit() else "nothing"
+            if f"{SAVE}/{latest}" not in state:
+                return f"the tracker names {latest}, which is not there"
+        if latest < told:
+            return f"{told} was told, the tracker names {latest or 'nothing'}"
+        found = inside(state, f"{SAVE}/{latest}")
+        if told and latest == told and found not in [files for number, files in versions[told] if number >= told_at]:
+            return f"{told} is what it was before"
+        for name in {name for _, name in cut.promises}:
+            if f"{SAVE}/{name}" in cut.logical and f"{SAVE}/{name}" not in state:
+                return f"{name} is gone"
+        return None
+
+    return judge
+
+
+RUNS = {
+    "beside training": (
+        2,
+        "--exit-interval 2 --save-interval 1 --eval-interval 1 --eval-iters 1 --async-save --zero-stage 1 "
+        "--keep-last-checkpoints 1 --keep-best-checkpoints 1",
+    ),
+    "new folder": (1, "--exit-interval 2 --save-interval 1 --keep-last-checkpoints 1"),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(pool, tmp_path_factory):
+    made = {}
+
+    def record(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("disk")
+            (folder / "disk").mkdir()
+            root, lock = folder / "disk", folder / "lock"
+            if name in RUNS:
+                world, flags = RUNS[name]
+                records = pool.run(trained, world, f"{flags} --save {root}/{SAVE}", root, lock, timeout=120)
+                made[name] = sum(records[1:], records[0])
+            else:
+                made[name] = pool.run(saved_twice, 1, root, lock, name == "twice")[0]
+        return made[name]
+
+    return record
+
+
+def test_after_any_cut_what_was_told_is_there_and_each_sync_is_needed(recorded):
+    records = {name: recorded(name) for name in [*RUNS, "twice", "twice, no exchange"]}
+    print(*prove({name: (record, judge_of(record)) for name, record in records.items()}), sep="\n")
+
+
+def loaded(folder):
+    """What ``--load`` finds: the iteration, or the line that refuses it."""
+    try:
+        return make_job(f"{TINY} --save {folder} --load {folder}").progress.iteration
+    except Refusal as refusal:
+        return str(refusal)
+
+
+@pytest.mark.parametrize("name", ["beside training", "twice, no exchange"])
+def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_path, name):
+    """Real files of some states, good ones and such as a forgotten sync leaves, and a run that loads them."""
+    record, draw = recorded(name), random.Random(0)
+    judge, good, bad, contents = judge_of(record), [], [], {}
+
+    def collect(cut, state):
+        if cut.promises and draw.random() < 0.2:
+            told, wrong = cut.promises[-1][1], judge(cut, state)
+            if wrong is None:
+                good.append((told, state))
+            elif wrong.startswith((f"{told} is not whole", f"{told} was told", "the tracker names")):
+                bad.append((told, state))
+
+    for number, event in enumerate(record.events):
+        if event.label.startswith((f"{SAVE}/.iter_N.partial/common.pt", f"{SAVE} by")):
+            contents |= try_all_cuts(record.without(number), collect, number).contents
+    for number, (told, state) in enumerate(draw.sample(good, 3) + draw.sample(bad, 3)):
+        lay_out(state, contents, tmp_path / str(number))
+        found, least = pool.run(loaded, 1, str(tmp_path / str(number) / SAVE))[0], int(told[5:])
+        assert (isinstance(found, int) and found >= least) == (number < 3), (told, found)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of data and of settings under broken and hostile input: a value or a line, whatever the bytes are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fuzz import harness
+from tests.fuzz.data_readers import READERS
+from tests.fuzz.test_checkpoint_bytes import check
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_inputs_that_were_kept(reader, tmp_path):
+    check(reader, harness.run(reader, harness.corpus(reader), tmp_path))
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_new_inputs(reader, tmp_path, pytestconfig):
+    count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 25))
+    inputs = harness.fresh(reader, int(os.environ.get("FUZZ_SEED", 0)), count)
+    check(reader, harness.run(reader, inputs, tmp_path))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The power goes at any moment while a tool writes: what has a name is whole, and every sync is needed for that."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron.training.checkpoint.converting.incoming import from_hugging_face
+from megatron.training.checkpoint.converting.outgoing import to_hugging_face
+from megatron.training.checkpoint.shelf import clear
+from megatron.training.data.whole_folder import whole_folder
+from tests.disk import Recorder, prove
+from tests.unit.test_hugging_face import save_llama
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import preprocess_data  # noqa: E402
+
+
+def tree_of(event):
+    return {path: content for path, (_, content) in event.entries.items()}
+
+
+def below(tree, folder):
+    return {path: content for path, content in tree.items() if f"{path}/".startswith(f"{folder}/")}
+
+
+def folders_judge(record, *, promised=True):
+    """Each folder that was promised is whole or not there, and there once the user was told."""
+    whole = {event.label: below(tree_of(event), event.label) for event in record.events if event.promise}
+
+    def judge(cut, state):
+        told = {name for _, name in cut.promises}
+        for name, files in whole.items():
+            found = below(state, name)
+            if found != files and (found or promised and name in told):
+                return f"{name} is {'not whole' if found else 'gone'}"
+        return None
+
+    return judge
+
+
+def no_bar(_):
+    return lambda: None
+
+
+def test_folders_of_the_converters(tmp_path):
+    source = save_llama(tmp_path / "source")
+    (tmp_path / "disk").mkdir()
+    with Recorder(tmp_path / "disk", tmp_path / "lock") as recorder:
+        from_hugging_face(source, tmp_path / "disk" / "new" / "ours", None, no_bar)
+        recorder.promise("new/ours")
+        to_hugging_face(tmp_path / "disk" / "new" / "ours", tmp_path / "disk" / "theirs", None, no_bar)
+        recorder.promise("theirs")
+    print(*prove({"converters": (recorder.record, folders_judge(recorder.record))}))
+
+
+def test_an_index_cache(tmp_path):
+    (tmp_path / "disk").mkdir()
+    with Recorder(tmp_path / "disk", tmp_path / "lock") as recorder:
+        with whole_folder(str(tmp_path / "disk" / "index-cache" / "a")) as folder:
+            for name in ("documents", "samples"):
+                np.save(os.path.join(folder, f"{name}.npy"), np.arange(99))
+        recorder.promise("index-cache/a")
+    print(*prove({"index": (recorder.record, folders_judge(recorder.record, promised=False))}))
+
+
+def pair_judge(record, prefix):
+    """A pair of files is of one run, of the one told last; and none is lost while another takes its place."""
+    names = [f"{prefix}.bin", f"{prefix}.idx"]
+    pairs = [[tree_of(event)[name] for name in names] for event in record.events if event.promise]
+
+    def judge(cut, state):
+        found = [state.get(name) for name in names]
+        if None not in found and found not in pairs:
+            return "the two files do not fit together"
+        if not cut.promises or found in pairs[len(cut.promises) - 1 :]:
+            return None
+        coming = pairs[len(cut.promises)] if len(cut.promises) < len(pairs) else [None, None]
+        for name, key in zip(names, coming):  # under its name, or still under the temporary one
+            if key is None or key not in [content for path, content in state.items() if path.startswith(name)]:
+                return "neither the pair of before is there nor that which takes its place"
+        return None
+
+    return judge
+
+
+def test_tokenized_data_that_replace_others(tmp_path):
+    (tmp_path / "disk").mkdir()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with Recorder(tmp_path / "disk", tmp_path / "lock") as recorder:
+            for words in (["one", "three"], ["three", "one"]):  # .bin files of one size, which only contents tell apart
+                text = tmp_path / "text.jsonl"
+                text.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+                argv = ["--input", str(text), "--output-prefix", str(tmp_path / "disk" / "new" / "data")]
+                argv += ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1", "--overwrite"]
+                preprocess_data.main(argv)
+                recorder.promise("new/data")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    print(*prove({"data": (recorder.record, pair_judge(recorder.record, "new/data_text_document"))}))
+
+
+def test_a_checkpoint_whose_replacement_was_cut_off_has_its_name_again(tmp_path):
+    """Where two folders cannot be exchanged, the earlier one has another name for a moment."""
+    for name in (".iter_0000001.replaced", ".iter_0000002.replaced", "iter_0000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    clear(tmp_path)
+    found = {path.name: (path / "file").read_text() for path in tmp_path.iterdir()}
+    assert found == {"iter_0000001": ".iter_0000001.replaced", "iter_0000002": "iter_0000002"}
