@@ -27,7 +27,7 @@ from megatron.training.setup import Runtime
 READ = {
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
-    "distributed_backend distributed_timeout_minutes",
+    "distributed_backend distributed_timeout_minutes network_interface",
     "attention": "attention_kernel attention_mask window_size window_global_tokens mask_function mask_cpu_threshold",
     "data": "micro_batch_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",

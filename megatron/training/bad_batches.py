@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
 from megatron.training.job import Job
+from megatron.training.refusal import reason
 
 NAMES = ("loss", "gradient norm")
 WINDOW, LEAST = 100, 10  # good steps that a spike is measured by, and without how many nothing is one
@@ -110,6 +111,7 @@ def write_batch(job: Job, result: Any) -> str:
     ``iter_NNNNNNN.safetensors`` holds ``tokens``, ``labels``, ``loss_mask`` [samples, seq_length] and ``numbers``
     [samples], which count the samples of the run; ``iter_NNNNNNN.json`` the reason, and the ``result`` of the step.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from megatron.training.data.batches import micro_batches
@@ -139,8 +141,8 @@ def write_batch(job: Job, result: Any) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(batch, f"{path}.safetensors")
         path.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n")
-    except OSError as error:
-        return f"not written ({error.strerror})"
+    except (OSError, SafetensorError) as error:  # the latter on a full disk
+        return f"not written ({reason(error)})"
     return f"written to {path}.safetensors"
 
 

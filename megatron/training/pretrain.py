@@ -82,7 +82,9 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         if not OF_MESSAGES.search(line):
             raise
         rank = os.environ.get("RANK", "0")
-        print(f"error on rank {rank}: the processes did not meet, as if one had ended: {line}", file=sys.stderr)
+        by = os.environ.get("GLOO_SOCKET_IFNAME")
+        over = f", over the network interface {by} (--network-interface names another one)" if by else ""
+        print(f"error on rank {rank}: the processes did not meet{over}, as if one had ended: {line}", file=sys.stderr)
         return EXIT_FAILED
     beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:
