@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -130,7 +130,7 @@ class Network:
             "random", "--probability", f"{share}", "-j", "DROP")  # fmt: skip
 
     def start(
-        self, node: int, command: Sequence[str], log: Path, environment: Mapping[str, str], prepare: str = "true"
+        self, node: int, command: Sequence[str], log: Path, environment: dict[str, str], prepare: str = "true"
     ) -> subprocess.Popen:
         """A process on a node, whose host name is ``node0``, ``node1``, ...
 
@@ -148,7 +148,7 @@ class Network:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-                | {"GLOO_SOCKET_IFNAME": "eth0", **environment},
+                | environment,
                 start_new_session=True,
             )
 
@@ -157,7 +157,7 @@ class Network:
         per_node: int,
         program: Sequence[str],
         folder: Path,
-        environment: Mapping[str, str] | None = None,
+        environment: dict[str, str] | None = None,
         prepare: str = "true",
     ) -> list[subprocess.Popen]:
         """One launcher a node, as on a cluster; their output goes to ``node0.log``, ... in ``folder``."""
