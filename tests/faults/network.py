@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -41,7 +41,7 @@ def why_not(prefix: str = PREFIX) -> str:
     if os.geteuid():
         return "network namespaces need root"
     try:
-        with Network(1, 100, prefix):
+        with Network(1, 100, prefix=prefix):
             return ""
     except OSError as error:
         return f"no network namespaces here: {error}"
@@ -131,7 +131,7 @@ class Network:
             "random", "--probability", f"{share}", "-j", "DROP")  # fmt: skip
 
     def start(
-        self, node: int, command: Sequence[str], log: Path, environment: Mapping[str, str], prepare: str = "true"
+        self, node: int, command: Sequence[str], log: Path, environment: dict[str, str], prepare: str = "true"
     ) -> subprocess.Popen:
         """A process on a node, whose host name is ``node0``, ``node1``, ...
 
@@ -140,19 +140,8 @@ class Network:
             prepare: a shell command that runs before, in the same mount namespace, which nobody else is in.
         """
         script = f'hostname node{node} && {prepare} && exec "$@"'
-        words = [
-            "ip",
-            "netns",
-            "exec",
-            f"{self.prefix}{node}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "bash",
-            "-c",
-            script,
-            "bash",
-        ]
+        name = f"{self.prefix}{node}"
+        words = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "bash", "-c", script, "bash"]
         with open(log, "a") as file:
             return subprocess.Popen(
                 [*words, *command],
@@ -160,7 +149,7 @@ class Network:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-                | {"GLOO_SOCKET_IFNAME": "eth0", **environment},
+                | environment,
                 start_new_session=True,
             )
 
@@ -169,7 +158,7 @@ class Network:
         per_node: int,
         program: Sequence[str],
         folder: Path,
-        environment: Mapping[str, str] | None = None,
+        environment: dict[str, str] | None = None,
         prepare: str = "true",
     ) -> list[subprocess.Popen]:
         """One launcher a node, as on a cluster; their output goes to ``node0.log``, ... in ``folder``."""

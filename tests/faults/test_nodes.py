@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_program import PROGRAM
-from tests.faults.network import MASTER, Network, processes_in, why_not
+from tests.faults.network import SUBNET, Network, processes_in, why_not
 from tests.patience import patience
 from tests.program import run_forked
 
@@ -158,7 +158,7 @@ if dist.get_rank() == 0:
 def test_a_ring_of_two_sends_both_ways_at_once(network, tmp_path):
     """1 MiB each way over 50 Mbit/s takes 0.17 s, or twice that where one direction waits for the other."""
     (tmp_path / "hop.py").write_text(HOP)
-    launchers = network.torchrun(1, [str(tmp_path / "hop.py")], tmp_path)
+    launchers = network.torchrun(1, [str(tmp_path / "hop.py")], tmp_path, {"GLOO_SOCKET_IFNAME": "eth0"})
     assert finish(launchers, 60, tmp_path) == [0, 0], said(tmp_path)
     took = float(re.search(r"both ways in (\S+) s", said(tmp_path))[1])
     ideal = 2**20 * 8 / 50e6
@@ -264,9 +264,9 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
 def agent(network: Network, node: int, folder: Path) -> subprocess.Popen:
     """An elastic torchrun with one worker on a node; the agents meet on node 0."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-    launcher += ["--max-restarts", "10", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{MASTER}:29400"]
+    launcher += ["--max-restarts", "10", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{SUBNET}.1:29400"]
     launcher += ["--rdzv-id", "nodes", "--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=5"]
-    launcher += ["--local-addr", f"10.77.0.{node + 1}"]
+    launcher += ["--local-addr", f"{SUBNET}.{node + 1}"]
     flags = f"--save {folder}/c --load {folder}/c --save-interval 4 {FOREVER}"
     elastic = ["--elastic-grids", "2: r2; 1: r1"]
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
