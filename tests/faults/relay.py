@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cards of network namespaces whose packets arrive late: ``python -m tests.faults.relay 0.01 sn0 sn1``.
 
-Makes ``eth0`` in each namespace and carries packets to addresses that end in 1, 2, ... until it is ended. Linux' own netem
+Makes ``eth0`` in each namespace and carries packets to addresses that end in 1, 2, ... until it is ended. Linux' netem
 does this better, where the kernel has it.
 """
 
