@@ -39,7 +39,7 @@ from torch.futures import Future
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.common_file import read_common
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, together
 
 EXTRA_STATE = "_extra_state"
 
@@ -149,7 +149,9 @@ class _LoadTensors(TorchDistLoadShardedStrategy):
         )
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
-        _load_state_dict(state, _Reader(checkpoint_dir), planner=planner)
+        reader = _Reader(checkpoint_dir)
+        together(reader.read_metadata)  # where torch meets an error there, it prints a traceback and tries other files
+        _load_state_dict(state, reader, planner=planner)
         found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(found, flat, renamed)
         _restore_dict_types(loaded, sharded_state_dict)
