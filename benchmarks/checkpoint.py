@@ -112,6 +112,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
 
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint, checksums
+    from megatron.training.checkpoint.megatron_lm.checked import examine
     from megatron.training.job import batches_for, prepare
     from megatron.training.saver import Saver
     from megatron.training.setup import start
@@ -163,8 +164,9 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
             train(1)  # the next save has another name
     path = sorted(Path(folder).glob("iter_*"))[-1]
     dist.barrier()
+    checked = examine(path)
     begin = time.perf_counter()
-    checkpoint.load(path, *state)
+    checkpoint.load(checked, *state)
     dist.barrier()
     load, begin = time.perf_counter() - begin, time.perf_counter()
     if dist.get_rank() == 0:

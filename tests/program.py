@@ -28,7 +28,7 @@ def run_forked(
 
     ``timeout``: seconds on a quiet machine; on a busy one as many times more as it is slower.
     """
-    return _run(script, argv, [environment], timeout)[0]
+    return run_each(script, argv, [environment], timeout)[0]
 
 
 def run_ranks(
@@ -39,7 +39,7 @@ def run_ranks(
     The ranks meet as torchrun's do, in a store of this process, at a port that the system chose.
     """
     with meeting(environment, ranks) as environments:
-        return _run(script, argv, environments, timeout)
+        return run_each(script, argv, environments, timeout)
 
 
 @contextmanager
@@ -72,9 +72,10 @@ def start_forked(script: Path, argv: Sequence[str], environment: Mapping[str, st
     return process
 
 
-def _run(
-    script: Path, argv: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float
+def run_each(
+    script: Path, argv: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: float = 100
 ) -> list[subprocess.CompletedProcess]:
+    """The same script once in each environment; where one fails, the rest are ended after a while."""
     command = [str(script), *argv]
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, str(number)) for number in range(len(environments))]

@@ -127,11 +127,11 @@ def tell(found: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
     return True
 
 
-def shape_of(folder: str, step: int | None) -> dict[str, Any] | None:
+def shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None:
     """For --use-checkpoint-args, where the checkpoint is on this machine."""
     from megatron.training.checkpoint import arguments_of  # imports torch, which few scripts need
 
-    return arguments_of.shape_of(folder, step)
+    return arguments_of.shape_of(folder, step, skip)
 
 
 def refusals(refusal: Refusal, found: Launch, done: Record) -> None:

@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         return import_logs(args)
     import torch.distributed as dist  # what is late here lets --help answer at once
 
+    from megatron.platform.interfaces import Unusable
+    from megatron.platform.meeting import meet
     from tools import hardware_figures as hardware
 
     rank = int(os.environ.get("RANK", "0"))
@@ -46,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
         plan = hardware.chosen_effort(args, device.type)
         if "RANK" in os.environ:
             backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+            try:
+                meet(backend, timedelta(seconds=args.timeout), args.network_interface)
+            except Unusable as error:
+                raise Refusal(str(error)) from None
         if rank:
             return hardware.follow(device, plan)
         with whole_files([args.output], args.overwrite) as (name,), open(name, "w+", encoding="utf-8") as file:
@@ -75,6 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in seconds")
     parser.add_argument("--processes", type=int, metavar="N", help="of a node; default: one a GPU, or two on a CPU")
     parser.add_argument("--timeout", type=float, default=100, metavar="SECONDS", help="for the collectives (100)")
+    parser.add_argument("--network-interface", metavar="NAME", help="on every node; default the route to the master")
     parser.add_argument("--gemm-sizes", type=int, nargs="+", metavar="N", help="of square products")
     parser.add_argument("--attention-lengths", type=int, nargs="+", metavar="N", help="sequence lengths")
     parser.add_argument("--message-mib", type=float, metavar="MIB", help="large message of a collective")

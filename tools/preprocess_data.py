@@ -28,7 +28,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.encoding import Encoded, Settings, encode_all, tokenizer_of
-from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, whole_files
+from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory, whole_files
 from megatron.training.refusal import Refusal
 
 TOKENIZER_FLAGS = ("tokenizer_", "vocab_file", "merge_file", "tiktoken_")
@@ -193,8 +193,9 @@ def main(argv: list[str] | None = None) -> None:
         if args.workers < 1 or args.log_interval < 1:
             raise Refusal("--workers and --log-interval must be at least 1")
         print("\n".join(preprocess(args)))
-    except Refusal as error:
-        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+    except (Refusal, MemoryError) as error:
+        line = no_memory("the tokens of a batch") if isinstance(error, MemoryError) else error
+        print(f"preprocess_data.py: error: {line}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("preprocess_data.py: interrupted, nothing written", file=sys.stderr)

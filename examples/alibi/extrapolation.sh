@@ -12,7 +12,7 @@ PYTHON=$(bash scripts/setup.sh)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-if [ -e "$OUT/losses.csv" ]; then
+if [ -e "$OUT/losses.csv" ] || [ -e "$OUT/alibi" ]; then
     echo "error: $OUT already holds a run; name another folder: bash examples/alibi/extrapolation.sh OUT_DIR" >&2
     exit 2
 fi

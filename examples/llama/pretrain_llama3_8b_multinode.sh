@@ -5,6 +5,7 @@
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0 bash examples/llama/pretrain_llama3_8b_multinode.sh [FLAGS]
 #
+# Nodes talk over the interface on their route to MASTER_ADDR; --network-interface NAME takes another one.
 # RING_SIZE below NNODES gives shorter sequences and data parallelism over what is left. Without DATA_PATH it trains on
 # random tokens. The folders must be on storage that all nodes share.
 set -euo pipefail

@@ -24,6 +24,8 @@ from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_v
 from megatron.training.refusal import Refusal, reason, together
 from megatron.training.setup import Runtime
 
+TOLD = ("weights of another network", "WARNING: checkpoint", "not checked")  # beginnings of the notes that are printed
+
 
 @dataclass(frozen=True)
 class Order:
@@ -64,7 +66,7 @@ def run(order: Order, words: Sequence[str]) -> int:
         config.data.seq_length = len(longest.tokens) + order.max_new_tokens
         decoder = load_decoder(config, runtime, vocab_size)
         first = runtime.is_rank_zero
-        for note in (note for note in config.notes if first and note.startswith("weights of another network")):
+        for note in (note for note in config.notes if first and note.startswith(TOLD)):
             print(f"note: {note}", file=sys.stderr)
         most = len(prompts) * order.max_new_tokens
         with tqdm(total=most, unit=" tokens", disable=None if first else True, leave=False) as bar:

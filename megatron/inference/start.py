@@ -16,7 +16,7 @@ from megatron.training.arguments.words import options
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
-from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, glance
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.model.build import build_model
@@ -27,7 +27,7 @@ from megatron.training.setup import Runtime
 READ = {
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
-    "distributed_backend distributed_timeout_minutes",
+    "distributed_backend distributed_timeout_minutes network_interface",
     "attention": "attention_kernel attention_mask window_size window_global_tokens mask_function mask_cpu_threshold",
     "data": "micro_batch_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
     "tiktoken_num_special_tokens",
@@ -109,8 +109,8 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     }
     defaults = {key: value for key, value in defaults.items() if key.split(".")[1] not in given}
 
-    def without_length(folder: str, number: int | None) -> dict[str, Any] | None:
-        found = shape_of(folder, number)
+    def without_length(folder: str, number: int | None, skip: bool) -> dict[str, Any] | None:
+        found = shape_of(folder, number, skip)
         return found and {name: value for name, value in found.items() if name != "seq_length"}
 
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]
@@ -170,12 +170,11 @@ def check_mask(config: Config) -> None:
 def read_saved(path: Path, folder: Path) -> Saved:
     """What the checkpoint ``path``, which ``--load folder`` means, says beside its model."""
     if is_hugging_face(path):
-        said = _json(path / "config.json")
+        said = _json(glance(path, "config.json").file("config.json"))
         kind = str(said.get("dtype") or said.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
         return Saved(_tokenizer_in(path), dtype, _stop_in(path))
-    common = unpickle.read(path / "common.pt")
-    found = common.get("config") if isinstance(common, dict) else None
+    found = glance(path, COMMON).common().get("config")
     if not isinstance(found, dict):  # Megatron-LM's: its mask is causal, its tokenizer's files are where they were
         return Saved({}, "fp32", None)
     attention, data, optimizer = (found.get(name) or {} for name in ("attention", "data", "optimizer"))
@@ -232,8 +231,8 @@ def load_decoder(config: Config, runtime: Runtime, vocab_size: int) -> Decoder:
     Raises:
         Refusal: on every rank alike; the checkpoint is damaged or of another model.
     """
-    found = together(lambda: checkpoint.find(config.checkpoint))
-    found = choose_whole(found, config.checkpoint, config.notes)
+    found = together(lambda: checkpoint.find(config.checkpoint, config.notes))
+    whole = choose_whole(found, config.checkpoint, config.notes)
     chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
-    checkpoint.load(found, chunks, None, None, config)
+    checkpoint.load(whole, chunks, None, None, config)
     return Decoder(chunks[0], runtime.grid, runtime.layout.balance)

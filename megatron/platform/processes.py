@@ -45,7 +45,8 @@ def this_process() -> Process:
 
 
 def is_alive(process: Process) -> bool | None:
-    """Whether a process still runs; None where this cannot be seen from here (another machine or container).
+    """Whether a process still runs; None where this cannot be seen from here (another machine or container,
+    or a hidden process of another user).
 
     A process that has ended and was not waited for (a zombie) does not run.
     """
@@ -53,7 +54,10 @@ def is_alive(process: Process) -> bool | None:
         return None
     if process.namespace != _namespace():
         return None
-    return started(process.pid) == process.started
+    begun = started(process.pid)
+    if begun is None and _is_hidden(process.pid):
+        return None
+    return begun == process.started
 
 
 def kill(process: Process) -> bool:
@@ -86,6 +90,17 @@ def started(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process of another user is there that /proc does not show (its mount option hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 @cache

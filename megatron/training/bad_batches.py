@@ -23,7 +23,10 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.megatron_lm.places import run_of
 from megatron.training.job import Job
+from megatron.training.refusal import reason, together
 
 NAMES = ("loss", "gradient norm")
 WINDOW, LEAST = 100, 10  # good steps that a spike is measured by, and without how many nothing is one
@@ -110,6 +113,7 @@ def write_batch(job: Job, result: Any) -> str:
     ``iter_NNNNNNN.safetensors`` holds ``tokens``, ``labels``, ``loss_mask`` [samples, seq_length] and ``numbers``
     [samples], which count the samples of the run; ``iter_NNNNNNN.json`` the reason, and the ``result`` of the step.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from megatron.training.data.batches import micro_batches
@@ -139,19 +143,32 @@ def write_batch(job: Job, result: Any) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(batch, f"{path}.safetensors")
         path.with_suffix(".json").write_text(json.dumps(told, indent=2) + "\n")
-    except OSError as error:
-        return f"not written ({error.strerror})"
+    except (OSError, SafetensorError) as error:  # the latter on a full disk
+        return f"not written ({reason(error)})"
     return f"written to {path}.safetensors"
 
 
-def roll_back(job: Job) -> int | None:
+def roll_back(job: Job, say: Callable[[str], None]) -> int | None:
     """Load weights, optimizer and schedule of the last checkpoint in --save; None where there is none, else its
-    iteration. The job's progress stays: the samples since then are left out."""
+    iteration. The job's progress stays: the samples since then are left out.
+
+    Args:
+        say: told of a damaged checkpoint that was passed over.
+
+    Raises:
+        Refusal: on every rank; the checkpoint is damaged, and none is to be passed over.
+    """
     settings = job.config.checkpoint
-    again = checkpoint.CheckpointConfig(load=settings.save, save=settings.save)
-    found = checkpoint.find(again)
-    if found is None:
+    again = checkpoint.CheckpointConfig(
+        load=settings.save, save=settings.save, skip_damaged_checkpoints=settings.skip_damaged_checkpoints
+    )
+    found = together(lambda: checkpoint.find(again))
+    if found is None or run_of(found) not in ("", job.progress.run):  # of a run that was left by --ckpt-step
         return None
+    notes: list[str] = []
+    whole = choose_whole(found, again, notes)
+    for note in notes:
+        say(note)
     config = replace(job.config, checkpoint=again)
     job.schedule.num_steps = 0  # core's schedule adds the steps that it loads to its own
-    return checkpoint.load(found, job.chunks, job.optimizer, job.schedule, config).iteration
+    return checkpoint.load(whole, job.chunks, job.optimizer, job.schedule, config).iteration

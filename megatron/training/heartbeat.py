@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -102,6 +103,8 @@ class Heartbeat:
         first one to notice says which. Ranks of this machine that do not answer are killed, so that no launcher waits.
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
+        if self._ending():
+            return []
         line = one_line(error, 200)
         own = not OF_MESSAGES.search(str(error))
         self._done.set()
@@ -120,6 +123,40 @@ class Heartbeat:
             kill(process)  # one of another machine or container is left alone
         return lines
 
+    def end(self, line: str) -> None:
+        """End the job on all ranks; the first rank that calls this prints ``line``. Returns when all others know.
+
+        A rank that waits in a collective cannot be told by a message: there the thread of its beats sees in the store
+        that the job ends, and ends the process with exit code 1. None of them says anything.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
+        self._done.set()
+        with self._lock, suppress(RuntimeError):  # where the store is gone, others have ended already
+            if self.store.add(f"{KEY}/enders", 1) > 1:
+                line = ""
+        if line:
+            print(f"{line} (rank {self.rank} on {this_process().host})", file=sys.stderr, flush=True)
+        with suppress(RuntimeError):
+            with self._lock:
+                self.store.set(f"{KEY}/ending", "yes")
+            self._leave()
+
+    def _ending(self) -> bool:
+        """Whether a rank has called `end`."""
+        with self._lock, suppress(RuntimeError):
+            return self.store.check([f"{KEY}/ending"])
+        return False
+
+    def _leave(self) -> None:
+        """Wait until every rank knows that the job ends: then none of them meets a lost connection or a lost store."""
+        with self._lock:
+            left = self.store.add(f"{KEY}/left", 1)
+        limit = time.monotonic() + 4 * self.every
+        while left < self.ranks and time.monotonic() < limit:
+            time.sleep(self.every / 5)
+            with self._lock:
+                left = self.store.add(f"{KEY}/left", 0)
+
     def table(self) -> dict[int, Beat | None]:
         """The last beat of each rank; None of one that never told."""
         keys = [f"{KEY}/{rank}" for rank in range(self.ranks)]
@@ -133,6 +170,10 @@ class Heartbeat:
         while not self._done.wait(self.every):
             try:
                 beat = self._beat()
+                if self._ending():
+                    with suppress(RuntimeError):
+                        self._leave()
+                    os._exit(1)
                 left = self.timeout - beat.since  # NCCL ends the process itself, and leaves no time to tell
                 if beat.waits and left < min(self.timeout / 4, 20 + 3 * self.every) and (lines := self._tell()):
                     print("\n".join([f"error: a message is to time out in {left:.0f} s", *lines]), file=sys.stderr)

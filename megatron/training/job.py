@@ -34,8 +34,11 @@ from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
 from megatron.training.checkpoint.in_memory.restart import newest
 from megatron.training.checkpoint.in_memory.state import Held
+from megatron.training.checkpoint.megatron_lm.places import iteration_of
+from megatron.training.checkpoint.owner import Owner, own
 from megatron.training.checkpoint.run_state import Progress
-from megatron.training.checkpoint.shelf import check_writable, restore
+from megatron.training.checkpoint.runs import identity
+from megatron.training.checkpoint.shelf import restore
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.files import named_sets
@@ -67,35 +70,45 @@ class Job:
     copies: Copies | None = None  # of the state in the memory of the hosts
     on_disk: int | None = None  # iteration of the checkpoint in --save, where what was loaded is newer
     plan: Plan | None = None  # of --eval-tasks
+    owner: Owner | None = None  # of --save; None where nothing is saved
 
 
 def prepare(config: Config, runtime: Runtime) -> Job:
-    """Tokenizer, data, model, optimizer and checkpoint of a run.
+    """Tokenizer, data, model, optimizer and checkpoint of a run; the job owns its save folder from then on.
 
     Raises:
         Refusal: on every rank alike, before the first collective that another rank would wait in.
     """
+    owner = None
+    if config.checkpoint.save and not config.run.skip_train:
+        owner = own(config.checkpoint.save, config.notes)
+    try:
+        return _prepare(config, runtime, owner)
+    except BaseException:
+        if owner is not None:
+            owner.release()
+        raise
 
+
+def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     def look() -> tuple[Any, Tokenizer, int, Plan | None]:
         if runtime.offload is not None:
             check_host_memory(config)
-        if config.checkpoint.save and dist.get_rank() == 0:
-            check_writable(config.checkpoint.save)
-        found = checkpoint.find(config.checkpoint)
+        found = checkpoint.find(config.checkpoint, config.notes)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
         return found, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
-    if config.checkpoint.save and dist.get_rank() == 0:
+    if owner is not None and dist.get_rank() == 0:
         with suppress(OSError):  # said by whoever writes there
             restore(Path(config.checkpoint.save))
     dist.barrier()  # no rank looks for a checkpoint before
     found, tokenizer, vocab_size, plan = together(look)
-    copies = open_copies(config, str(runtime.grid), available_bytes)
+    found, run = agree_on_run(found, config, owner)
+    copies = open_copies(config, str(runtime.grid), available_bytes, run)
     on_disk = iteration_of(found)
     kept = newest(copies, on_disk, config.notes) if copies else None
-    if not kept:
-        found = found and choose_whole(found, config.checkpoint, config.notes)
+    whole = choose_whole(found, config.checkpoint, config.notes) if found and not kept else None
     ranks = data_parallel_size(config, dist.get_world_size())
     batch_sizes = _build_num_microbatches_calculator(
         dist.get_rank(),
@@ -106,7 +119,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         False,
     )
     reset = config.checkpoint.reset_iteration
-    done = checkpoint.progress_in(found, config.checkpoint) if found and not (reset or kept) else Progress()
+    done = checkpoint.progress_in(whole, config.checkpoint) if whole and not reset else Progress()
     done = kept.progress if kept else done
     iterations, samples = length_of_run(config, batch_sizes, done)
     held_out = config.run.eval_iters * config.data.global_batch_size
@@ -124,13 +137,14 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         Held(chunks, optimizer, schedule, config).load(kept.path)
         progress = kept.progress
         config.notes.append(f"{kept.told}; on the disk is {f'iteration {on_disk}' if found else 'no checkpoint'}")
-    elif found:
-        progress = checkpoint.load(found, chunks, optimizer, schedule, config)
-        config.notes.append(f"loaded {found}, going on after iteration {progress.iteration}")
+    elif whole:
+        progress = checkpoint.load(whole, chunks, optimizer, schedule, config)
+        config.notes.append(f"loaded {whole}, going on after iteration {progress.iteration}")
         if reset:
             progress = from_zero(schedule, config)
     elif config.checkpoint.load:
         config.notes.append(f"--load {config.checkpoint.load} holds no checkpoint: starting from iteration 0")
+    progress.run = run
     batch_sizes.update(progress.consumed_train_samples, False)
     return Job(
         config,
@@ -148,13 +162,24 @@ def prepare(config: Config, runtime: Runtime) -> Job:
         copies,
         on_disk if kept else None,
         plan,
+        owner,
     )
 
 
-def iteration_of(path: Path | None) -> int:
-    """Of a checkpoint, by its name; 0 where there is none, or it has another name."""
-    number = path.name.removeprefix("iter_") if path else ""
-    return int(number) if number.isdigit() else 0
+def agree_on_run(found: Path | None, config: Config, owner: Owner | None) -> tuple[Path | None, str]:
+    """The checkpoint to load and the identity of the run, as rank 0 sees them: a folder in a network may look different
+    to each rank. All ranks call it.
+
+    Raises:
+        Refusal: on every rank; --save holds checkpoints of another run, or newer ones.
+    """
+    settings, first = config.checkpoint, dist.get_rank() == 0
+    run = together(lambda: identity(found, settings, config.notes, saves=owner is not None) if first else "")
+    agreed = [(found, run)]
+    dist.broadcast_object_list(agreed)
+    if owner is not None:
+        owner.run = agreed[0][1]
+    return agreed[0]
 
 
 def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> Progress:

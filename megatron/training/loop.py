@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 
 from megatron.training.arguments.schedule import length_in_step
 from megatron.training.bad_batches import Watch, roll_back, write_batch
+from megatron.training.data.reading import DataError
 from megatron.training.evaluation.report import lines, write
 from megatron.training.evaluation.score import Subject
 from megatron.training.evaluation.tasks import evaluate_tasks, metrics
@@ -119,7 +121,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
             leave_out(job, reporter, result, left_out)
         progress.advance(samples, length)
         slow = links.is_slow(seconds) if links else False
-        device_peak, host_peak, writing, slow = stopper.agree(peaks.bytes, peaks.host_bytes, saver.writing, slow)
+        device_peak, host_peak, writing, slow, lost = stopper.agree(
+            peaks.bytes, peaks.host_bytes, saver.writing, slow, saver.lost
+        )
         per_device = flops.model * samples / seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": progress.iteration,
@@ -161,6 +165,9 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         if _due(config.run.exit_interval, iteration):
             stopper.stop("--exit-interval")
         saver.go_on(writing)
+        if lost:
+            stopper.stop(saver.give_up())
+            break
         if _due(config.checkpoint.non_persistent_save_interval, iteration):
             saver.copy()
         if _due(config.checkpoint.save_interval, iteration):
@@ -177,10 +184,11 @@ def _due(interval: int | None, iteration: int) -> bool:
 
 
 def pass_over(batches: Batches | list[Batches] | None, microbatches: int) -> None:
-    """Read the micro-batches of a step, and do nothing with them."""
+    """Read the micro-batches of a step, and do nothing with them: they may be what cannot be read."""
     for one in batches if isinstance(batches, list) else [batches]:
         for _ in range(microbatches if one is not None else 0):
-            next(one)
+            with suppress(DataError):
+                next(one)
 
 
 def leave_out(job: Job, reporter: Reporter, result: StepResult, count: int) -> None:
@@ -194,7 +202,7 @@ def leave_out(job: Job, reporter: Reporter, result: StepResult, count: int) -> N
         raise Diverged(result)
     where, since = write_batch(job, result) if reporter.active else "", ""
     if faults.rollback_on_bad_batch:
-        iteration = roll_back(job)
+        iteration = roll_back(job, reporter.say)
         if iteration is None:
             raise Diverged(result)
         since = f", with all since iteration {iteration}, whose weights were loaded"

@@ -33,8 +33,8 @@ def main(
 ) -> int:
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
-    0: done, or stopped as asked. 1: training failed (it diverged, or the last checkpoint could not be saved).
-    2: refused before the first step, with one line that says why. 130: interrupted (Ctrl-C).
+    0: done, or stopped as asked. 1: training failed (it diverged, met data that it cannot use, or could not save the
+    last checkpoint). 2: refused before the first step, with one line that says why. 130: interrupted (Ctrl-C).
 
     Args:
         argv: command line without the program's name; default ``sys.argv``.
@@ -72,6 +72,7 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         saves_memory: what is said to whom memory runs out.
     """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
+    from megatron.training.data.reading import DataError
     from megatron.training.heartbeat import OF_MESSAGES, heartbeat
     from megatron.training.setup import start, stop
 
@@ -82,23 +83,37 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         if not OF_MESSAGES.search(line):
             raise
         rank = os.environ.get("RANK", "0")
-        print(f"error on rank {rank}: the processes did not meet, as if one had ended: {line}", file=sys.stderr)
+        by = os.environ.get("GLOO_SOCKET_IFNAME")
+        over = f", over the network interface {by} (--network-interface names another one)" if by else ""
+        print(f"error on rank {rank}: the processes did not meet{over}, as if one had ended: {line}", file=sys.stderr)
         return EXIT_FAILED
     beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:
         return (work or train)(config, runtime, beats)
+    except DataError as error:
+        end_together(f"error: {one_line(error)}", beats)
+        return EXIT_FAILED
     except Exception as error:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
         if lines is None and (wanted := out_of_memory(error)):
             lines = [f"error: out of memory: {wanted}; {saves_memory}"]
         if lines is None:
             raise
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
         return EXIT_FAILED
     finally:
         if beats is not None:
             beats.stop()
         stop()
+
+
+def end_together(line: str, beats: Any) -> None:
+    """Print why the job ends, on the first rank that knows, and end the others, which wait for this one."""
+    if beats is None:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        beats.end(line)
 
 
 def out_of_memory(error: Exception) -> str:
@@ -112,19 +127,31 @@ def out_of_memory(error: Exception) -> str:
 
 def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
+    from megatron.training.job import prepare
+    from megatron.training.stopping import Stopper
+
+    started = time.perf_counter()
+    stopper = Stopper(runtime.device, config.run.exit_duration_in_mins)
+    job = prepare(config, runtime)
+    try:
+        return _train(job, stopper, beats, started)
+    finally:
+        if job.owner is not None:
+            job.owner.release()
+
+
+def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     from megatron.training.bad_batches import write_batch
-    from megatron.training.job import describe, prepare
+    from megatron.training.data.reading import DataError
+    from megatron.training.job import describe
     from megatron.training.loop import evaluate_held_out, evaluate_on_tasks, training_loop
     from megatron.training.refusal import together
     from megatron.training.replicas import ReplicasDiffer
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
-    from megatron.training.stopping import Stopper
 
-    started = time.perf_counter()
-    stopper = Stopper(runtime.device, config.run.exit_duration_in_mins)
-    job = prepare(config, runtime)
+    config, runtime = job.config, job.runtime
     if beats is not None:
         beats.iteration = lambda: job.progress.iteration
     together(lambda: check_profile(config, job.iterations - job.progress.iteration))
@@ -150,14 +177,21 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
+        ranks = not_finite(error, beats, runtime.grid.pipeline.size)
         if runtime.is_rank_zero:
             done, where = job.progress.iteration, write_batch(job, error.result)
             reporter.say(
-                f"error: {error} at iteration {done + 1}, and nothing was saved: lower --lr, or leave the batch "
-                f"out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
+                f"error: {error} at iteration {done + 1}{ranks}, and nothing was saved: lower --lr, or "
+                f"leave the batch out with --iterations-to-skip {done} or --skip-bad-batches, or pass "
                 f"--no-check-for-nan-in-loss-and-grad to go on; the batch: {where}"
             )
         return EXIT_FAILED
+    except DataError as error:
+        done = job.progress.iteration
+        raise DataError(
+            f"{error}; after iteration {done}: start again when the data are right, or leave a batch of training data "
+            f"out with --iterations-to-skip {done}"
+        ) from None
     except ReplicasDiffer as error:
         reporter.say(
             f"error: {error} after iteration {job.progress.iteration}, and nothing was saved: start again from the "
@@ -169,10 +203,35 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
         stopper.restore()
 
 
-def _shape_of(folder: str, step: int | None) -> dict[str, Any] | None:
+def not_finite(error: Any, beats: Any, stages: int) -> str:
+    """Tell the other ranks of a Diverged; on rank 0, in words, which of them see it in the loss of their own tokens.
+
+    Empty where that is all of them: then no rank is to blame.
+
+    Args:
+        beats: the Heartbeat; None for a run on one process.
+        stages: pipeline stages, of which the last alone has a loss.
+    """
+    if beats is None:
+        return ""
+    own = "; the loss of its own tokens is not finite"
+    beats.failed(ArithmeticError(f"{error}{own if error.own else ''}").with_traceback(error.__traceback__))
+    end = time.monotonic() + 5.0
+    while beats.rank == 0 and time.monotonic() < end:
+        table = beats.table()
+        if all(beat and beat.failed for beat in table.values()):
+            ranks = [rank for rank, beat in table.items() if own in beat.failed]
+            few = 0 < len(ranks) < len(table) // stages
+            named = ", ".join(f"{rank} on {table[rank].process.host}" for rank in ranks)
+            return f" (in the loss of rank {named})" if few else ""
+        time.sleep(0.1)
+    return ""
+
+
+def _shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None:
     from megatron.training.checkpoint.arguments_of import shape_of  # with torch, which --help does not wait for
 
-    return shape_of(folder, step)
+    return shape_of(folder, step, skip)
 
 
 def quiet() -> None:

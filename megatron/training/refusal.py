@@ -32,7 +32,8 @@ def short(value: Any) -> str:
 def printable(text: str) -> str:
     """A text as one line that moves no cursor and sends a terminal no command; of a long one, both ends."""
     if not text.isprintable():
-        text = " ".join(text[: 10 * LONGEST].splitlines())
+        text = text if len(text) <= 4 * LONGEST else text[: 2 * LONGEST] + text[-2 * LONGEST :]
+        text = " ".join(text.splitlines())
         text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 305]} ... {text[-300:]}"
 

@@ -32,12 +32,22 @@ class Saver:
         self._copies = HostCopies(streams_of(job.runtime.device)) if job.config.checkpoint.async_save else None
         self._going: Save | None = None
         self._begun = 0.0
-        self._whole = True
+        self._whole, self._gave_up = True, False
 
     @property
     def writing(self) -> bool:
         """Whether this rank is writing in the background."""
         return self._going is not None and self._going.busy
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank knows that another job has taken over the folder."""
+        return self.job.owner is not None and bool(self.job.owner.lost)
+
+    def give_up(self) -> str:
+        """Another job has the folder: save nothing any more. All ranks call it; rank 0 is told who has it."""
+        self.saved_at, self._gave_up = self.job.progress.iteration, True
+        return self.job.owner.lost or "another job has taken over --save"
 
     def save(self, validation_loss: float | None = None) -> None:
         """Save now, or begin to. A failure (a full disk) is told and does not end the run.
@@ -59,6 +69,7 @@ class Saver:
                     job.config,
                     self._remove_older,
                     validation_loss,
+                    job.owner,
                 )
                 if self._copies is not None and self._room():
                     self._going.start(self._copies)
@@ -116,7 +127,7 @@ class Saver:
                 self._saved()
             except OSError as error:
                 self._failed(error)
-        return self._whole
+        return self._whole and not self._gave_up
 
     def end(self) -> bool:
         """The run ends in good order: finish, and leave no copies in memory where the last checkpoint could be saved.

@@ -15,8 +15,9 @@ from megatron import platform
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.layout.grid import Grid
+from megatron.context_parallel.layout.grid import Grid, initialize_world
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.platform.interfaces import Unusable
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.attention import varies_by_batch
@@ -66,7 +67,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         offload: what moves tensors to host memory there.
 
     Raises:
-        Refusal: device, kernel or grid cannot be had.
+        Refusal: device, kernel, grid or network cannot be had.
     """
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
@@ -99,6 +100,14 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     if config.model.transformer_impl == "auto":
         engine = where.on_gpu and not where.simulated and transformer_engine_installed()
         config.model.transformer_impl = "transformer_engine" if engine else "local"
+    try:
+        line = initialize_world(where.backend, parallel.distributed_timeout_minutes, parallel.network_interface)
+    except Unusable as error:
+        refusal = Refusal(str(error))
+        refusal.everywhere = True
+        raise refusal from None
+    if line:
+        config.notes.append(line)
     grid = initialize_grid(
         ulysses=parallel.ulysses_parallel_size,
         ring=parallel.ring_parallel_size,

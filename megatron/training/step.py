@@ -43,13 +43,16 @@ class StepResult:
 class Diverged(ArithmeticError):
     """The loss or the gradient norm is not finite, and may not be left out; raised on every rank alike.
 
+    (A rank whose memory changed after gradients were summed may be alone with it.)
+
     Attributes:
         result: of the step, which has changed no weight.
+        own: whether the loss of this rank's own tokens is not finite.
     """
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, own: bool = False) -> None:
         super().__init__(result.bad)
-        self.result = result
+        self.result, self.own = result, own
 
 
 def forward_step(
@@ -142,7 +145,7 @@ def train_step(
     updated, grad_norm, zeros = step_if(optimizer, allowed)
     result = StepResult(loss, tokens, float(grad_norm or 0.0), zeros, skipped=not updated, bad=bad)
     if bad and not watch.skips:
-        raise Diverged(result)
+        raise Diverged(result, own=not all(bool(report.isfinite().all()) for report in reports))
     if updated:
         samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
         schedule.step(samples * schedule_unit(config, length))

@@ -18,8 +18,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Stopper:
     """Whether to stop early: a signal on any rank, or the time is up. Asked together, so that all ranks agree.
 
-    Before training begins there is nothing to save, and a signal ends the process by SystemExit. After that the same signal again ends the process at once, and nothing is saved; what a scheduler and a launcher both send
-    comes twice within a moment, and counts once.
+    Before training begins there is nothing to save, and a signal ends the process by SystemExit. After that the same
+    signal again ends the process at once, and nothing is saved; what a scheduler and a launcher both send comes twice
+    within a moment, and counts once.
     """
 
     MOMENT = 5.0  # seconds

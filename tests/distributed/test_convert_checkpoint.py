@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tools/convert_checkpoint.py: weights of Megatron-LM's older format and of DeepSpeed's universal one are kept."""
 
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -178,6 +179,52 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
     assert "no optimizer state: pass --finetune" in with_optimizer
 
 
+def flip(path):
+    """A bit in the data of the largest record, near the end of the file."""
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        record = max(archive.infolist(), key=lambda one: one.file_size)
+    data[record.header_offset + 200 + record.file_size // 2] ^= 1 << 6
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("write, how", [(before_core, (False, 0)), (universal, (True, True))])
+def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, capsys, write, how):
+    old = tmp_path / "old"
+    pool.run(write, 1, MHA if write is before_core else FLAGS, str(old), *how, timeout=120)
+    file = next(old.rglob("model_optim_rng.pt" if write is before_core else "fp32.pt"))
+    flip(file)
+    assert convert_checkpoint.main(["--from", str(old), "--to", str(tmp_path / "new")]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and f"{file} is not what was written (the CRC-32 of its record " in line
+    if write is universal:
+        assert (
+            f"{file} is not what was written" in pool.run(told, 1, f"{FLAGS} --universal-checkpoint", str(old), True)[0]
+        )
+    flip(file)
+    assert convert_checkpoint.main(["--from", str(old), "--to", str(tmp_path / "new")]) == 0
+    assert "not checked" not in capsys.readouterr().out
+    new = tmp_path / "new" / "release"
+    (new / "checksums.json").unlink()  # now nothing tells it from one that Megatron-LM has written
+    data = bytearray((new / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1 << 6
+    (new / "__0_0.distcp").write_bytes(data)
+    line = pool.run(told, 1, f"{MHA if write is before_core else FLAGS} --finetune", str(tmp_path / "new"), how[0])[0]
+    assert f"{new}/__0_0.distcp is not what was written (the CRC-32 of its record" in line
+
+
+def test_a_file_of_a_form_without_sums_is_said_to_be_unchecked_once(pool, tmp_path, capsys):
+    pool.run(before_core, 1, MHA, str(tmp_path / "old"), False, 0, timeout=120)
+    (file,) = tmp_path.rglob("model_optim_rng.pt")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.load(file, weights_only=False), file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert convert_checkpoint.main(["--from", str(tmp_path / "old"), "--to", str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out.count(f"not checked: {tmp_path}/old/iter_0000002 has no checksums\n") == 1
+
+
 def go_on(flags, folder, llama):
     job = make_job(f"{flags} --load {folder} --universal-checkpoint", llama)
     return job.progress.iteration, job.progress.consumed_train_samples, train_job(job, 3)[0]
@@ -203,6 +250,7 @@ def there_and_back(folder, scratch):
     """Megatron-LM's form to Hugging Face's and back: how many weights stay as they are."""
     from transformers import LlamaConfig
 
+    from megatron.training.checkpoint.megatron_lm.checked import examine
     from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
 
     config = LlamaConfig(
@@ -213,7 +261,7 @@ def there_and_back(folder, scratch):
     hf, back = scratch / "hf", scratch / "back"
     assert convert_hf.main(["--from", str(folder), "--to-hf", str(hf), "--hf-files", str(scratch / "config")]) == 0
     assert convert_hf.main(["--from-hf", str(hf), "--to", str(back)]) == 0
-    first, second = StoredTensors(folder / "release"), StoredTensors(back / "release")
+    first, second = (StoredTensors(examine(path / "release")) for path in (folder, back))
     same = 0
     for key in first:
         shape = first.shape(key)

@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.in_memory import copy_file
 from tests.distributed.training_runs import make_job, train_job
 from tests.pairs import also_in_full
@@ -151,6 +152,15 @@ def flip_a_bit(folder):
     return "of rank 1 from another node's"
 
 
+def flip_a_bit_of_a_header(folder):
+    """What the file says of its iteration is no number any more."""
+    path = the_file(folder, 0, "iter_0000003.rank_00001")
+    data = path.read_bytes()
+    assert b'"iteration":"3"' in data
+    path.write_bytes(data.replace(b'"iteration":"3"', b'"iteration":"s"'))
+    return "of rank 1 from another node's"
+
+
 def cut_off_while_writing(folder):
     """A newer step that not all have, one file that never got its name, one that has another's, and one cut short."""
     for node, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
@@ -169,7 +179,10 @@ def cut_off_while_writing(folder):
     return "of rank 2 from another node's"
 
 
-@pytest.mark.parametrize("harm", [lose_a_node, flip_a_bit, *also_in_full(exchange_nodes, cut_off_while_writing)])
+HARM = [lose_a_node, flip_a_bit, flip_a_bit_of_a_header, *also_in_full(exchange_nodes, cut_off_while_writing)]
+
+
+@pytest.mark.parametrize("harm", HARM)
 def test_what_is_lost_comes_from_the_neighbour(pool, nodes, harm):
     folder, losses = nodes
     expected = harm(folder)
@@ -198,6 +211,7 @@ def another_run(folder):
 
 def disk_is_newer(folder):
     shutil.copytree(folder / "c" / "iter_0000001", folder / "c" / "iter_0000003")  # of another state, to be seen
+    list_files(folder / "c" / "iter_0000003")
     (folder / "c" / "latest_checkpointed_iteration.txt").write_text("3")
     return REPLICATED, ""
 

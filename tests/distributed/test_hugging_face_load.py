@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatron.training.arguments.parser import parse
 from tests.distributed.training_runs import make_job, train_job
 from tests.hugging_face import save_model
+from tools import convert_hf
 
 SIZES = {"hidden_size": 64, "vocab_size": 301}
 LLAMA_SIZES = SIZES | {
@@ -119,6 +120,23 @@ def test_refusals(pool, folders, tmp_path):
         pool, flags_of("llama", other)
     )
     assert "a vocabulary of" in refusal(pool, flags_of("llama", folder).replace("--vocab-size 300", "--vocab-size 310"))
+
+
+def test_a_folder_that_we_have_written_is_compared(pool, folders, tmp_path):
+    ours, folder = tmp_path / "ours", tmp_path / "folder"
+    assert convert_hf.main(["--from-hf", str(folders("llama")), "--to", str(ours)]) == 0
+    assert convert_hf.main(["--from", str(ours), "--to-hf", str(folder)]) == 0
+    pool.run(first_loss, 1, flags_of("llama", folder), True)
+    file = sorted(folder.glob("*.safetensors"))[1]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1 << 6  # the exponent of the last number
+    file.write_bytes(data)
+    for flags in (
+        flags_of("llama", folder),
+        f"{flags_of('llama', tmp_path / 'none')} --pretrained-checkpoint {folder}",
+    ):
+        told = refusal(pool, flags)
+        assert f"checkpoint {folder} is damaged: {file} is not what was written (its CRC-32 differs)" in told
 
 
 def test_the_model_from_config_json(folders):

@@ -41,6 +41,6 @@ def test_the_best_stays_over_restarts(pool, tmp_path):
     assert pool.run(trained, 2, f"{flags} --exit-interval 4", losses, timeout=120)[0] == (0, True)
     assert there() == [2, 4]
     assert json.loads((tmp_path / "iter_0000002" / "validation_loss.json").read_text()) == {"validation_loss": 1.0}
-    assert "validation_loss.json" in json.loads((tmp_path / "iter_0000002" / "checksums.json").read_text())
+    assert "validation_loss.json" in json.loads((tmp_path / "iter_0000002" / "checksums.json").read_text())["files"]
     assert pool.run(trained, 2, flags, losses, timeout=120)[0] == (4, True)
     assert there() == [2, 7]

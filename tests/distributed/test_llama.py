@@ -69,6 +69,7 @@ def largest_difference(case: Case, grid: list[str]) -> float:
     """Between the logits of the model here, on a grid, and Hugging Face's; on every rank of that grid."""
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.checksums import choose_whole
     from megatron.training.model.build import build_model
     from megatron.training.setup import start
 
@@ -77,7 +78,8 @@ def largest_difference(case: Case, grid: list[str]) -> float:
     runtime = start(config)
     model = build_model(config, runtime.grid, runtime.layout, VOCABULARY, runtime.device)
     no_optimizer = SimpleNamespace(reload_model_params=lambda: None)
-    checkpoint.load(checkpoint.find(config.checkpoint), model, no_optimizer, None, config)
+    found = choose_whole(checkpoint.find(config.checkpoint), config.checkpoint, config.notes)
+    checkpoint.load(found, model, no_optimizer, None, config)
     layout, tensor = runtime.layout, runtime.grid.tensor
     with torch.no_grad():
         mine = (

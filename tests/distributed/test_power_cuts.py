@@ -188,7 +188,7 @@ def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_pa
             told, wrong = cut.promises[-1][1], judge(cut, state)
             if wrong is None:
                 good.append((told, state))
-            elif wrong.startswith((f"{told} is not whole", f"{told} was told", "the tracker names")):
+            elif wrong.startswith((f"{told} is not whole", "the tracker names")):  # with no tracker it may be found
                 bad.append((told, state))
 
     for number, event in enumerate(record.events):
@@ -197,4 +197,7 @@ def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_pa
     for number, (told, state) in enumerate(draw.sample(good, 3) + draw.sample(bad, 3)):
         lay_out(state, contents, tmp_path / str(number))
         found, least = pool.run(loaded, 1, str(tmp_path / str(number) / SAVE))[0], int(told[5:])
-        assert (isinstance(found, int) and found >= least) == (number < 3), (told, found)
+        if number < 3:
+            assert isinstance(found, int) and found >= least, (told, found)
+        else:  # refused, unless a newer one of the same run is whole, which choose_whole has seen
+            assert isinstance(found, str) or found > least, (told, found)

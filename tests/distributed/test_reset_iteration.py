@@ -34,6 +34,7 @@ def test_counts_begin_anew(pool, tmp_path, tokens):
     again, iterations, new_rate, new_steps, new_loss, notes = pool.run(
         go_on, 1, f"{flags} --reset-iteration", str(tmp_path)
     )[0]
+    assert again.pop("run") != going["run"]
     assert set(again.values()) == {0} and iterations == 50 and new_steps == steps
     assert new_rate == (pytest.approx(1e-3) if tokens else rate) and rate == pytest.approx(0.94e-3)
     assert new_loss < 5.5 and new_loss != loss  # trained weights, and the first batch once more

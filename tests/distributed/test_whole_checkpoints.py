@@ -2,16 +2,20 @@
 """A checkpoint is there whole or not at all: beside training, on a full disk, damaged, or made to do harm."""
 
 import errno
+import json
 import os
 import pickle
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.training.checkpoint import checksums
+from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, read_list, sum_of
 from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import make_job, train_job
 
@@ -54,6 +58,7 @@ def trained(flags, full_at=()):
     finally:
         writer._Summed.write = write
         stopper.restore()
+        job.owner.release()
     return lines.said, whole, train_job(job, 2)[0]
 
 
@@ -189,6 +194,20 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_taken_only_if_told(pool
     assert "there is no older whole one" in told and "\n" not in told
 
 
+def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool, two, tmp_path):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    for flags in ("", f"--load {folder} --finetune", f"--load {two}/none", f"--load {folder} --reset-iteration"):
+        (told,) = pool.run(refused, 1, f"--save {folder} {flags}")
+        assert f"--save {folder} holds checkpoints up to iteration 2" in told and f"--load {folder}" in told
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    iteration, _, notes = pool.run(going_on, 1, f"--load {folder} --save {folder} --ckpt-step 1")[0]
+    assert iteration == 1 and any("each is overwritten when this run comes to it" in note for note in notes)
+    (folder / TRACKER).unlink()
+    (told,) = pool.run(refused, 1, f"--load {folder} --save {folder}")
+    assert f"no {TRACKER}, which names the latest: write 2 to it" in told
+
+
 @pytest.mark.parametrize("name", [b"", b"\xff\xfe2", b"1\n2", "\u00b2".encode()])
 def test_a_tracker_that_names_nothing(pool, two, tmp_path, name):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
@@ -198,11 +217,26 @@ def test_a_tracker_that_names_nothing(pool, two, tmp_path, name):
     assert pool.run(going_on, 1, f"--load {folder} --ckpt-step 2")[0][0] == 2
 
 
+def relist(path):
+    """Make the list of a checkpoint's files right again after they were changed."""
+    listed = read_list(path / CHECKSUMS)
+    files = {name: sum_of(path / name) for name in listed.files}
+    (path / CHECKSUMS).write_bytes(replace(listed, files=files).packed())
+
+
+def without_list(path):
+    """Make a checkpoint of Megatron-LM's of one of ours: without a list of files, and without our settings."""
+    common = unpickle.read(path / "common.pt")
+    del common["config"]
+    torch.save(common, path / "common.pt")
+    os.unlink(path / CHECKSUMS)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff{}"])
 def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, content):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     newest = folder / "iter_0000002"
-    (newest / "checksums.json").unlink()
+    without_list(newest)
     assert checksums.damage(newest) is None
     (newest / "metadata.json").write_bytes(content)
     (told,) = pool.run(refused, 1, f"--load {folder}")
@@ -210,20 +244,20 @@ def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, 
 
 
 def test_every_file_is_looked_at(two, tmp_path):
-    path = Path(shutil.copytree(two / "iter_0000002", tmp_path / "c"))
+    path = Path(shutil.copytree(two / "iter_0000002", tmp_path / "iter_0000002"))
     assert checksums.damage(path) is None
     names = sorted(file.name for file in path.iterdir())
     assert names == [".metadata", "__0_0.distcp", "checksums.json", "common.pt", "metadata.json"]
     for name in names:
         whole = (path / name).read_bytes()
-        for at in (0, len(whole) // 2, -1) if name != "checksums.json" else (0,):
+        for at in (0, len(whole) // 2, -1):
             flip(path / name, at)
             assert name in checksums.damage(path)
+            (path / name).write_bytes(whole)
         (path / name).write_bytes(whole[:-1])
         assert name in checksums.damage(path)
-        if name != "checksums.json":
-            os.unlink(path / name)
-            assert checksums.damage(path) == f"{path / name} is missing"
+        os.unlink(path / name)
+        assert f"{path / name} is missing" in checksums.damage(path)
         (path / name).write_bytes(whole)
     assert checksums.damage(path) is None
     shares = [checksums.damage(path, share, 3) for share in range(3)]
@@ -231,11 +265,132 @@ def test_every_file_is_looked_at(two, tmp_path):
     assert shares == [None] * 3 and sum(checksums.damage(path, share, 3) is not None for share in range(3)) == 1
 
 
-def test_without_checksums_a_short_file_is_found_and_a_whole_one_loaded(pool, two, tmp_path):
+def delete_the_list(folder):
+    os.unlink(folder / "iter_0000002" / CHECKSUMS)
+    return "iter_0000002/checksums.json is missing, the list of its files"
+
+
+def empty_the_list(folder):
+    (folder / "iter_0000002" / CHECKSUMS).write_text("{}")
+    return "iter_0000002/checksums.json names no files"
+
+
+def shorten_an_older_list(folder):
+    write_version_1(folder / "iter_0000002", without="__0_0.distcp")
+    return "iter_0000002/checksums.json does not name __0_0.distcp"
+
+
+def rename_an_older_one(folder):
+    shutil.rmtree(folder / "iter_0000002")
+    shutil.copytree(folder / "iter_0000001", folder / "iter_0000002")
+    return "iter_0000002 is damaged: it was written as iter_0000001 of run "
+
+
+def exchange_files(folder):
+    shutil.copy(folder / "iter_0000001" / "__0_0.distcp", folder / "iter_0000002" / "__0_0.distcp")
+    return "iter_0000002/__0_0.distcp is not what was written"
+
+
+def exchange_lists(folder):
+    shutil.copy(folder / "iter_0000001" / CHECKSUMS, folder / "iter_0000002" / CHECKSUMS)
+    return "it was written as iter_0000001"
+
+
+def write_version_1(path, without=None):
+    """A list as it was written in November 2026."""
+    files = {name: asdict(one) for name, one in read_list(path / CHECKSUMS).files.items() if name != without}
+    (path / CHECKSUMS).write_text(json.dumps(files, indent=1))
+
+
+HARM = [delete_the_list, empty_the_list, shorten_an_older_list, rename_an_older_one, exchange_files, exchange_lists]
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, two, tmp_path, harm):
+    """A flipped bit is loaded with none of them, whatever became of the list."""
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    expected = harm(folder)
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert expected in told and "\n" not in told
+    assert f"the next older whole one is {folder}/iter_0000001: take it with --ckpt-step 1" in told
+    told, _ = pool.run(refused, 2, f"--load {folder} --micro-batch-size 1 --skip-damaged-checkpoints --finetune")
+    assert told is None
+
+
+def test_copies_under_their_own_names_and_files_beside_are_no_damage(pool, two, tmp_path):
+    shutil.copytree(two / "iter_0000002", tmp_path / "other" / "iter_0000002")
+    (tmp_path / "other" / TRACKER).write_text("2")
+    path = tmp_path / "other" / "iter_0000002"
+    shutil.copy(path / "__0_0.distcp", path / "__7_0.distcp")
+    flip(path / "__7_0.distcp", -200)
+    assert pool.run(going_on, 1, f"--load {tmp_path / 'other'}")[0][0] == 2
+    write_version_1(path)
+    assert pool.run(going_on, 1, f"--load {tmp_path / 'other'}")[0][0] == 2
+    flip(path / "__0_0.distcp", -200)
+    assert "__0_0.distcp is not what was written" in checksums.damage(path)
+
+
+def test_the_list_names_run_iteration_and_folder(pool, two):
+    listed = read_list(two / "iter_0000002" / CHECKSUMS)
+    assert (listed.form, listed.folder, listed.iteration, listed.version) == ("torch_dist", "iter_0000002", 2, 2)
+    assert listed.run == unpickle.read(two / "iter_0000002" / "common.pt")["progress"].get("run", "")
+
+
+def test_a_file_that_the_metadata_names_and_the_list_does_not_is_not_read(pool, two, tmp_path):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    path = folder / "iter_0000002"
+    metadata = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"__0_1.distcp"))
+    shutil.copy(path / "__0_0.distcp", path / "__0_1.distcp")
+    relist(path)
+    (told,) = pool.run(refused, 1, f"--load {folder}")
+    assert f"{path}/__0_1.distcp: it is not in checksums.json" in told and "\n" not in told
+
+
+def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # no business of this
+    assert shape_of(folder)["num_layers"] == 1
+    flip(folder / "iter_0000002" / "common.pt", 300)
+    with pytest.raises(Refusal, match="common.pt is not what was written"):
+        shape_of(folder)
+    assert shape_of(folder, skip=True)["num_layers"] == 1
+    (folder / "iter_0000001" / CHECKSUMS).write_text("{}")
+    with pytest.raises(Refusal, match="iter_0000002 is damaged"):
+        shape_of(folder, skip=True)
+
+
+def rolled_back(folder, skip):
+    """Save twice, damage the newer one, and roll back as after a bad batch; the iteration, what was said."""
+    from megatron.training.bad_batches import roll_back
+    from megatron.training.checkpoint import checkpoint
+
+    job, said = make_job(f"{SMALL} --save {folder} --load {folder}{' --skip-damaged-checkpoints' * skip}"), []
+    for _ in range(2):
+        train_job(job, 1)
+        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    flip(Path(folder) / "iter_0000002" / "__0_0.distcp", -200)
+    try:
+        return roll_back(job, said.append), said
+    except Refusal as refusal:
+        return str(refusal), said
+
+
+def test_a_run_does_not_roll_back_to_a_damaged_checkpoint(pool, tmp_path):
+    (told, _), *_ = pool.run(rolled_back, 1, str(tmp_path / "a"), False)
+    assert "iter_0000002/__0_0.distcp is not what was written" in told
+    (iteration, (line,)), *_ = pool.run(rolled_back, 1, str(tmp_path / "b"), True)
+    assert iteration == 1 and line.startswith("WARNING") and "iter_0000002 is damaged" in line
+
+
+def test_of_a_checkpoint_of_others_without_sums_the_sizes_are_compared_and_one_line_says_so(pool, two, tmp_path):
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     newest = folder / "iter_0000002"
-    os.unlink(newest / "checksums.json")
-    assert pool.run(going_on, 1, f"--load {folder}")[0][0] == 2
+    without_list(newest)
+    iteration, _, notes = pool.run(going_on, 1, f"--load {folder}")[0]
+    assert iteration == 2 and [note for note in notes if "not checked" in note] == [
+        f"not checked: {newest} has no checksums"
+    ]
     file = newest / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 1)
     (told,) = pool.run(refused, 1, f"--load {folder}")
@@ -275,12 +430,12 @@ def test_a_checkpoint_that_would_run_code_is_refused(pool, two, tmp_path, place)
     else:
         shutil.copytree(two, folder)
         path = folder / "iter_0000002"
-        os.unlink(path / "checksums.json")
         if place == ".metadata":
             (path / place).write_bytes(pickle.dumps(Harmful(harm)))
         else:
             common = unpickle.read(path / place)
             torch.save({**common, "more": Harmful(harm)}, path / place)
+        relist(path)
     (told,) = pool.run(refused, 1, f"--load {folder}")
     assert told and "\n" not in told and str(folder) in told
     assert not harm.exists()

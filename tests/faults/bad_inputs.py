@@ -162,6 +162,9 @@ def of_files(good: Path, work: Path, draw: random.Random) -> Iterator[Case]:
                 yield Case(f"{file} {how}, read by {program.name}", program, given)
 
 
+MAY_BE_NEGATIVE = ("--eval-iters", "--local-rank")  # -1: none, and a process that has no number
+
+
 def of_values(draw: random.Random) -> Iterator[Case]:
     """Each flag with a value that it cannot have."""
     for _, _, field in settings():
@@ -170,6 +173,8 @@ def of_values(draw: random.Random) -> Iterator[Case]:
             bad = ["bogus", ""]
         elif "int" in kind or "float" in kind:
             bad = ["x", "nan", "", "1e400", "-7"] + [str(10**25)] * ("int" in kind)
+            if flag in MAY_BE_NEGATIVE:
+                bad.remove("-7")
         elif kind.startswith("bool"):
             bad = ["maybe"]
         else:

@@ -15,13 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-PREFIX, SWITCH = "sn", "snsw"
-MASTER = "10.77.0.1"
+PREFIX, SUBNET = "sn", "10.77.0"
+MASTER = f"{SUBNET}.1"  # address of the first node
 BURST, QUEUE = "16kb", 3_000_000  # of the token bucket; bytes that wait for it
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +33,7 @@ def _ip(*words: str, check: bool = True) -> str:
     return done.stdout
 
 
-def why_not() -> str:
+def why_not(prefix: str = PREFIX) -> str:
     """Why this machine cannot have such nodes; empty where it can."""
     missing = [name for name in ("ip", "tc", "unshare", "nsenter") if not shutil.which(name)]
     if missing:
@@ -41,7 +41,7 @@ def why_not() -> str:
     if os.geteuid():
         return "network namespaces need root"
     try:
-        with Network(1, 100):
+        with Network(1, 100, prefix=prefix):
             return ""
     except OSError as error:
         return f"no network namespaces here: {error}"
@@ -53,26 +53,42 @@ class Network:
     Args:
         nodes: how many.
         mbit: of each card and direction; None: unlimited.
+        delay: seconds that a packet is on its way; then a program carries packets (relay.py), and not a bridge.
+        prefix, subnet: of the namespaces' names and addresses; networks with different ones can be there at once.
     """
 
-    def __init__(self, nodes: int, mbit: float | None = None) -> None:
-        self.nodes, self.mbit = nodes, mbit
+    def __init__(
+        self,
+        nodes: int,
+        mbit: float | None = None,
+        delay: float = 0.0,
+        prefix: str = PREFIX,
+        subnet: str = SUBNET,
+    ) -> None:
+        self.nodes, self.mbit, self.delay, self.prefix, self.subnet = nodes, mbit, delay, prefix, subnet
+        self._carrier: subprocess.Popen | None = None
 
     def __enter__(self) -> Network:
-        self._lock = _lock()
-        remove()  # what a run left that was killed
+        self._lock = _lock(self.prefix)
+        remove(self.prefix)  # what a run left that was killed
+        switch = f"{self.prefix}sw"
         try:
-            _ip("netns", "add", SWITCH)
-            _ip("-n", SWITCH, "link", "add", "snbr", "type", "bridge")
-            _ip("-n", SWITCH, "link", "set", "snbr", "up")
-            for node in range(self.nodes):
-                name, port = f"{PREFIX}{node}", f"p{node}"
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "snbr", "type", "bridge")
+            _ip("-n", switch, "link", "set", "snbr", "up")
+            names = [f"{self.prefix}{node}" for node in range(self.nodes)]
+            for name in names:
                 _ip("netns", "add", name)
-                _ip("-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-                _ip("-n", SWITCH, "link", "set", port, "master", "snbr", "up")
+            if self.delay:
+                self._relay(switch, names)
+            for node, name in enumerate(names):
+                if not self.delay:
+                    port = f"p{node}"
+                    _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+                    _ip("-n", switch, "link", "set", port, "master", "snbr", "up")
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("-n", name, "link", "set", "eth0", "up")
-                _ip("-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "eth0")
+                _ip("-n", name, "addr", "add", f"{self.subnet}.{node + 1}/24", "dev", "eth0")
             self.limit(self.mbit)
         except BaseException:
             self.__exit__()
@@ -80,13 +96,21 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        remove()
+        remove(self.prefix)
+        if self._carrier:
+            self._carrier.communicate()
         self._lock.close()
+
+    def _relay(self, switch: str, names: Sequence[str]) -> None:
+        words = ["ip", "netns", "exec", switch, sys.executable, "-m", "tests.faults.relay", f"{self.delay}", *names]
+        self._carrier = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        if not self._carrier.stdout.readline():
+            raise OSError("no cards of /dev/net/tun can be made here")
 
     def limit(self, mbit: float | None, *nodes: int) -> None:
         """What leaves these nodes (all of them) has this rate from now on; None: any."""
         for node in nodes or range(self.nodes):
-            tc = ["netns", "exec", f"{PREFIX}{node}", "tc", "qdisc"]
+            tc = ["netns", "exec", f"{self.prefix}{node}", "tc", "qdisc"]
             _ip(*tc, "del", "dev", "eth0", "root", check=False)
             if mbit is not None:
                 rate = f"{round(1e6 * mbit)}bit"
@@ -94,7 +118,7 @@ class Network:
 
     def plug(self, node: int, plugged: bool) -> None:
         """The cable of a node's card is pulled out, or put in again."""
-        _ip("-n", SWITCH, "link", "set", f"p{node}", "up" if plugged else "down")
+        _ip("-n", f"{self.prefix}sw", "link", "set", f"p{node}", "up" if plugged else "down")
 
     def lose(self, node: int, share: float) -> None:
         """This share of the packets that reach a node is lost, at random (needs iptables).
@@ -102,11 +126,12 @@ class Network:
         Raises:
             OSError: iptables is missing, or its module for it.
         """
-        _ip("netns", "exec", f"{PREFIX}{node}", "iptables", "-A", "INPUT", "-i", "eth0", "-m", "statistic", "--mode",
+        name = f"{self.prefix}{node}"
+        _ip("netns", "exec", name, "iptables", "-A", "INPUT", "-i", "eth0", "-m", "statistic", "--mode",
             "random", "--probability", f"{share}", "-j", "DROP")  # fmt: skip
 
     def start(
-        self, node: int, command: Sequence[str], log: Path, environment: Mapping[str, str], prepare: str = "true"
+        self, node: int, command: Sequence[str], log: Path, environment: dict[str, str], prepare: str = "true"
     ) -> subprocess.Popen:
         """A process on a node, whose host name is ``node0``, ``node1``, ...
 
@@ -115,7 +140,8 @@ class Network:
             prepare: a shell command that runs before, in the same mount namespace, which nobody else is in.
         """
         script = f'hostname node{node} && {prepare} && exec "$@"'
-        words = ["ip", "netns", "exec", f"{PREFIX}{node}", "unshare", "--uts", "--mount", "bash", "-c", script, "bash"]
+        name = f"{self.prefix}{node}"
+        words = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "bash", "-c", script, "bash"]
         with open(log, "a") as file:
             return subprocess.Popen(
                 [*words, *command],
@@ -123,7 +149,7 @@ class Network:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-                | {"GLOO_SOCKET_IFNAME": "eth0", **environment},
+                | environment,
                 start_new_session=True,
             )
 
@@ -132,13 +158,13 @@ class Network:
         per_node: int,
         program: Sequence[str],
         folder: Path,
-        environment: Mapping[str, str] | None = None,
+        environment: dict[str, str] | None = None,
         prepare: str = "true",
     ) -> list[subprocess.Popen]:
         """One launcher a node, as on a cluster; their output goes to ``node0.log``, ... in ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{self.nodes}"]
-        launcher += ["--nproc-per-node", f"{per_node}", "--master-addr", MASTER, "--master-port", "29500"]
+        launcher += ["--nproc-per-node", f"{per_node}", "--master-addr", f"{self.subnet}.1", "--master-port", "29500"]
         return [
             self.start(
                 node,
@@ -156,24 +182,26 @@ def processes_in(name: str) -> list[int]:
     return [int(pid) for pid in _ip("netns", "pids", name, check=False).split()]
 
 
-def remove() -> None:
+def remove(prefix: str = PREFIX) -> None:
     """End all processes in these namespaces, and remove them; there need not be any."""
     every = [line.split()[0] for line in _ip("netns", "list", check=False).splitlines() if line]
     for name in every:
-        if name == SWITCH or (name.startswith(PREFIX) and name[len(PREFIX) :].isdigit()):
+        if name == f"{prefix}sw" or (name.startswith(prefix) and name[len(prefix) :].isdigit()):
             for pid in processes_in(name):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             _ip("netns", "del", name, check=False)
 
 
-def _lock() -> IO[str]:
+def _lock(prefix: str = PREFIX) -> IO[str]:
     """A file that is locked as long as it is open: the names of these namespaces are the machine's.
 
     Raises:
         OSError: someone else has it.
     """
-    file = open(os.path.join(tempfile.gettempdir(), "megatron-nodes.lock"), "w")
+    path = os.path.join(tempfile.gettempdir(), f"megatron-nodes-{prefix}.lock")
+    # Another user's link of that name must lead root nowhere.
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -4,15 +4,19 @@
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.test_program import PROGRAM
-from tests.faults.network import Network, processes_in, why_not
+from tests.faults.network import SUBNET, Network, processes_in, why_not
 from tests.patience import patience
 from tests.program import run_forked
 
@@ -100,6 +104,33 @@ def test_losses_are_those_of_one_process(network, per_node, flags, alone, tmp_pa
     print(f"\n{network.nodes} x {per_node}, {network.mbit} Mbit/s, {flags}: losses within {worst:.1e} of one process")
 
 
+@pytest.mark.skipif(not shutil.which("iptables"), reason="packets are lost by iptables")
+@pytest.mark.parametrize("network", [(2, 200)], indirect=True)
+@pytest.mark.parametrize("share", [0.01, 0.05])
+def test_packets_that_are_lost(network, share, alone, tmp_path):
+    for node in range(2):
+        network.lose(node, share)
+    launchers = network.torchrun(1, command("--ring-parallel-size 2 --train-iters 10", tmp_path), tmp_path)
+    assert finish(launchers, 200, tmp_path) == [0, 0], said(tmp_path)
+    found = rows(tmp_path)
+    assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(found, alone(10), strict=True)) < 1e-6
+    took = sorted(row["iteration_ms"] for row in found[2:])
+    print(f"\n{100 * share:g} % of packets lost: a step {took[0]:.0f} to {took[-1]:.0f} ms, losses as before")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="a delay needs /dev/net/tun")
+@pytest.mark.parametrize("network", [(2, None, 0.02)], indirect=True)
+def test_packets_that_take_long(network, alone, tmp_path):
+    """20 ms each way, as between two cities."""
+    launchers = network.torchrun(1, command("--ring-parallel-size 2 --train-iters 10", tmp_path), tmp_path)
+    assert finish(launchers, 200, tmp_path) == [0, 0], said(tmp_path)
+    found = rows(tmp_path)
+    assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(found, alone(10), strict=True)) < 1e-6
+    took = sorted(row["iteration_ms"] for row in found[2:])
+    assert took[0] > 200  # a step waits for more than ten messages
+    print(f"\n20 ms each way: a step {took[0]:.0f} to {took[-1]:.0f} ms, losses as before")
+
+
 HOP = """
 import time, torch, torch.distributed as dist
 from megatron.context_parallel.attention.ring import Message, _Transfer
@@ -127,7 +158,7 @@ if dist.get_rank() == 0:
 def test_a_ring_of_two_sends_both_ways_at_once(network, tmp_path):
     """1 MiB each way over 50 Mbit/s takes 0.17 s, or twice that where one direction waits for the other."""
     (tmp_path / "hop.py").write_text(HOP)
-    launchers = network.torchrun(1, [str(tmp_path / "hop.py")], tmp_path)
+    launchers = network.torchrun(1, [str(tmp_path / "hop.py")], tmp_path, {"GLOO_SOCKET_IFNAME": "eth0"})
     assert finish(launchers, 60, tmp_path) == [0, 0], said(tmp_path)
     took = float(re.search(r"both ways in (\S+) s", said(tmp_path))[1])
     ideal = 2**20 * 8 / 50e6
@@ -200,7 +231,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("how", ["read-only", "gone"])
 def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
-    """One line for each save that fails; training goes on, what was saved is untouched; with the disk saves are back."""
+    """Each save that fails is one line; training goes on, earlier saves are untouched; with the disk saves are back."""
     disk, mounted = tmp_path / "disk", tmp_path / "mounted"
     disk.mkdir()
     mounted.mkdir()
@@ -228,3 +259,42 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
     until(lambda: len(saved()) > count, 60, tmp_path, launchers)
     assert "Traceback" not in said(tmp_path)
     print(f"\nthe disk of node {node} {how}: {told[0].strip()}")
+
+
+def agent(network: Network, node: int, folder: Path) -> subprocess.Popen:
+    """An elastic torchrun with one worker on a node; the agents meet on node 0."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+    launcher += ["--max-restarts", "10", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{SUBNET}.1:29400"]
+    launcher += ["--rdzv-id", "nodes", "--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=5"]
+    launcher += ["--local-addr", f"{SUBNET}.{node + 1}"]
+    flags = f"--save {folder}/c --load {folder}/c --save-interval 4 {FOREVER}"
+    elastic = ["--elastic-grids", "2: r2; 1: r1"]
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return network.start(node, [*launcher, *command(flags, folder), *elastic], folder / f"node{node}.log", environment)
+
+
+@pytest.mark.parametrize("network", [(2, 200)], indirect=True)
+def test_a_node_that_dies_and_comes_back(network, alone, tmp_path):
+    """An elastic job goes on with the other node, and grows again; its losses are those of one process."""
+    starts = lambda: [int(n) for n in re.findall(r"elastic: (\d) process", (tmp_path / "node0.log").read_text())]  # noqa: E731
+    last = lambda: max((row["iteration"] for row in rows(tmp_path)), default=0)  # noqa: E731
+    launchers = [agent(network, node, tmp_path) for node in range(2)]
+    until(lambda: starts()[-1:] == [2] and last() >= 4, 120, tmp_path, launchers)
+
+    for pid in processes_in("sn1"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    launchers.pop().wait()
+    shrunk = until(lambda: starts()[-1] == 1, 120, tmp_path, launchers)
+    before = last()
+    until(lambda: last() >= before + 4, 120, tmp_path, launchers)
+
+    launchers.append(agent(network, 1, tmp_path))
+    grown = until(lambda: starts()[-1] == 2, 120, tmp_path, launchers)
+    before = last()
+    until(lambda: last() >= before + 4, 120, tmp_path, launchers)
+    found = {row["iteration"]: row["lm_loss"] for row in rows(tmp_path)}
+    wanted = alone(20)
+    worst = max(abs(found[number] / loss - 1) for number, loss in enumerate(wanted, 1) if number in found)
+    assert sorted(found) == list(range(1, max(found) + 1)) and worst < 1e-5
+    print(f"\na node died: on with the other after {shrunk:.0f} s; back: both after {grown:.0f} s")

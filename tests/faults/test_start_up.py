@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals while a run starts, and while it builds an index of its data: it ends at once, and no half index is believed."""
+"""Signals while a run starts or builds an index of its data: it ends at once, and no half index is believed."""
 
 import os
 import random

@@ -39,11 +39,13 @@ from megatron.training.checkpoint.hugging_face import direct, files, kinds, llam
 from megatron.training.checkpoint.hugging_face.folders import HEADERS
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damaged, read_list
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
 from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
 from megatron.training.checkpoint.older import sources, universal
 from megatron.training.checkpoint.reading import tensors_in
 from megatron.training.refusal import Refusal
+from tests.checked import as_it_is
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 
@@ -127,14 +129,14 @@ def random_state() -> dict[str, Any]:
 
 
 def read_stored(folder: Path) -> None:
-    stored = StoredTensors(folder)
+    stored = StoredTensors(as_it_is(folder))
     for key in stored:
         stored.dtype(key)
     for key, shape in (("weight", (4, 3)), ("other", (5,))):
         if key in stored and stored.shape(key) == shape:
             stored.read(key, (0,) * len(shape), shape)
     stored.object("rng")
-    tensors_in(folder)
+    tensors_in(as_it_is(folder))
 
 
 # common.pt
@@ -186,7 +188,7 @@ def read_common(folder: Path) -> None:
     shape_of(folder)
     path = folder / "iter_0000002"
     read_saved(path, folder)
-    checkpoint.progress_in(path, CheckpointConfig())
+    checkpoint.progress_in(as_it_is(path), CheckpointConfig())
 
 
 # Megatron-LM's format torch, and DeepSpeed's universal one
@@ -233,7 +235,7 @@ def universal_files(without: str) -> dict[str, bytes]:
 
 
 def read_universal(folder: Path) -> None:
-    theirs = universal.open_universal(folder / "u")
+    theirs = universal.open_universal(as_it_is(folder / "u"))
     theirs.model  # noqa: B018 (a property, which checks)
     theirs.progress()
     for key in theirs.stored:
@@ -288,7 +290,7 @@ def llama_parts() -> dict[str, bytes]:
 
 def read_weights(folder: Path) -> None:
     """Every tensor of a Hugging Face folder, as a run that loads it has them."""
-    stored = direct.open_folder(folder).stored
+    stored = direct.open_folder(as_it_is(folder)).stored
     for key in stored:
         stored.shape(key)
 
@@ -314,7 +316,7 @@ def headers_changed(random: Random, data: bytes) -> bytes:
 
 def write_as_the_original(folder: Path) -> None:
     model = kinds.described(LLAMA, "x")
-    headers, _ = outgoing._headers(folder, kinds.pieces(model, ()), torch.float32, tied=False)
+    headers, _ = outgoing._headers(as_it_is(folder), kinds.pieces(model, ()), torch.float32, tied=False)
     (folder / "out").mkdir(exist_ok=True)
     with files.writing(folder / "out", headers) as put:
         for name in sorted({name for header in headers.values() for name in header.entries}):
@@ -360,6 +362,14 @@ def whole(folder: Path) -> None:
     """What a program does about damage."""
     if wrong := checksums.damage(folder):
         raise Refusal(wrong)
+
+
+def read_sums(folder: Path) -> None:
+    """What a program does about a list that cannot be read."""
+    try:
+        read_list(folder / CHECKSUMS)
+    except Damaged as damaged:
+        raise Refusal(str(damaged)) from None
 
 
 LISTED = {name: {"size": 1, "crc32": zlib.crc32(data)} for name, data in (("a", b"x"), ("b", b"y"))}
@@ -424,7 +434,7 @@ READERS = [
         seeds=lambda: [torch_format(), torch_format(_use_new_zipfile_serialization=False)],
         change=mutations.archived,
         beside={TRACKER: b"7"},
-        read=lambda folder: all_weights(sources.open_source(folder, None)),
+        read=lambda folder: all_weights(sources.open_source(as_it_is(sources._path(folder, None)))),
     ),
     Reader(
         name="universal_states",
@@ -456,7 +466,7 @@ READERS = [
         seeds=lambda: [json.dumps(LISTED).encode()],
         change=mutations.json_text,
         beside={"a": b"x", "b": b"y"},
-        read=whole,
+        read=read_sums,
     ),
     Reader(
         name="tracker",

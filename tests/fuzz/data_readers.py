@@ -8,6 +8,7 @@ import io
 import json
 import shlex
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -31,6 +32,7 @@ from megatron.training.data.chats import store
 from megatron.training.data.chats.read import read_chats
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.data.whole_folder import LIST
 from megatron.training.evaluation.words import read_ids
 from megatron.training.model.attention_rule import sparse_pattern
 from megatron.training.refusal import Refusal, Refusals
@@ -50,9 +52,11 @@ MIB = 1 << 20
 
 # How texts change.
 
-WORDS = ["-1", "0", "1e400", "nan", "inf", "9" * 5000, "²", "\ud800", "\x1b[2J", "\u202e", "'", '"', "$(id)", "`id`", "${x",
-         "$((", "<<E", "\\", "#", "=", ":", ",", "../..", "/dev/zero", "%s", "{", "}", "[", "]", "<", "</script>",
-         "1.2.3", "1:0", "0:2", "\x00", "\r", "\u2028", "x" * 3000]  # fmt: skip
+WORDS = [
+    "-1", "0", "1e400", "nan", "inf", "9" * 5000, "²", "\ud800", "\x1b[2J", "\u202e", "'", '"', "$(id)", "`id`",
+    "${x", "$((", "<<E", "\\", "#", "=", ":", ",", "../..", "/dev/zero", "%s", "{", "}", "[", "]", "<",
+    "</script>", "1.2.3", "1:0", "0:2", "\x00", "\r", "\u2028", "x" * 3000,
+]  # fmt: skip
 
 
 def text(random: Random, data: bytes) -> bytes:
@@ -64,16 +68,16 @@ def text(random: Random, data: bytes) -> bytes:
         at = random.randrange(len(lines))
         line, kind = lines[at], random.randrange(7)
         if kind <= 2:
-            line[random.randrange(len(line))] = random.choice(WORDS) * random.choice([1, 1, 1, 50])
+            line[random.randrange(len(line))] = (random.choice(WORDS) * random.choice([1, 1, 1, 50]))[:5000]
         elif kind == 3:
             line.insert(random.randrange(len(line) + 1), random.choice(WORDS))
-        elif kind == 4 and len(line) < 1000:
+        elif kind == 4 and len(line) < 50:
             lines[at] = line * random.choice([2, 100])
         elif kind == 5 and len(lines) > 1:
             del lines[at]
         else:
             lines.insert(at, random.choice(lines))
-    return "\n".join(" ".join(line) for line in lines).encode("utf-8", "surrogatepass")[:MIB]
+    return "\n".join(" ".join(line) for line in lines).encode("utf-8", "surrogatepass")[:20_000]
 
 
 def json_lines(random: Random, data: bytes) -> bytes:
@@ -81,7 +85,7 @@ def json_lines(random: Random, data: bytes) -> bytes:
     if random.random() < 0.3:
         return text(random, data)
     lines = data.splitlines()
-    at = random.randrange(len(lines))
+    at = random.choice([number for number, line in enumerate(lines) if line])
     lines[at] = mutations.json_text(random, lines[at])
     return b"\n".join(lines)
 
@@ -92,7 +96,7 @@ def packed_lines(random: Random, data: bytes) -> bytes:
     if kind == 0:
         return mutations.any_bytes(random, data)
     if kind == 1:
-        return gzip.compress(random.choice([b"[", b"x", b"\n", b'{"a":']) * random.choice([2 * MIB, 20 * MIB]), 1)
+        return gzip.compress(random.choice([b"[", b"x", b'{"a":']) * (2 * MIB))
     return gzip.compress(json_lines(random, gzip.decompress(data)), 1)
 
 
@@ -155,11 +159,15 @@ def array(value: np.ndarray, **options: Any) -> bytes:
     return file.getvalue()
 
 
-HEADERS = ["{'descr': '<i8', 'fortran_order': False, 'shape': (9223372036854775807,)}", "{'descr': '|O', 'shape': (3,)}",
-           "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,)}", "(" * 3000, "{'descr': [[[", "__import__",
-           "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}", "{'descr': '<M8[9]', 'fortran_order': 1, 'shape': ()}",
-           "{'descr': ('a', '<i8'), 'fortran_order': False, 'shape': (3,)}", "-" * 5000, "9**9**9", "{'descr': None, "
-           "'fortran_order': False, 'shape': (True,)}", "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}"]  # fmt: skip
+HEADERS = [
+    "{'descr': '<i8', 'fortran_order': False, 'shape': (9223372036854775807,)}",
+    "{'descr': '|O', 'shape': (3,)}", "{'descr': '<i8', 'fortran_order': False, 'shape': (1099511627776,)}",
+    "(" * 3000, "{'descr': [[[", "__import__", "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,)}",
+    "{'descr': '<M8[9]', 'fortran_order': 1, 'shape': ()}",
+    "{'descr': ('a', '<i8'), 'fortran_order': False, 'shape': (3,)}", "-" * 5000, "9**9**9",
+    "{'descr': None, "   "'fortran_order': False, 'shape': (True,)}",
+    "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+]  # fmt: skip
 
 
 def numbers(random: Random, data: bytes) -> bytes:
@@ -188,6 +196,17 @@ CHATS = {
     "starts.npy": array(np.array([0, 4, 9])),
     "lines.npy": array(np.array([1, 2])),
 }
+
+
+def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """``read`` of a folder whose list of files (whole_folder.py) fits them as they are."""
+
+    def of_listed(folder: Path) -> Any:
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
+        (folder / LIST).write_text(json.dumps(sizes))
+        return read(folder)
+
+    return of_listed
 
 
 def read_cache(folder: Path) -> None:
@@ -294,7 +313,7 @@ def trace(random: Random, data: bytes) -> bytes:
     """A trace changed as JSON, packed or not; or a bomb."""
     if data[:2] == b"\x1f\x8b":
         if random.random() < 0.3:
-            return gzip.compress(random.choice([b" ", b"["]) * (40 * MIB), 1)
+            return gzip.compress(random.choice([b" ", b"["]) * (40 * MIB))
         return gzip.compress(mutations.json_text(random, gzip.decompress(data)), 1, mtime=0)
     return mutations.json_text(random, data)
 
@@ -434,9 +453,10 @@ def reader(name: str, seeds: Any, change: Any, read: Any, file: str = "file", **
 
 READERS = [
     reader("index", lambda: [corpus()["c.idx"]], index, read_index, "c.idx", beside={"c.bin": corpus()["c.bin"]}),
-    reader("index_cache", lambda: [array(np.arange(9))], numbers, read_cache, "a.npy"),
+    reader("index_cache", lambda: [array(np.arange(9))], numbers, listed(read_cache), "a.npy"),
     reader(
-        "chat_cache", lambda: [CHATS["starts.npy"]], numbers, lambda folder: store.kept("chats", str(folder)).lengths(),
+        "chat_cache", lambda: [CHATS["starts.npy"]], numbers,
+        listed(lambda folder: store.kept("chats", str(folder)).lengths()),
         "starts.npy", beside={name: data for name, data in CHATS.items() if name != "starts.npy"},
     ),
     reader("data_args_path", b"1 a 2.5 b\n3 c\n", text, blend("data_args_path")),
@@ -466,8 +486,8 @@ READERS = [
            "text.jsonl.gz"),
     reader("plain_text", b"a text\nof two lines\n", text, encoded("text.txt"), "text.txt"),
     reader("fasta", FASTA, text, encoded("genome.fa"), "genome.fa"),
-    reader("chats", CHAT, json_lines, lambda folder: len(list(read_chats("chats.jsonl", "--data-path"))), "chats.jsonl"),
-    reader("prompts", PROMPTS, json_lines, lambda folder: len(read_prompts([], folder / "p.jsonl", BYTES, 257)), "p.jsonl"),
+    reader("chats", CHAT, json_lines, lambda folder: list(read_chats("chats.jsonl", "--data-path")), "chats.jsonl"),
+    reader("prompts", PROMPTS, json_lines, lambda folder: read_prompts([], folder / "p.jsonl", BYTES, 257), "p.jsonl"),
     reader("haystack", b"some text\nto hide in\n", text, lambda folder: read_ids(BYTES, "file", "--eval-haystack")),
     reader(
         "sparse_pattern", as_json(SPARSE), bare_json,

@@ -7,9 +7,10 @@ import os
 
 import pytest
 
-from tests.fuzz import harness
-from tests.fuzz.data_readers import READERS
+from tests.fuzz import data_readers, harness, tokenizer_readers
 from tests.fuzz.test_checkpoint_bytes import check
+
+READERS = [*data_readers.READERS, *tokenizer_readers.READERS]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)

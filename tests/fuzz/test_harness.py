@@ -78,16 +78,23 @@ def die(folder):
     faulthandler._sigsegv()
 
 
+class Unprintable(Refusal):
+    """A refusal that shows what it quotes as it is."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 def two_lines(folder):
-    raise Refusal("a\nb")
+    raise Unprintable("a\nb")
 
 
 def colours(folder):
-    raise Refusal("\x1b[31m")
+    raise Unprintable("\x1b[31m")
 
 
 def endless(folder):
-    raise Refusal("x" * 10_000)
+    raise Unprintable("x" * 10_000)
 
 
 def spin(folder):

@@ -18,6 +18,7 @@ from megatron.training.data.chats.pack import epoch, pack
 from megatron.training.data.chats.read import Chat, read_chats
 from megatron.training.data.chats.template import ChatTemplate
 from megatron.training.data.datasets import build_datasets
+from megatron.training.data.reading import DataError
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.chats import TEMPLATES, conversation, make_tokenizer, sentence, strip_marks, write_chats
@@ -224,6 +225,10 @@ def test_the_tokens_are_kept_and_made_anew_when_anything_changes(tmp_path, folde
     template.write_text(TEMPLATES["llama3"])
     build(sft_tokenizer_prompt_format=str(template))
     assert len(list((tmp_path / "index-cache").iterdir())) == 2
+    tokens = np.load(cache / "tokens.npy")
+    np.save(cache / "tokens.npy", tokens + 10**6)  # damaged on the disk
+    with pytest.raises(DataError, match=r"chats.jsonl, line \d holds token id 10\d+, outside the \d+ ids of"):
+        [build()[n] for n in range(2)]
     (cache / "lines.npy").write_bytes(b"no numbers")
     with pytest.raises(Refusal, match="holds no tokens of chats"):
         build()

@@ -66,19 +66,20 @@ def test_one_process_has_no_neighbour():
 
 def test_a_folder_is_this_runs_alone(tmp_path: Path):
     save, memory = tmp_path / "c", tmp_path / "memory"
-    run = copies._id(str(save))
-    assert run == copies._id(str(save)) and len(run) == 32
+    save.mkdir()
+    run = copies._id(str(save), "0" * 32)
+    assert run == copies._id(str(save), "1" * 32) == "0" * 32
     found, _ = settings(f"--non-persistent-local-ckpt-dir {memory}", folder=str(save))
     folder = copies._folder(found, run)
     assert folder.named == memory / f"run-{run}" and folder.named.stat().st_mode & 0o777 == 0o700
     assert memory.stat().st_mode & 0o777 == 0o700
     assert copies._folder(found, run).at.samefile(folder.named)  # another rank of this node
-    (save / copies.ID).unlink()  # somebody cleared the folder: a new run, which old copies are not of
-    assert copies._id(str(save)) != run
-    (save / copies.ID).write_text("../../../etc/0123456789012345678")
+    (save / copies.COPIES).unlink()  # somebody cleared the folder: a new run, which old copies are not of
+    assert copies._id(str(save), "1" * 32) != run
+    (save / copies.COPIES).write_text("../../../etc/0123456789012345678")
     with pytest.raises(Refusal, match="remove it"):
-        copies._id(str(save))
-    found.non_persistent_local_ckpt_dir = str(save / copies.ID)
+        copies._id(str(save), run)
+    found.non_persistent_local_ckpt_dir = str(save / copies.COPIES)
     with pytest.raises(Refusal, match="--non-persistent-local-ckpt-dir .* cannot be written to"):
         copies._folder(found, "y")
 

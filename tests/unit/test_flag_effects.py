@@ -195,7 +195,7 @@ SHOWN = {
     "valid_weighted_split_paths_path test_weighted_split_paths test_weighted_split_paths_path "
     "data_args_path data_file_list per_split_data_args_path "
     "data_path train_data_path valid_data_path test_data_path split data_cache_path "
-    "mock_data mmap_bin_files num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
+    "mock_data num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
     "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",
     "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
@@ -230,6 +230,7 @@ SHOWN = {
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
     "tests/unit/test_jitter.py": "dry_run_jitter",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
+    "tests/distributed/test_network.py": "network_interface",
     "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
     "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "
     "exit_duration_in_mins dry_run_every_layer dry_run_trace_events",
@@ -312,7 +313,7 @@ def test_every_setting_has_its_effect_shown():
         "--no-save-optim --no-save-rng",
         "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir a --replication",
         "--replication-jump 2 --replication-factor 3",
-        "--split 9,1,0 --data-cache-path a --no-mmap-bin-files --num-dataset-builder-threads 2",
+        "--split 9,1,0 --data-cache-path a --num-dataset-builder-threads 2",
         "--vocab-file a --merge-file b --tokenizer-type NullTokenizer",
         "--fim-rate 0.1 --fim-spm-rate 0.1 --fim-no-prefix a --fim-pad-token b",
         "--tiktoken-pattern v2 --tiktoken-num-special-tokens 5",
@@ -343,7 +344,7 @@ def test_what_is_read_has_no_note():
 
 
 def test_process_groups(monkeypatch: pytest.MonkeyPatch):
-    """--distributed-timeout-minutes and --distributed-backend come where the groups are made."""
+    """--distributed-timeout-minutes, --distributed-backend and --network-interface come where groups are made."""
     from megatron.training import setup
 
     class Asked(Exception):
@@ -357,9 +358,14 @@ def test_process_groups(monkeypatch: pytest.MonkeyPatch):
             setup.start(parse(f"{BASE} --train-iters 20 --device cpu {flags}".split(), world_size=1))
         return caught.value.args[0]
 
+    worlds: list[tuple] = []
+    monkeypatch.setattr(setup, "initialize_world", lambda *asked: worlds.append(asked) or "")
     monkeypatch.setattr(setup, "initialize_grid", look)
     assert ask("")["timeout_minutes"] == 10 and ask("--distributed-timeout-minutes 3")["timeout_minutes"] == 3
     assert ask("--distributed-backend gloo")["backend"] == "gloo"
+    assert ask("--network-interface eth0") and worlds == [("gloo", minutes, None) for minutes in (10, 3, 10)] + [
+        ("gloo", 10, "eth0")
+    ]
     with pytest.raises(Refusal, match="--distributed-backend nccl"):
         ask("--distributed-backend nccl")
 

@@ -160,7 +160,7 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"attention_kernel": "fa3"}, "attention_kernel: must be auto, flash_attn"),
         ({"dtype": "int8"}, "dtype: must be bf16 or fp32"),
         ({"name": 3}, "name: must be text"),
-        ({"extends": 3}, "extends: give the name of a known machine"),
+        ({"extends": 3}, "extends: give a known machine's name or the path of a file"),
         ({"extends": "V100"}, "extends: V100: unknown; known are A100-40G"),
         ({"extends": "bad.json"}, "extends: a file cannot build on itself"),
     ],

@@ -123,6 +123,18 @@ def test_an_error_of_its_own_is_told_to_the_others_and_keeps_its_traceback():
     assert beats.table()[1] is None
 
 
+@pytest.mark.usefixtures("sigterm_as_before")
+def test_the_first_rank_that_ends_the_job_says_why_and_the_others_say_nothing(capsys):
+    store = dist.HashStore()
+    first, second, third = (Heartbeat(Grid(), 600, store, rank, 3, every=0.01) for rank in range(3))
+    assert not third._ending()
+    first.end("error: bad data")
+    second.end("error: bad data as well")
+    assert capsys.readouterr().err == f"error: bad data (rank 0 on {this_process().host})\n"
+    assert third.failed(RuntimeError("[gloo] connection closed by peer")) == []  # a rank that did not wait has ended
+    assert store.add("heartbeat/left", 0) == 2
+
+
 def test_a_stack_that_moves_while_it_is_read(monkeypatch):
     """A frame between two lines has no number; whatever a look meets, the beat goes on."""
     code = types.SimpleNamespace(co_filename=__file__, co_name="step")

@@ -17,12 +17,16 @@ from safetensors.torch import load_file, save_file
 
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.parser import parse
+from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import files, llama, tensors
 from megatron.training.checkpoint.hugging_face.folders import HEADERS
 from megatron.training.checkpoint.hugging_face.rope import LLAMA3 as FIXED
+from megatron.training.checkpoint.megatron_lm.checked import examine
+from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from pretrain_llama import LLAMA
+from tools import check_checkpoint
 from tools.convert_hf import main
 
 RUN = ["--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"]
@@ -74,7 +78,8 @@ def ours(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """What a model's folder holds beside our list of checksums."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "checksums.json"}
 
 
 def there_and_back(source: Path, tmp_path: Path) -> Path:
@@ -223,6 +228,7 @@ def test_what_changed_in_training_is_in_config_json(tmp_path: Path, ours: Path, 
     common = torch.load(trained / "release" / "common.pt", weights_only=False)
     common["config"]["model"] |= {"max_position_embeddings": 4096, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
     torch.save(common, trained / "release" / "common.pt")
+    list_files(trained / "release")
     assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back"), "--dtype", "bf16"]) == 0
     assert "note: max_position_embeddings 128 of the original config.json is now 4096" in capsys.readouterr().out
     before, after = (json.loads((path / "config.json").read_text()) for path in (small, tmp_path / "back"))
@@ -436,17 +442,41 @@ def edit_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> Non
     common = torch.load(folder / "release" / "common.pt", weights_only=False)
     change(common)
     torch.save(common, folder / "release" / "common.pt")
+    list_files(folder / "release")
+
+
+def change_headers(folder: Path, text: str) -> None:
+    (folder / "hf" / HEADERS).write_text(text)
+    list_files(folder / "hf")
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """One bit, of the exponent of an fp32 number that ends at this byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << 6
+    path.write_bytes(data)
+
+
+def flip_a_weight(folder: Path) -> None:
+    """In our checkpoint, where nothing but the list can tell: not in a header of torch's."""
+    weight = StoredTensors(examine(folder / "release")).read("output_layer.weight", (0, 0), (67, 16))
+    path = folder / "release" / "__0_0.distcp"
+    flip(path, path.read_bytes().index(weight.numpy().tobytes()) + 3)
 
 
 LOST: list[tuple[Callable[[Path], object], str]] = [
     (shutil.rmtree, "no checkpoint there (latest_checkpointed_iteration.txt is missing)"),
     (lambda f: (f / "release" / "metadata.json").unlink(), "is missing or incomplete"),
-    (lambda f: (f / "release" / "common.pt").write_bytes(b"x"), "cannot be read: "),
-    (lambda f: (f / "release" / "common.pt").unlink(), "cannot be read: "),
-    (lambda f: (f / "release" / "__0_0.distcp").unlink(), "cannot be read: "),
-    (lambda f: truncate(f / "release" / "__0_0.distcp", 9000), "cannot be read: "),
-    (lambda f: truncate(f / "release" / ".metadata", 200), "cannot be read: "),
-    (lambda f: (f / "hf" / HEADERS).write_text('{"a": "b"}'), "its header cannot be read"),
+    (lambda f: (f / "release" / "common.pt").write_bytes(b"x"), "common.pt has 1 bytes"),
+    (lambda f: (f / "release" / "common.pt").unlink(), "common.pt is missing"),
+    (lambda f: (f / "release" / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    (lambda f: truncate(f / "release" / "__0_0.distcp", 9000), "__0_0.distcp has 9000 bytes"),
+    (lambda f: truncate(f / "release" / ".metadata", 200), ".metadata has 200 bytes"),
+    (lambda f: (f / "hf" / HEADERS).write_text('{"a": "b"}'), f"{HEADERS} has 10 bytes"),
+    (lambda f: change_headers(f, '{"a.safetensors": "b"}'), "its header cannot be read"),
+    (flip_a_weight, "__0_0.distcp is not what was written"),
+    (lambda f: (f / "release" / "checksums.json").unlink(), "checksums.json is missing"),
+    (lambda f: (f / "release" / "checksums.json").write_text("{}"), "checksums.json names no files"),
     (lambda f: edit_common(f, lambda c: c.pop("config")), "was not written by this program"),
     (lambda f: edit_common(f, lambda c: c["config"]["model"].update(num_layers=4)), "is [3, 16], and [4, 16]"),
     (lambda f: edit_common(f, lambda c: c["config"]["model"].update(add_bias_linear=True)), "not those of a Llama"),
@@ -460,6 +490,51 @@ def test_refuses_checkpoints(tmp_path: Path, ours: Path, capsys, damage: Callabl
     source = shutil.copytree(ours, tmp_path / "in")
     damage(source)
     assert message in refused(capsys, tmp_path, "--from", source, "--to-hf", tmp_path / "back")
+
+
+def test_what_we_write_for_transformers_is_compared_and_may_get_another_tokenizer(
+    tmp_path: Path, ours: Path, small: Path, capsys
+) -> None:
+    folder, again = tmp_path / "folder", ("--to", tmp_path / "again")
+    assert main(["--from", str(ours), "--to-hf", str(folder)]) == 0
+    listed = json.loads((folder / "checksums.json").read_text())["files"].keys()
+    assert listed == {"config.json", files.INDEX, *(path.name for path in folder.glob("*.safetensors"))}
+    assert "not checked" not in capsys.readouterr().out
+    assert main(["--from-hf", str(small), "--to", str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out.count(f"not checked: {small} has no checksums\n") == 1
+    (folder / "tokenizer.json").write_text('{"another": "one"}')
+    assert main(["--from-hf", str(folder), "--to", str(tmp_path / "compared")]) == 0
+    assert "not checked" not in capsys.readouterr().out
+    assert not (tmp_path / "compared" / "hf" / "tokenizer.json").read_text() == (small / "tokenizer.json").read_text()
+
+    flip(second(folder))
+    line = refused(capsys, tmp_path, "--from-hf", folder, *again)
+    assert f"{second(folder)} is not what was written" in line and f"check_checkpoint.py {folder} --write-list" in line
+    flip(second(folder))
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace(" 128", " 256"))
+    assert "config.json is not what was written" in refused(capsys, tmp_path, "--from-hf", folder, *again)
+    assert check_checkpoint.main([str(folder)]) == 2
+    assert check_checkpoint.main([str(folder), "--write-list"]) == 0
+    assert check_checkpoint.main([str(folder)]) == 0
+    assert main(["--from-hf", str(folder), "--to", str(tmp_path / "again")]) == 0
+    assert "--max-position-embeddings 256" in capsys.readouterr().out
+
+
+def test_the_files_of_a_checkpoint_are_compared_without_loading_it(tmp_path: Path, ours: Path, capsys) -> None:
+    source = shutil.copytree(ours, tmp_path / "in")
+    for folder in (source, source / "release", source / "hf"):
+        assert check_checkpoint.main([str(folder)]) == 0
+        assert " files are as they were written\n" in capsys.readouterr().out
+    flip_a_weight(source)
+    assert check_checkpoint.main([str(source)]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: checkpoint ") and "__0_0.distcp is not what was written" in line
+    assert line.count("\n") == 1
+    shutil.rmtree(source / "release")
+    for folder in (source, tmp_path, tmp_path / "nothing"):
+        assert check_checkpoint.main([str(folder)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_no_such_iteration(tmp_path: Path, ours: Path, capsys) -> None:

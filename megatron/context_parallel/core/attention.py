@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
@@ -112,15 +113,14 @@ class ContextParallelAttention(MegatronModule):
             raise ValueError("attention_bias is a tensor over all pairs, which is never made: AttentionRule has ALiBi")
         if num_splits not in (None, 1):
             raise ValueError(f"num_splits={num_splits} is an option of flash-attn's kernel: leave it out")
-        rule = self.rule
-        if attn_mask_type not in (None, self.mask_type):
-            rule = replace(rule, mask=self._mask(attn_mask_type))
+        # In a recomputed layer core passes the type through a tensor, which has no number in a simulation.
+        kind = self.mask_type if attn_mask_type is None or is_fake(query) else attn_mask_type
+        rule = self.rule if kind == self.mask_type else replace(self.rule, mask=self._mask(kind))
         if query.dim() == 3:  # as core passes packed sequences
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if packed_seq_params is not None and not self.settings.separate:
             raise ValueError("packed_seq_params separates documents, AttentionSettings(separate=False) does not")
         seen = with_packed(samples(attention_mask), packed_seq_params, rule.mask)
-        kind = attn_mask_type or self.mask_type
         if kind in PADDED and not seen.ends:
             raise ValueError(f"attn_mask_type={kind.name}: packed_seq_params must say which tokens are padding")
         if seen.ends and query.size(1) != len(seen.ends):

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.platform.meeting import meet
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -196,18 +198,28 @@ def model_size(*, ulysses: int, ring: int, tensor: int, pipeline: int) -> int:
     return model
 
 
-def initialize_world(backend: str | None, timeout_minutes: float) -> None:
-    """Initialize torch.distributed, if it is not yet, from the environment; without torchrun, a world of one."""
+def initialize_world(backend: str | None, timeout_minutes: float, interface: str | None = None) -> str:
+    """Initialize torch.distributed, if it is not yet, from the environment; without torchrun, a world of one.
+
+    Args:
+        interface: network interface of every node; default as :mod:`megatron.platform.interfaces` chooses.
+
+    Returns:
+        A line that says which interfaces are used; empty where there is nothing to say.
+
+    Raises:
+        Unusable: on every rank; the nodes cannot reach each other over these interfaces.
+    """
     if dist.is_initialized():
-        return
+        return ""
     timeout = timedelta(minutes=timeout_minutes)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return meet(backend, timeout, interface)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return ""
 
 
 def _connect(ring: dist.ProcessGroup | None) -> None:

@@ -28,7 +28,7 @@ CHECKPOINT_WINS = (
     "attention_dropout",
     "hidden_dropout",
 )
-ShapeOf = Callable[[str, int | None], dict[str, Any] | None]
+ShapeOf = Callable[[str, int | None, bool], dict[str, Any] | None]
 
 
 def take_checkpoint_args(config: Config, given: Collection[str], shape_of: ShapeOf) -> None:
@@ -46,10 +46,12 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
     settings = config.checkpoint
     if settings.load is None and settings.pretrained_checkpoint is None:
         raise Refusal("--use-checkpoint-args: from which checkpoint? Give --load or --pretrained-checkpoint")
-    saved = shape_of(settings.load, settings.ckpt_step) if settings.load else None
+    saved = None
+    if settings.load:
+        saved = shape_of(settings.load, settings.ckpt_step, settings.skip_damaged_checkpoints)
     folder = settings.load
     if saved is None and settings.pretrained_checkpoint:
-        folder, saved = settings.pretrained_checkpoint, shape_of(settings.pretrained_checkpoint, None)
+        folder, saved = settings.pretrained_checkpoint, shape_of(settings.pretrained_checkpoint, None, False)
     if saved is None:
         config.notes.append(f"--use-checkpoint-args: {folder} has no checkpoint yet, so the flags count")
         return

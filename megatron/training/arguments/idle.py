@@ -96,7 +96,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "--mock-data makes its tokens itself",
         lambda c: not c.data.mock_data,
-        "data.split data.data_cache_path data.mmap_bin_files data.num_dataset_builder_threads",
+        "data.split data.data_cache_path data.num_dataset_builder_threads",
     ),
     (
         "--tokenizer-type GPT2BPETokenizer or QwenTokenizer reads it",
@@ -113,7 +113,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "--sft keeps tokens in files of its own",
         lambda c: not c.data.sft,
-        "data.mmap_bin_files data.num_dataset_builder_threads",
+        "data.num_dataset_builder_threads",
     ),
     ("--lora-rank reads it", lambda c: c.model.lora_rank is not None, "model.lora_alpha model.lora_targets"),
     (

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -10,32 +11,36 @@ from typing import Any
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.hugging_face import kinds, llama
 from megatron.training.checkpoint.megatron_lm.args import namespace, settings_of
-from megatron.training.checkpoint.megatron_lm.common_file import read_common
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
+from megatron.training.checkpoint.shelf import checkpoints_before
 from megatron.training.refusal import Refusal
 
 OWN = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform", "fp8_format")
 
 
-def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | None:
+def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) -> dict[str, Any] | None:
     """Settings of :class:`ModelConfig`, and ``seq_length``, of the checkpoint that ``--load folder`` would load.
 
     None where ``folder`` has no checkpoint, as in Megatron-LM, which then goes on with the flags.
 
     Args:
         step: ``--ckpt-step``.
+        skip: ``--skip-damaged-checkpoints``.
 
     Raises:
         Refusal: it cannot be read, says nothing of its model, or is of one that is not built here.
     """
-    path = checkpoint_path(Path(folder), step)
+    path = checkpoint_path(Path(folder), step, whole=not skip)
     if path is None:
         return None
     known = {field.name for field in fields(ModelConfig)} - set(OWN)
     if is_hugging_face(path):
-        model = kinds.described(llama.read_config(path / "config.json"), path / "config.json").settings
+        where = glance(path, "config.json").file("config.json")
+        model = kinds.described(llama.read_config(where), where).settings
         return {name: value for name, value in asdict(model).items() if name in known}
-    common = read_common(path)
+    checked = _first_whole(path, skip)
+    path, common = checked.path, checked.common()
     if "config" not in common:
         args = namespace(common.get("args"), path)
         length = {"seq_length": args["seq_length"]} if isinstance(args.get("seq_length"), int) else {}
@@ -47,6 +52,19 @@ def shape_of(folder: str | Path, step: int | None = None) -> dict[str, Any] | No
     if "bias_gelu_fusion" not in model:  # before there was that flag, GELU was always by tanh
         model["openai_gelu"] = True
     length = saved.get("data", {}).get("seq_length")
-    if type(length) is not int:
+    if length is not None and type(length) is not int:
         raise Refusal(f"checkpoint {path} does not say its --seq-length")
-    return model | {"seq_length": length}
+    return model | {"seq_length": saved["data"]["seq_length"]}
+
+
+def _first_whole(path: Path, skip: bool) -> Checked:
+    """The settings in ``path``, or in the next older checkpoint where they are damaged and that may be skipped."""
+    try:
+        return glance(path, COMMON)
+    except Refusal:
+        number = path.name.removeprefix("iter_")
+        if skip and number.isdigit():
+            for _, older in checkpoints_before(path.parent, int(number)):
+                with suppress(Refusal):
+                    return glance(older, COMMON)
+        raise

@@ -29,10 +29,12 @@ from megatron.training.checkpoint.checksums import unchanged
 from megatron.training.checkpoint.foreign import open_foreign
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import incoming
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
+from megatron.training.checkpoint.owner import Owner
 from megatron.training.checkpoint.pieces import METADATA, Places, find_places
-from megatron.training.checkpoint.reading import load_common, load_state
+from megatron.training.checkpoint.reading import load_state
 from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.same_model import check_model
 from megatron.training.checkpoint.saving import Save
@@ -75,12 +77,14 @@ def begin_save(
     config: Config,
     after: Callable[[], Any] = lambda: None,
     validation_loss: float | None = None,
+    owner: Owner | None = None,
 ) -> Save:
     """The same as far as all ranks take part; :class:`Save` does the rest.
 
     Args:
         after: called on rank 0 when the checkpoint is there.
         validation_loss: of these weights, if they were evaluated.
+        owner: of the folder; None where nobody else can be saving there.
     """
 
     def describe() -> dict[str, Any]:
@@ -90,27 +94,31 @@ def begin_save(
     beside = {}
     if validation_loss is not None:
         beside[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
-    return Save(Path(folder) / f"iter_{progress.iteration:07d}", describe, dict(METADATA), after, beside)
+    final = Path(folder) / f"iter_{progress.iteration:07d}"
+    return Save(final, describe, dict(METADATA), after, beside, owner, progress.run)
 
 
-def find(settings: CheckpointConfig) -> Path | None:
+def find(settings: CheckpointConfig, notes: list[str] | None = None) -> Path | None:
     """The checkpoint that ``--load`` (or else ``--pretrained-checkpoint``) means, None where there is none.
 
+    Args:
+        notes: where a line goes if it is not the one that its folder names as the latest.
+
     Raises:
-        Refusal: it was asked for by name and is not there.
+        Refusal: it was asked for by name and is not there, or it is not clear which is the latest.
     """
     if settings.load:
         folder, step = Path(settings.load), settings.ckpt_step
         if settings.universal_checkpoint:
             found = universal_path(folder, step)
         else:
-            found = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints)
+            found = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints, notes=notes)
         if found:
             return found
         if settings.exit_on_missing_checkpoint:
             raise Refusal(f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is set")
     if settings.pretrained_checkpoint:
-        found = checkpoint_path(Path(settings.pretrained_checkpoint), None)
+        found = checkpoint_path(Path(settings.pretrained_checkpoint), None, notes=notes)
         if found is None:
             raise Refusal(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
         return found
@@ -118,7 +126,7 @@ def find(settings: CheckpointConfig) -> Path | None:
 
 
 def load(
-    path: Path,
+    path: Checked,
     chunks: Sequence[nn.Module],
     optimizer: MegatronOptimizer | None,
     schedule: OptimizerParamScheduler | None,
@@ -132,7 +140,7 @@ def load(
     Raises:
         Refusal: the checkpoint is of another model, or another job removed or replaced it meanwhile.
     """
-    with unchanged(path), readable(path):
+    with unchanged(path.path), readable(path.path):
         return _load(path, chunks, optimizer, schedule, config)
 
 
@@ -145,12 +153,12 @@ def _load(
 ) -> Progress:
     settings = config.checkpoint
     theirs = open_foreign(path)
-    common = theirs.common if theirs else load_common(path)
-    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
+    common = theirs.common if theirs else path.common()
+    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.path.parent
     weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
     model = theirs.model if theirs else common.get("config", {}).get("model", {})
-    check_model(model, config, path, weights_only)
-    anew = begin_anew(model, config.model, path, weights_only)
+    check_model(model, config, path.path, weights_only)
+    anew = begin_anew(model, config.model, path.path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if theirs:
         incoming.check_vocabulary(theirs, here, config)
@@ -187,7 +195,7 @@ def _load(
     if with_optimizer:
         load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
-            load_schedule(schedule, loaded, path)
+            load_schedule(schedule, loaded, path.path)
     elif optimizer is not None:
         optimizer.reload_model_params()
     if with_rng:
@@ -195,16 +203,16 @@ def _load(
     return Progress() if weights_only else _progress(theirs, common)
 
 
-def progress_in(path: Path, settings: CheckpointConfig) -> Progress:
+def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
     """How far a run that loads this checkpoint has come."""
-    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.parent
+    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.path.parent
     if settings.finetune or pretrained:
         return Progress()
     theirs = open_foreign(path)
     if theirs and theirs.weights_alone:
         return Progress()
-    with readable(path):
-        return _progress(theirs, {} if theirs else load_common(path))
+    with readable(path.path):
+        return _progress(theirs, {} if theirs else path.common())
 
 
 def _progress(theirs: incoming.Theirs | None, common: dict[str, Any]) -> Progress:

@@ -1,154 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint's files are those that were written: sizes and CRC-32 of all of them, looked at before loading.
+"""The way to a checkpoint that can be read: its files are compared with what was written, or an older one is taken.
 
-``checksums.json`` lists them. Of a checkpoint without it, which an earlier version or another program wrote, only the
-sizes can be told, from ``.metadata``.
+The comparison is that of ``megatron_lm/checked.py``. Ranks share the work; a program of one process does it alone.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.training.arguments.config import CheckpointConfig
+from megatron.training.checkpoint.hugging_face import files
+from megatron.training.checkpoint.hugging_face.folders import HEADERS
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.shelf import checkpoints_before
-from megatron.training.checkpoint.writer import Sum, write_bytes
-from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, examine, files_of, way_out
+from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, HUGGING_FACE, Damaged, FileList, sum_of
+from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
+from megatron.training.checkpoint.shelf import VALIDATION, checkpoints_before
+from megatron.training.checkpoint.writer import write_bytes
 from megatron.training.refusal import Refusal
 
-CHECKSUMS = "checksums.json"
-BLOCK = 1 << 22  # bytes read at once
+
+def write_list(path: Path, listed: FileList) -> None:
+    """Write ``checksums.json`` next to the files that it names, in the folder ``path``. Raises OSError."""
+    write_bytes(path / CHECKSUMS, listed.packed(), {})
 
 
-def write_sums(folder: Path, sums: Mapping[str, Sum]) -> None:
-    """List all other files of a checkpoint. Raises OSError."""
-    listed = {name: asdict(one) for name, one in sorted(sums.items())}
-    write_bytes(folder / CHECKSUMS, json.dumps(listed, indent=1).encode(), {})
+def list_files(path: Path) -> FileList:
+    """List the files of a checkpoint of ours, or of a Hugging Face folder, as they are now: each is read for its sum.
+
+    Of a Hugging Face folder only weights and settings are listed: a tokenizer may be changed. The caller syncs the list
+    to the disk; converters sync their whole folder.
+
+    Raises:
+        Refusal: the checkpoint's own description of its files cannot be read.
+        OSError: a file is missing or cannot be read, or the list cannot be written.
+    """
+    if is_hugging_face(path):
+        names = {"config.json", files.INDEX, HEADERS} & {file.name for file in path.iterdir()}
+        names |= {file.name for file in path.glob("*.safetensors")}
+        about: dict[str, Any] = {"form": HUGGING_FACE}
+    else:
+        names, number = files_of(path), path.name.removeprefix("iter_")
+        names |= {VALIDATION} & {file.name for file in path.iterdir()}
+        common = unpickle.read(path / COMMON)
+        progress = common.get("progress") if isinstance(common, dict) else None
+        run = progress.get("run", "") if isinstance(progress, dict) else ""
+        about = {"folder": path.name, "iteration": int(number) if number.isdigit() else None, "run": run}
+    listed = FileList({name: sum_of(path / name) for name in names}, **about)
+    (path / CHECKSUMS).write_bytes(listed.packed())
+    return listed
 
 
 def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
     """What is wrong with the files of a checkpoint, in one line that names the first one; None if nothing is.
 
     Args:
-        share, shares: read the contents of one file in ``shares``. Sizes are looked at of all.
+        share, shares: as in :func:`examine`.
     """
-    if path.name.startswith("iter_") and not (path / "metadata.json").exists():
-        return f"{path / 'metadata.json'} is missing"
     try:
-        sums = _listed(path)
-        if sums is None:
-            return _no_json(path / "metadata.json") or _too_short(path)
-        for name, listed in sums.items():
-            size = (path / name).stat().st_size
-            if size != listed.size:
-                return f"{path / name} has {size} bytes, {listed.size} were written"
-        for name in [name for number, name in enumerate(sums) if number % shares == share]:
-            if _crc32(path / name) != sums[name].crc32:
-                return f"{path / name} is not what was written (its CRC-32 differs)"
-    except FileNotFoundError as error:
-        return f"{error.filename} is missing"
-    except OSError as error:
-        return f"{error.filename or path}: {error.strerror or error}"
+        examine(path, share, shares)
+    except Damaged as found:
+        return str(found)
     return None
 
 
-def _listed(path: Path) -> dict[str, Sum] | None:
-    if not (path / CHECKSUMS).exists():
-        return None
-    try:
-        found = {name: Sum(**one) for name, one in parse_json(read_bytes(path / CHECKSUMS)).items()}
-        if any(type(number) is not int for one in found.values() for number in (one.size, one.crc32)):
-            raise ValueError
-        return found
-    except (ValueError, TypeError, AttributeError):
-        raise OSError(0, "cannot be read", str(path / CHECKSUMS)) from None
-
-
-def _no_json(path: Path) -> str | None:
-    """A file in which there is something else; None if there is none."""
-    if not path.exists():
-        return None
-    try:
-        readable = isinstance(parse_json(read_bytes(path)), dict)
-    except ValueError:
-        readable = False
-    return None if readable else f"{path} cannot be read"
-
-
-def _too_short(path: Path) -> str | None:
-    """Files that end before the last tensor that should lie in them."""
-    if not (path / ".metadata").exists():
-        return None  # another form, whose reader says what is missing
-    try:
-        places = unpickle.read_metadata(path / ".metadata").storage_data.values()
-        ends: dict[str, int] = {}
-        for place in places:
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    except (Refusal, AttributeError, TypeError) as error:
-        return str(error) if isinstance(error, Refusal) else f"{path / '.metadata'} cannot be read"
-    for name, end in ends.items():
-        size = (path / name).stat().st_size
-        if size < end:
-            return f"{path / name} has {size} bytes, at least {end} were written"
-    return None
-
-
-def _crc32(path: Path) -> int:
-    sum_, block = 0, bytearray(BLOCK)
-    view = memoryview(block)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            sum_ = zlib.crc32(view[:count], sum_)
-    return sum_
-
-
-def choose_whole(found: Path, settings: CheckpointConfig, notes: list[str]) -> Path:
+def choose_whole(found: Path, settings: CheckpointConfig, notes: list[str]) -> Checked:
     """``found`` if it is whole; else the next older one if that was asked for. All ranks call it, each reads its share.
 
     Args:
-        notes: where a line goes that says what was passed over.
+        notes: where a line goes that says what was passed over, or could not be checked.
 
     Raises:
         Refusal: on every rank; ``found`` is damaged, with the way to take the next older whole one.
     """
-    wrong = _damage_together(found)
-    if wrong is None:
-        return found
+    checked = _together(found)
+    if isinstance(checked, str):
+        checked = _older(found, checked, settings, notes)
+    if checked.unchecked:
+        notes.append(f"not checked: {checked} has no checksums")
+    return checked
+
+
+def check(path: Path, notes: list[str]) -> Checked:
+    """The same for a program that converts ``path``, and takes no other one in its place.
+
+    Raises:
+        Refusal: it is damaged.
+    """
+    return choose_whole(path, CheckpointConfig(), notes)
+
+
+def _older(found: Path, wrong: str, settings: CheckpointConfig, notes: list[str]) -> Checked:
+    """The next older whole checkpoint in place of ``found``. Raises Refusal where it is not to be taken, or not there.
+
+    Args:
+        wrong: what is damaged.
+    """
     number = found.name.removeprefix("iter_")
     earlier = [list(checkpoints_before(found.parent, int(number)) if number.isdigit() else ())]
-    dist.broadcast_object_list(earlier)  # a folder in a network may look different to each
-    iteration, older = next((one for one in earlier[0] if _damage_together(one[1]) is None), (0, None))
+    if dist.is_initialized():
+        dist.broadcast_object_list(earlier)  # a folder in a network may look different to each
+    older = ((iteration, _together(path)) for iteration, path in earlier[0])
+    iteration, checked = next(((one, path) for one, path in older if isinstance(path, Checked)), (0, None))
     line = f"checkpoint {found} is damaged: {wrong}"
-    if older is None:
-        refusal = Refusal(f"{line}; there is no older whole one in {found.parent}")
-    elif settings.skip_damaged_checkpoints and found.parent == Path(settings.load):
+    if checked is None:
+        there = f"there is no older whole one in {found.parent}; " if number.isdigit() else ""
+        refusal = Refusal(f"{line}; {there}{way_out(found)}")
+    elif settings.skip_damaged_checkpoints and settings.load and found.parent == Path(settings.load):
         notes.append(
-            f"WARNING: {line}; --skip-damaged-checkpoints: going on from {older}, {int(number) - iteration} "
+            f"WARNING: {line}; --skip-damaged-checkpoints: going on from {checked}, {int(number) - iteration} "
             "iterations are done again"
         )
-        return older
+        return checked
     else:
-        refusal = Refusal(
-            f"{line}; the next older whole one is {older}: take it with --ckpt-step {iteration}, or have it taken with "
-            "--skip-damaged-checkpoints"
-        )
-    refusal.everywhere = True
+        skip = ", or have it taken with --skip-damaged-checkpoints" if settings.load else ""
+        refusal = Refusal(f"{line}; the next older whole one is {checked}: take it with --ckpt-step {iteration}{skip}")
+    refusal.everywhere = dist.is_initialized()
     raise refusal
-
-
-def _damage_together(path: Path) -> str | None:
-    """The first rank's complaint, on all ranks."""
-    told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, damage(path, dist.get_rank(), dist.get_world_size()))
-    return next((line for line in told if line), None)
 
 
 @contextmanager
@@ -182,3 +157,19 @@ def _fingerprint(path: Path) -> int | None:
         return zlib.crc32((path / CHECKSUMS).read_bytes())
     except OSError:
         return None
+
+
+def _together(path: Path) -> Checked | str:
+    """A checkpoint that every rank found whole in its share, or the first rank's complaint: the same on all ranks."""
+    alone = not dist.is_initialized()
+    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    checked, wrong = None, None
+    try:
+        checked = examine(path, rank, ranks)
+    except Damaged as found:
+        wrong = str(found)
+    told: list[Any] = [(wrong, checked is not None and checked.unchecked)] * ranks
+    if not alone:
+        dist.all_gather_object(told, told[0])
+    complaint = next((line for line, _ in told if line), None)
+    return complaint or replace(checked, unchecked=any(unchecked for _, unchecked in told))

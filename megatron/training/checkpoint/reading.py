@@ -38,13 +38,13 @@ from torch.futures import Future
 
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.megatron_lm.common_file import read_common
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.refusal import Refusal, together
 
 EXTRA_STATE = "_extra_state"
 
 
-def load_state(state: dict[str, Any], path: Path, *, whole_tensors_once: bool = True) -> dict[str, Any]:
+def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool = True) -> dict[str, Any]:
     """core's ``dist_checkpointing.load``. All ranks call it.
 
     Args:
@@ -53,27 +53,22 @@ def load_state(state: dict[str, Any], path: Path, *, whole_tensors_once: bool = 
     Raises:
         Refusal: on every rank; something is damaged or missing, has another shape, or could run code.
     """
-    with _refusals(path), readable(path):
+    with _refusals(path), readable(path.path):
         loaded = dist_checkpointing.load(
-            state, str(path), _LoadTensors(), _LoadCommon(), validate_access_integrity=whole_tensors_once
+            state, str(path), _LoadTensors(path), _LoadCommon(path), validate_access_integrity=whole_tensors_once
         )
     check_engine_states(loaded, path)
     return loaded
 
 
-def load_common(path: Path) -> dict[str, Any]:
-    """What is no tensor, and the same on all ranks. Raises Refusal."""
-    return read_common(path)
-
-
-def tensors_in(path: Path) -> dict[str, ShardedTensor]:
+def tensors_in(path: Checked) -> dict[str, ShardedTensor]:
     """Shapes and dtypes of all tensors. Raises Refusal."""
-    with _refusals(path), readable(path):
-        return _LoadTensors().load_tensors_metadata(path, _Reader(path).read_metadata())
+    with _refusals(path), readable(path.path):
+        return _LoadTensors(path).load_tensors_metadata(path.path, _Reader(path).read_metadata())
 
 
 @contextmanager
-def _refusals(path: Path) -> Iterator[None]:
+def _refusals(path: Checked) -> Iterator[None]:
     """A refusal from within torch's exceptions, as it was."""
     try:
         yield
@@ -89,11 +84,14 @@ def _refusals(path: Path) -> Iterator[None]:
 class _Reader(FileSystemReader):
     """PyTorch's, which reads the list of contents once, and list and contents through :mod:`unpickle`."""
 
-    _found: Metadata | None = None
+    def __init__(self, checked: Checked) -> None:
+        super().__init__(str(checked))
+        self._checked = checked
+        self._found: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         if self._found is None:
-            self._found = unpickle.read_metadata(Path(self.path) / ".metadata")
+            self._found = self._checked.metadata()
         return self._found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -101,7 +99,7 @@ class _Reader(FileSystemReader):
         for item in plan.items:
             of_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in of_file.items():
-            with unpickle.parts_of(Path(self.path) / name) as read:
+            with unpickle.parts_of(self._checked.file(name)) as read:
                 for item in items:
                     place = self.storage_data[item.storage_index]
                     data = read(place.offset, place.length)
@@ -134,12 +132,20 @@ class _Planner(MCoreLoadPlanner):
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
+    def __init__(self, checked: Checked) -> None:
+        super().__init__()
+        self._checked = checked
+
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return load_common(Path(checkpoint_dir))
+        return self._checked.common()
 
 
 class _LoadTensors(TorchDistLoadShardedStrategy):
     """core's strategy with the two above; it names its own in ``load``, which this follows line by line."""
+
+    def __init__(self, checked: Checked) -> None:
+        super().__init__()
+        self._checked = checked
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
         wanted = [part for part in nested_values(sharded_state_dict) if isinstance(part, ShardedTensor)]
@@ -149,7 +155,7 @@ class _LoadTensors(TorchDistLoadShardedStrategy):
         )
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
-        reader = _Reader(checkpoint_dir)
+        reader = _Reader(self._checked)
         together(reader.read_metadata)  # where torch meets an error there, it prints a traceback and tries other files
         _load_state_dict(state, reader, planner=planner)
         found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}

@@ -19,11 +19,16 @@ from megatron.training.refusal import Refusal, one_line
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """How far a run has come.
+
+    Attributes:
+        run: identity of the run, 32 hexadecimal digits; empty in checkpoints of November 2026 and before.
+    """
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_train_tokens: int = 0
+    run: str = ""
 
     def advance(self, samples: int, seq_length: int) -> None:
         """Count one step."""

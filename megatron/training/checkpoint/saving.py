@@ -32,8 +32,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.platform.streams import Event
 from megatron.training.checkpoint import shelf
-from megatron.training.checkpoint.checksums import write_sums
-from megatron.training.checkpoint.writer import HostCopies, Sum, Writer, packed, write_bytes
+from megatron.training.checkpoint.checksums import write_list
+from megatron.training.checkpoint.megatron_lm.file_list import FileList, Sum
+from megatron.training.checkpoint.owner import Owner
+from megatron.training.checkpoint.writer import HostCopies, Writer, packed, write_bytes
 from megatron.training.refusal import one_line
 
 
@@ -46,6 +48,8 @@ class Save:
         content: core's description of the state's form.
         after: called on rank 0 when the checkpoint is published, in the thread that did so.
         beside: small files by name, which rank 0 writes.
+        owner: of the folder; None where nobody else can be saving there.
+        run: identity of the run, which the list of files names; empty if it has none.
 
     Raises:
         OSError: on every rank; nothing can be written there.
@@ -58,8 +62,12 @@ class Save:
         content: dict[str, Any],
         after: Callable[[], Any],
         beside: Mapping[str, bytes] | None = None,
+        owner: Owner | None = None,
+        run: str = "",
     ) -> None:
-        self.final, self.partial, self.after, self.beside = final, shelf.partial_of(final), after, beside or {}
+        self._owner, self._token, self.run = owner, owner.token if owner else "", run
+        self.final, self.partial = final, shelf.partial_of(final, self._token)
+        self.after, self.beside = after, beside or {}
         self.copied = threading.Event()  # tensors may change from now on
         self._sums: dict[str, Sum] = {}
         self._results: list[Any] = []
@@ -69,6 +77,7 @@ class Save:
         self._first = dist.get_rank() == 0
         try:
             if self._first:
+                self._check_owner()
                 self.final.parent.mkdir(parents=True, exist_ok=True)
                 shelf.clear(self.final.parent)
                 self.partial.mkdir()
@@ -165,13 +174,22 @@ class Save:
             write_bytes(self.partial / CONFIG_FNAME, config.encode(), sums)
             for name, data in self.beside.items():
                 write_bytes(self.partial / name, data, sums)
-            write_sums(self.partial, sums)
-            shelf.publish(self.final)
+            number = self.final.name.removeprefix("iter_")
+            iteration = int(number) if number.isdigit() else None
+            write_list(self.partial, FileList(sums, folder=self.final.name, iteration=iteration, run=self.run))
+            self._check_owner()
+            shelf.publish(self.final, self._token)
         except Exception as problem:
             self._error = words(problem)
             return
         with suppress(OSError):  # what should have gone stays
+            self._check_owner()
             self.after()
+
+    def _check_owner(self) -> None:
+        """Raises OSError where another job has taken over the folder, or nobody can tell."""
+        if self._owner is not None:
+            self._owner.check()
 
     def _fail(self, errors: list[str | None]) -> None:
         """If any rank has failed, every rank raises: nobody is left waiting."""

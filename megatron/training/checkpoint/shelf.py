@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.platform.disk import sync_folder, sync_folders_up
-from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in
 from megatron.training.checkpoint.writer import write_bytes
+from megatron.training.disk import sync_folder, sync_folders_up
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
@@ -27,9 +27,13 @@ VALIDATION = "validation_loss.json"  # in a checkpoint whose iteration was evalu
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
-def partial_of(final: Path) -> Path:
-    """Where a checkpoint is written before it has its name."""
-    return final.with_name(f".{final.name}{PARTIAL}")
+def partial_of(final: Path, token: str = "") -> Path:
+    """Where a checkpoint is written before it has its name.
+
+    Args:
+        token: of the job that owns the folder, so that not even a job that has lost it writes to the same files.
+    """
+    return final.with_name(f".{final.name}{token and '.'}{token[:8]}{PARTIAL}")
 
 
 def check_writable(folder: str) -> None:
@@ -49,7 +53,7 @@ def check_writable(folder: str) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what saves and removals that were cut off have left. Raises OSError."""
+    """Remove what saves and removals that were cut off have left; for the owner of the folder. Raises OSError."""
     restore(folder)
     left = [path for suffix in (PARTIAL, REMOVED, REPLACED) for path in folder.glob(f".*{suffix}")]
     if left:
@@ -69,9 +73,13 @@ def restore(folder: Path) -> None:
             path.rename(final)
 
 
-def publish(final: Path) -> None:
-    """Give a checkpoint that is whole its name, and make it the latest. Raises OSError."""
-    folder, partial = final.parent, partial_of(final)
+def publish(final: Path, token: str = "") -> None:
+    """Give a checkpoint that is whole its name, and make it the latest. Raises OSError.
+
+    Args:
+        token: as for :func:`partial_of`.
+    """
+    folder, partial = final.parent, partial_of(final, token)
     sync_folder(partial)
     if not (final.exists() and _exchange(partial, final)):
         if final.exists():  # no exchange on this file system
@@ -81,7 +89,7 @@ def publish(final: Path) -> None:
         sync_folder(folder)
     else:  # the first one here: the folder may be new as well
         sync_folders_up(folder)
-    beside = folder / f".{TRACKER}{PARTIAL}"
+    beside = partial_of(folder / TRACKER, token)
     write_bytes(beside, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
     beside.rename(folder / TRACKER)
     sync_folder(folder)
@@ -99,12 +107,9 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def checkpoints_before(folder: Path, iteration: int) -> Iterator[tuple[int, Path]]:
     """(iteration, path) of what look like checkpoints of earlier iterations, the newest first."""
-    found = []
-    for path in folder.glob("iter_[0-9]*"):
-        number = path.name.removeprefix("iter_")
-        if number.isdigit() and int(number) < iteration:  # not ours: iter_0000010.bak
-            found.append((int(number), path))
-    yield from sorted(found, reverse=True)
+    for number, path in reversed(checkpoints_in(folder).items()):
+        if number < iteration:
+            yield number, path
 
 
 def validation_loss(path: Path) -> float:

@@ -15,7 +15,6 @@ import pickle
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.context_parallel.fpdt.host_pool import HostPool
 from megatron.platform.streams import COMPUTE, STORES, Event, Streams
+from megatron.training.checkpoint.megatron_lm.file_list import Sum
 
 BUFFER = 1 << 20  # bytes gathered of small writes
-
-
-@dataclass(frozen=True)
-class Sum:
-    """What a file is to be recognised by."""
-
-    size: int  # bytes
-    crc32: int
 
 
 class _Summed(io.FileIO):
@@ -108,7 +100,7 @@ class Writer(FileSystemWriterAsync):
         if not self.parts:
             return []
         name = f"{self.prefix}0{filesystem.DEFAULT_SUFFIX}"
-        with new_file(Path(self.checkpoint_dir) / name, sums) as file, _without_inner_sums():
+        with new_file(Path(self.checkpoint_dir) / name, sums) as file, without_inner_sums():
             return [self._write_item(file, name, item, data) for item, data in self.parts]
 
     def _write_item(
@@ -137,7 +129,7 @@ class Writer(FileSystemWriterAsync):
 
 
 @contextmanager
-def _without_inner_sums() -> Iterator[None]:
+def without_inner_sums() -> Iterator[None]:
     """torch.save's checksums of each tensor, which nothing ever checks, cost four times what writing does."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.training.data.reading import DataError
 from megatron.training.refusal import Refusal
 
 KEYS = ("tokens", "labels", "loss_mask")
@@ -74,11 +75,15 @@ class _Samples(Dataset):
     def __init__(self, dataset: Dataset, eod: int | None, numbers_only: bool) -> None:
         self.dataset, self.eod, self.numbers_only = dataset, eod, numbers_only
 
-    def __getitem__(self, item: tuple[int, bool, int]) -> Batch:
+    def __getitem__(self, item: tuple[int, bool, int]) -> Batch | DataError:
+        """A sample; an error in the data as a value, which a loader's process hands on without its traceback."""
         index, real, number = item
         if self.numbers_only:
             return {"numbers": torch.tensor(number)}
-        sample = self.dataset[index]
+        try:
+            sample = self.dataset[index]
+        except DataError as error:
+            return DataError(str(error))
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
         taken = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
         taken["numbers"] = torch.tensor(number)
@@ -88,7 +93,10 @@ class _Samples(Dataset):
         return taken
 
 
-def _stack(samples: list[Batch]) -> Batch:
+def _stack(samples: list[Batch | DataError]) -> Batch | DataError:
+    for sample in samples:
+        if isinstance(sample, DataError):
+            return sample
     keys = [key for key in (*BY_TOKEN, "numbers") if key in samples[0]]
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
     if "document_ends" in samples[0]:  # rows of one length, filled up with the length of the sequence
@@ -97,6 +105,22 @@ def _stack(samples: list[Batch]) -> Batch:
         for row, found in zip(batch["document_ends"], ends):
             row[: len(found)] = found
     return batch
+
+
+class _Batches:
+    """A loader's batches. One that cannot be read raises its error, and the next one may follow."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._batches = iter(loader)
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if isinstance(batch, DataError):
+            raise batch
+        return batch
 
 
 def _start_worker(_: int) -> None:
@@ -127,6 +151,9 @@ def micro_batches(
     Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows
     nothing of the global batch, which may grow: take as many micro-batches as a step needs. "single" ends with the
     data; "cyclic" does not.
+
+    Raises:
+        DataError: by the iterator; a sample cannot be read or used.
     """
     total, cyclic = len(dataset), dataloader_type == "cyclic"
     if not cyclic and consumed_samples > total:
@@ -143,7 +170,7 @@ def micro_batches(
         multiprocessing_context="fork" if num_workers else None,
         generator=torch.Generator(),  # its own: the loader would draw from that of the weights
     )
-    return iter(loader)
+    return _Batches(loader)
 
 
 def shard_batch(

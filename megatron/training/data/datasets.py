@@ -27,6 +27,7 @@ from megatron.training.data import files as data_files
 from megatron.training.data.chats.dataset import build_chat_datasets
 from megatron.training.data.fim import Fim, fill_in, fim_of, generator
 from megatron.training.data.mock import MockDataset
+from megatron.training.data.reading import DataError, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.data.whole_folder import whole_folder
 from megatron.training.refusal import Refusal, together
@@ -65,7 +66,6 @@ def build_datasets(
         **settings,
         fim=fim_of(data, tokenizer),
         path_to_cache="",
-        mmap_bin_files=data.mmap_bin_files,
         num_dataset_builder_threads=data.num_dataset_builder_threads,
         tokenizer=tokenizer,
         reset_position_ids=False,
@@ -177,30 +177,80 @@ def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | 
     for surplus in (core.mid_level_dataset_surplus, 0.5, parts + 1):
         config.mid_level_dataset_surplus = surplus
         try:
-            kind = PortionDataset if any(map(_portions, core.blend_per_split or ())) else GPTDataset
-            return LocalBuilder(FimDataset if core.fim else kind, samples, lambda: True, config).build()
+            return LocalBuilder(FimDataset if core.fim else TokenDataset, samples, lambda: True, config).build()
         except (IndexError, FileNotFoundError):  # too little was drawn; nothing cached, for that reason
             if surplus > parts:
                 raise
     return []
 
 
-class PortionDataset(GPTDataset):
-    """A dataset whose path may come with a portion of its documents: what core tells two of one file apart by."""
+class TokenDataset(GPTDataset):
+    """Core's samples, read from files that are not mapped, with every id checked.
+
+    Its path may come with a portion of its documents: what core tells two datasets of one file apart by.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        indices = self.document_index, self.sample_index, self.shuffle_index
+        self.document_index, self.sample_index, self.shuffle_index = map(unmapped, indices)
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
-        return GPTDataset.build_low_level_dataset(portion(dataset_path)[0], config)
+    def build_low_level_dataset(dataset_path: str, config: LocalConfig) -> TokenFile:
+        return data_files.open_prefix(portion(dataset_path)[0], "--data-path").open()
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: TokenFile) -> int:
+        return len(low_level_dataset)
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 [seq_length + 1] of a sample, and the documents that they come from, as core's of that name.
+
+        Raises:
+            DataError: an id is outside of the vocabulary, or a file cannot be read.
+        """
+        number = int(self.shuffle_index[idx])
+        bounds = self.sample_index[number : number + 2].tolist()
+        if len(bounds) != 2 or bounds[0] > bounds[1]:
+            raise self._damaged()
+        (first, begin), (last, end) = bounds
+        end += self.config.add_extra_token_to_sequence
+        documents = self.document_index[first : last + 1]
+        parts, get = [], self.dataset.get
+        for place, document in enumerate(documents.tolist(), first):
+            offset = begin if place == first else 0
+            parts.append(get(document, offset, end - offset if place == last else None))
+        length = self.config.sequence_length + self.config.add_extra_token_to_sequence
+        if not 0 < sum(map(len, parts)) <= length:
+            raise self._damaged()
+        tokens = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        self._check(tokens, parts, documents)
+        text = tokens.astype(np.int64)
+        if len(text) < length:
+            text = np.pad(text, (0, length - len(text)), constant_values=self._pad_token_id)
+        return text, documents.astype(np.int64)
+
+    def _damaged(self) -> DataError:
+        return DataError(f"{self.dataset.file.path}: its index of samples is damaged: remove the index cache")
+
+    def _check(self, tokens: np.ndarray, parts: list[np.ndarray], documents: np.ndarray) -> None:
+        """Check the ids of a sample, all together; of those that are wrong, the first is named with its document."""
+        tokenizer = self.config.tokenizer
+        if first_outside(tokens, tokenizer.vocab_size) is not None:
+            for part, document in zip(parts, documents.tolist()):
+                check_ids(part, tokenizer.vocab_size, tokenizer.source, functools.partial(self.dataset.where, document))
 
 
-class FimDataset(PortionDataset):
+class FimDataset(TokenDataset):
     """The same samples, with the middle of texts to fill in; sample n is a function of the data and the seed still."""
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         text, documents = super()._query_document_sample_shuffle_indices(idx)
-        sizes = self.dataset.sequence_lengths.shape[0]  # tells files of a blend apart, wherever they lie
-        key = (self.config.random_seed, self.index_split.value, sizes, idx)
-        return fill_in(text, self.config.fim, generator(*key)), documents
+        # The number of documents tells files of a blend apart, wherever they lie.
+        key = (self.config.random_seed, self.index_split.value, len(self.dataset), idx)
+        filled, tokenizer = fill_in(text, self.config.fim, generator(*key)), self.config.tokenizer
+        check_ids(filled, tokenizer.vocab_size, tokenizer.source, lambda: f"sample {idx} of --fim-data")
+        return filled, documents
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):
@@ -212,7 +262,11 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
         if cls is BlendedDataset and not torch.distributed.is_initialized():
             args = (*args[:-1], copy.copy(args[-1]))
             args[-1].path_to_cache = ""
-        return cls(*args)
+        built = cls(*args)
+        if cls is BlendedDataset:
+            built.dataset_index = unmapped(built.dataset_index)
+            built.dataset_sample_index = unmapped(built.dataset_sample_index)
+        return built
 
     def _build_megatron_datasets_parallel(self, prefixes: list, split: list, sizes_per_dataset: list) -> list:
         """For each split, the datasets of all prefixes."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.training.arguments.config import DataConfig
-from megatron.training.data.text_files import BadRecord, Reader, Record, parse
+from megatron.training.data.text_files import BadRecord, Reader, Record, no_memory, parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
 
@@ -71,6 +71,8 @@ def encode(settings: Settings, records: list[Record]) -> Encoded:
         except BadRecord as error:
             encoded.bad.append(f"{record.where()}: {error}")
             continue
+        except MemoryError:  # not the record's fault: to leave it out would be a loss
+            raise no_memory(f"{record.where()}, which has {len(record.content):,} bytes") from None
         encoded.empty += texts is None
         for key, document in ids.items():
             encoded.empty += not document.size
@@ -86,6 +88,8 @@ def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type) -> np
     """The tokens of a document, in the type of the file."""
     try:
         ids = tokenizer.array(text[settings.codon_frame :])
+    except MemoryError:
+        raise
     except Exception as error:  # words given to NullTokenizer, for one
         raise BadRecord(f"{tokenizer.kind} cannot tokenize the text: {error}") from None
     if not ids.size:
@@ -134,6 +138,8 @@ def encode_all(settings: Settings, reader: Reader, workers: int, method: str) ->
             while waiting:
                 future, position, _ = waiting.popleft()
                 yield future.result(), position
+        except MemoryError:  # of batches on their way to a worker and back
+            raise no_memory(f"{len(waiting)} batches of {held:,} bytes of input") from None
         except BrokenProcessPool:
             raise Refusal("a worker process died, perhaps for want of memory: try fewer --workers") from None
         finally:

@@ -7,6 +7,7 @@ index cache goes by path alone: data written anew under an old name would be rea
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -19,12 +20,16 @@ import numpy as np
 
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.weighted_paths import weighted_groups
+from megatron.training.data.reading import DataError, FileArray, OpenFile, TokenFile, check_ids
+from megatron.training.data.whole_folder import check_whole
 from megatron.training.json_file import read_bytes, read_json
 from megatron.training.refusal import Refusal, one_line, reason
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
+LONGEST_HEADER = 10_000  # bytes of a .npy; numpy parses no longer ones
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+FORM = 2  # of index caches: a folder with a list of its files
 
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
 
@@ -38,13 +43,18 @@ class DataFile:
     sequences: int
     identity: tuple  # changes when the data does
 
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> FileArray:
         """Tokens of each document."""
-        return np.memmap(f"{self.prefix}.idx", np.int32, "r", HEADER.size, (self.sequences,))
+        return FileArray(OpenFile(f"{self.prefix}.idx"), np.int32, (self.sequences,), HEADER.size)
 
-    def starts(self) -> np.ndarray:
+    def starts(self) -> FileArray:
         """Where each document begins in the .bin, in bytes."""
-        return np.memmap(f"{self.prefix}.idx", np.int64, "r", HEADER.size + 4 * self.sequences, (self.sequences,))
+        offset = HEADER.size + 4 * self.sequences
+        return FileArray(OpenFile(f"{self.prefix}.idx"), np.int64, (self.sequences,), offset)
+
+    def open(self) -> TokenFile:
+        """The documents."""
+        return TokenFile(self.prefix, self.dtype, self.lengths(), self.starts())
 
 
 def parse_blend(values: list[str], flag: str) -> Blend:
@@ -210,8 +220,12 @@ def load_numbers(path: str) -> np.ndarray:
         OSError, ValueError: it is something else.
     """
     with open(path, "rb") as file:
-        if file.read(len(NPY)) != NPY:  # numpy opens archives too
+        head = file.read(len(NPY) + 6)
+        if not head.startswith(NPY):  # numpy opens archives too
             raise ValueError("not a .npy file")
+        length = head[8:10] if head[6:7] == b"\x01" else head[8:12]
+        if int.from_bytes(length, "little") > LONGEST_HEADER:  # numpy would ask for that much memory
+            raise ValueError("its header is too long")
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
@@ -234,22 +248,19 @@ def check_cache(folder: str) -> None:
                 raise Refusal(
                     f"{path} is no index of data ({one_line(error, 100)}): remove {folder}, and it is made anew"
                 ) from None
+    check_whole(folder)
 
 
 def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int = 64, tokens: int = 4096) -> None:
     """Look for ids outside the vocabulary in a sample of the documents, first and last included."""
-    lengths, starts = file.lengths(), file.starts()
     chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
-    with open(f"{file.prefix}.bin", "rb") as stream:
+    try:
+        reader = file.open()
         for document in chosen:
-            stream.seek(int(starts[document]))
-            ids = np.fromfile(stream, file.dtype, min(int(lengths[document]), tokens))
-            if ids.size and not (0 <= ids.min() and ids.max() < vocab_size):
-                bad = ids.max() if ids.max() >= vocab_size else ids.min()
-                raise Refusal(
-                    f"{file.prefix}.bin: document {document} holds token id {bad}, outside the {vocab_size} ids of "
-                    f"{source}: made with another tokenizer"
-                )
+            ids = reader.get(int(document), 0, min(reader.lengths[document], tokens))
+            check_ids(ids, vocab_size, source, functools.partial(reader.where, document))
+    except DataError as error:
+        raise Refusal(str(error)) from None
 
 
 def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
@@ -290,5 +301,5 @@ def check_share(file: DataFile, share: tuple[float, float], need: int, name: str
 def cache_folder(data: DataConfig, files: list[DataFile], parts: dict) -> str:
     """The folder of one set of indices: next to the data unless told otherwise, named by all that they depend on."""
     root = data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(files[0].prefix)), "index-cache")
-    text = json.dumps({"files": [file.identity for file in files], **parts}, sort_keys=True)
+    text = json.dumps({"files": [file.identity for file in files], "form": FORM, **parts}, sort_keys=True)
     return os.path.join(root, hashlib.sha256(text.encode()).hexdigest()[:24])

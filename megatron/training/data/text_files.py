@@ -17,12 +17,13 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
-from megatron.platform.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.data import genome
+from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
 PACKED = (".gz", ".zst")
+ZSTD_PART = 1 << 12  # bytes of a .zst that are unpacked at a time: four of them can stand for 128 KiB
 LONGEST = 1 << 31  # bytes of a document, unpacked: as many tokens are the most that an index can count
 
 
@@ -40,6 +41,14 @@ class Record(NamedTuple):
 
 class BadRecord(ValueError):
     """What is wrong with one record."""
+
+
+def no_memory(where: str) -> Refusal:
+    """What ends a program that has no memory left for its input."""
+    return Refusal(
+        f"memory ran out at {where}: try fewer --workers, or shorter documents (one takes up to 25 bytes of memory for "
+        "each of its own)"
+    )
 
 
 def expand(patterns: list[str]) -> list[str]:
@@ -103,6 +112,8 @@ class Reader:
                             self.bytes_read = before + (raw.tell() if size else 0)
                             yield Record(path, number, content)
                     before += size
+            except MemoryError:
+                raise no_memory(f"--input {path} after {self.bytes_read:,} bytes") from None
             except Refusal:
                 raise  # it is a ValueError as well
             except (OSError, EOFError, ValueError, zlib.error) as error:
@@ -250,17 +261,18 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            self.packed = self.packed or self.raw.read(1 << 17)
+            self.packed = self.packed or self.raw.read(1 << 15)
             if not self.packed:
                 if self.frame is not None:
                     raise EOFError("cut off in the middle of a zstd frame")
                 return 0
             self.frame = self.frame or self.new()
+            part, rest = self.packed[:ZSTD_PART], self.packed[ZSTD_PART:]
             try:
-                self.ready = self.frame.decompress(self.packed)
+                self.ready = self.frame.decompress(part)
             except self.error as error:
                 raise OSError(f"not zstd: {error}") from error
-            self.packed = self.frame.unused_data if self.frame.eof else b""
+            self.packed = self.frame.unused_data + rest if self.frame.eof else rest
             if self.frame.eof:
                 self.frame = None
         count = min(len(self.ready), len(buffer))

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.evaluation.plan import Plan, check_held_out, make_plan
@@ -37,7 +38,7 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
             raise Refusal("--save: an evaluation saves no checkpoint; leave it out, results go to --eval-output")
         if runtime.offload is not None:
             check_host_memory(config)
-        found = checkpoint.find(config.checkpoint)
+        found = checkpoint.find(config.checkpoint, config.notes)
         if found is None:
             raise Refusal(f"--load {config.checkpoint.load} holds no checkpoint: give the folder of --save")
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
@@ -45,18 +46,18 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
         return found, tokenizer, vocab_size, make_plan(config, tokenizer)
 
     found, tokenizer, vocab_size, plan = together(look)
-    found = choose_whole(found, config.checkpoint, config.notes)
+    whole = choose_whole(found, config.checkpoint, config.notes)
     dataset = None
     if "loss-by-position" in plan.tasks:
         samples = config.run.eval_iters * config.data.global_batch_size
         dataset = build_datasets(config, tokenizer, (0, samples, 0), needed=runtime.reads_data)[1]
     check_held_out(plan, dataset, runtime.device)
-    chunks = load_model(config, runtime, vocab_size, found)
-    config.notes.append(f"loaded {found}")
+    chunks = load_model(config, runtime, vocab_size, whole)
+    config.notes.append(f"loaded {whole}")
     return plan, chunks, dataset
 
 
-def load_model(config: Config, runtime: Runtime, vocab_size: int, found: Any) -> list[nn.Module]:
+def load_model(config: Config, runtime: Runtime, vocab_size: int, found: Checked) -> list[nn.Module]:
     """This rank's model chunks with the weights of the checkpoint ``found``."""
     chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
     if config.parallel.zero_stage >= 2:

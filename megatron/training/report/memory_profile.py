@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron.training.arguments.config import Config
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, reason
 from megatron.training.report.memory import Block, TensorMeter
 from megatron.training.report.memory_picture import KINDS, Profile, draw, peak_of, readable
 
@@ -150,6 +150,6 @@ def write_profile(folder: str, iteration: int, profile: Profile, device: str) ->
         with open(path, "w") as file:
             json.dump(profile, file, separators=(",", ":"))
         draw([profile], [f"Memory of step {iteration} on rank {rank}"], path.removesuffix("json") + "png")
-    except OSError as error:
-        return f" WARNING: --profile-memory {folder}: {error.strerror}; going on without it"
+    except Exception as error:  # whatever fails in drawing: no picture is worth a run
+        return f" WARNING: --profile-memory {folder}: {reason(error)}; going on without it"
     return f" > memory of step {iteration}: at most {readable(most)} on the device ({parts}), see {path}"

@@ -9,14 +9,16 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from megatron.training.arguments.config import Config
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, reason
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +46,13 @@ class Reporter:
         if settings.progress and sys.stderr.isatty():
             self.bar = tqdm(total=self.last, initial=self.first, unit="step", dynamic_ncols=True)
         if settings.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
             try:
-                self.tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+                self.tensorboard = _start_tensorboard(settings.tensorboard_dir, settings.tensorboard_queue_size)
             except OSError as error:
                 raise Refusal(f"--tensorboard-dir {settings.tensorboard_dir}: {error.strerror}") from None
         if settings.wandb_project:
-            self.wandb = _start_wandb(self.config)
+            wandb = _import_wandb()
+            self._attempt("wandb", lambda: setattr(self, "wandb", _start_wandb(wandb, self.config)))
 
     def say(self, line: str) -> None:
         """One line on the console, above the progress bar."""
@@ -99,18 +100,34 @@ class Reporter:
             self.jsonl = None
 
     def close(self) -> None:
-        for writer in (self.bar, self.tensorboard, self.jsonl):
-            if writer is not None:
-                writer.close()
+        if self.bar is not None:
+            self.bar.close()
+        if self.jsonl is not None:
+            with contextlib.suppress(OSError):  # each row was written out
+                self.jsonl.close()
+        if self.tensorboard is not None:
+            self._attempt("tensorboard", self.tensorboard.close)
         if self.wandb is not None:
-            self.wandb.finish()
+            self._attempt("wandb", self.wandb.finish)
+
+    def _attempt(self, writer: str, action: Callable[[], object]) -> None:
+        """Call another program's logger; where that fails, of whatever reason, the run goes on without that log."""
+        try:
+            action()
+        except Exception as error:
+            flag = {"tensorboard": "--tensorboard-dir", "wandb": "--wandb-project"}[writer]
+            self.say(f" WARNING: {flag}: {reason(error)}; going on without it")
+            setattr(self, writer, None)
 
     def _scalars(self, values: dict[str, float], iteration: int) -> None:
         if self.tensorboard is not None and iteration % self.config.logging.tensorboard_log_interval == 0:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(name.replace("_", "-"), value, iteration)
+            self._attempt("tensorboard", lambda: self._to_tensorboard(values, iteration))
         if self.wandb is not None:
-            self.wandb.log(values, step=iteration)
+            self._attempt("wandb", lambda: self.wandb.log(values, step=iteration))
+
+    def _to_tensorboard(self, values: dict[str, float], iteration: int) -> None:
+        for name, value in values.items():
+            self.tensorboard.add_scalar(name.replace("_", "-"), value, iteration)
 
     def _line(self, row: dict[str, Any], learning_rate: float, loss_scale: float, extra: dict[str, float]) -> str:
         losses = [step["lm_loss"] for step in self.window if "bad_batch" not in step] or [row["lm_loss"]]
@@ -164,11 +181,26 @@ def _iteration_of(line: str) -> float:
         return math.inf
 
 
-def _start_wandb(config: Config) -> Any:
+def _start_tensorboard(folder: str, queue: int) -> Any:
+    """A writer whose thread dies in silence: its error comes to the next caller, and need not be printed as well."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    before = set(threading.enumerate())
+    writer = SummaryWriter(folder, max_queue=queue)
+    own, usual = set(threading.enumerate()) - before, threading.excepthook
+    threading.excepthook = lambda error: None if error.thread in own else usual(error)
+    return writer
+
+
+def _import_wandb() -> Any:
     try:
         import wandb
     except ImportError:
         raise Refusal("--wandb-project needs Weights & Biases: pip install wandb, or leave the flag out") from None
+    return wandb
+
+
+def _start_wandb(wandb: Any, config: Config) -> Any:
     settings = config.logging
     return wandb.init(
         project=settings.wandb_project,

@@ -29,4 +29,8 @@ class FaultConfig:
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, "iterations between comparisons of weights that several ranks hold", type=int
     )
-    log_straggler: bool = flag(False, "name ranks whose own work of a step takes a fifth longer than the median's")
+    log_straggler: bool = flag(
+        False,
+        "name ranks whose own work of a step takes a fifth longer than the median's, and when a step is slow, links "
+        "between nodes that have become slow",
+    )

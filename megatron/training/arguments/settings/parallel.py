@@ -83,6 +83,12 @@ class ParallelConfig:
         None, "default: nccl on GPUs, gloo on a CPU", type=str, choices=["nccl", "gloo"]
     )
     distributed_timeout_minutes: int = flag(10, "time a collective may take")
+    network_interface: str | None = flag(
+        None,
+        "network interface of gloo and NCCL on every node, as eth0; default GLOO_SOCKET_IFNAME, else the one on the "
+        "route to MASTER_ADDR",
+        type=str,
+    )
 
 
 @dataclass

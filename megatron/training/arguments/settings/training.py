@@ -130,7 +130,6 @@ class DataConfig:
     split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
     data_cache_path: str | None = flag(None, "folder of the index caches", type=str)
     mock_data: bool = flag(False, "random tokens in place of a dataset")
-    mmap_bin_files: bool = flag(True, "read .bin files without mmap", flags=["--no-mmap-bin-files"])
     num_workers: int = flag(2, "data-loader processes a rank")
     num_dataset_builder_threads: int = flag(1, "threads that build the datasets of a blend")
     dataloader_type: str = flag(

@@ -88,6 +88,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         --exit-signal-handler-for-dataloader --data-impl 1 mmap
         """,
     ),
+    ("data files are always read and never mapped", "--no-mmap-bin-files"),
     ("the schedule of the loop is fixed", "--no-manual-gc-eval --disable-manual-gc-eval --train-sync-interval 1"),
     (
         "what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wandb-project",

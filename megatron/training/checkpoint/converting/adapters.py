@@ -13,11 +13,13 @@ from torch import Tensor
 from megatron.context_parallel.core.lora import Lora, is_adapter, merged
 from megatron.training.arguments.config import CheckpointConfig, ModelConfig
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checksums import check
 from megatron.training.checkpoint.converting.lazy_save import sharded
 from megatron.training.checkpoint.hugging_face import files, llama, tensors
 from megatron.training.checkpoint.hugging_face.folders import Done, new_folder, one_process, write_json
 from megatron.training.checkpoint.hugging_face.tensors import Piece
-from megatron.training.checkpoint.reading import load_common, load_state, tensors_in
+from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.checkpoint.reading import load_state, tensors_in
 from megatron.training.refusal import Refusal
 
 PEFT_PREFIX = "base_model.model."
@@ -33,7 +35,7 @@ def pieces_of(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
     return a, Piece(f"{layer}.lora_b", ("",), ((out, model.lora_rank),), piece.layer, piece.part, piece.parts)
 
 
-def of_checkpoint(path: Path, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def of_checkpoint(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     """(A [rank, in], B [out, rank]) beside the rows of a weight."""
     found = pieces_of(piece, model)
     if found is None:
@@ -43,7 +45,7 @@ def of_checkpoint(path: Path, piece: Piece, model: ModelConfig, dtype: torch.dty
     return tuple(loaded[name].view(one.shape) for name, one in zip("ab", found))
 
 
-def merge(path: Path, piece: Piece, rows: Tensor, model: ModelConfig) -> Tensor:
+def merge(path: Checked, piece: Piece, rows: Tensor, model: ModelConfig) -> Tensor:
     """The rows of a weight with its adapter in them, if it has one."""
     adapter = of_checkpoint(path, piece, model, rows.dtype)
     return rows if adapter is None else merged(rows, *adapter, lora_of(model)).to(rows.dtype)
@@ -71,10 +73,12 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
     Raises:
         Refusal: there is no checkpoint, or none with adapters.
     """
-    path = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
-    if path is None:
+    latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
+    if latest is None:
         raise Refusal(f"--from {source}: no checkpoint there")
-    common = load_common(path)
+    notes: list[str] = []
+    path = check(latest, notes)
+    common = path.common()
     saved = common.get("config", {}).get("model")
     model = llama.saved_settings(saved) if saved else ModelConfig()
     if model.lora_rank is None:
@@ -100,10 +104,10 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
             "target_modules": sorted({name.split(".")[-3] for name in found}),
         }
         write_json(folder / "adapter_config.json", config)
-    return [f"{target}: adapters of rank {model.lora_rank} for {len(found) // 2} layers of {path}"]
+    return [f"{target}: adapters of rank {model.lora_rank} for {len(found) // 2} layers of {path}", *notes]
 
 
-def _for_peft(path: Path, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _for_peft(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     a, b = (part.float() for part in of_checkpoint(path, piece, model, dtype))
     for name, rows in zip(piece.names, tensors.split(piece, b, model.num_query_groups)):
         stem = PEFT_PREFIX + name.removesuffix(".weight")

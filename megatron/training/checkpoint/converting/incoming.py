@@ -35,7 +35,7 @@ from megatron.training.checkpoint.hugging_face.folders import (
     write_json,
 )
 from megatron.training.checkpoint.hugging_face.tensors import Piece
-from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -44,8 +44,10 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.checksums import check, list_files
     from megatron.training.checkpoint.converting.lazy_save import LazySave, sharded
     from megatron.training.checkpoint.run_state import Progress
+    from megatron.training.checkpoint.writer import without_inner_sums
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 STATELESS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -62,13 +64,17 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
         Refusal: one line on what is missing, damaged or not supported; then nothing is left behind.
     """
     where = source / "config.json"
-    config = llama.read_config(where)
+    if not is_hugging_face(source):
+        raise Refusal(f"{where}: No such file")
+    notes: list[str] = []
+    checked = check(source, notes)
+    config = llama.read_config(checked.file(where.name))
     model, vocab_size = llama.settings(config, where)
-    headers = files.read_folder(source)
+    headers = files.read_folder(checked)
     pieces = list(tensors.pieces(model, vocab_size))
     others, stored = kinds.check_source(source, headers, pieces, tied=not model.untie_embeddings_and_output_weights)
     dtype = dtype or stored
-    with new_folder(target) as folder, files.reading(source, headers) as read:
+    with new_folder(target) as folder, files.reading(checked, headers) as read:
         if LM_HEAD in others:
             if not torch.equal(read(LM_HEAD).view(torch.uint8), read(EMBEDDING).view(torch.uint8)):
                 raise Refusal(f"{where}: tie_word_embeddings is true, but {LM_HEAD} differs from {EMBEDDING}")
@@ -82,6 +88,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
             with files.writing(hf, extra) as put:
                 for name in others:
                     put(name, read(name))
+        list_files(hf)
         _save(folder / "release", model, vocab_size, dtype, pieces, read, bar(len(pieces)))
         (folder / TRACKER).write_text("release")
     numbers = sum(torch.Size(piece.shape).numel() for piece in pieces)
@@ -93,6 +100,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
         lines.append(f"note: attention_dropout {dropout} of config.json is not used in training here")
     return [
         *lines,
+        *notes,
         "train it with, beside data, batch and schedule:",
         _command(model, vocab_size, dtype, target, along),
     ]
@@ -129,8 +137,9 @@ def _save(
         "model": {str(number): part for number, part in enumerate([*parts, *objects])},
     }
     folder.mkdir()
-    with one_process():
+    with one_process(), without_inner_sums():
         dist_checkpointing.save(state, str(folder), LazySave(compute, done), content_metadata=dict(checkpoint.METADATA))
+    list_files(folder)
 
 
 def _command(model: ModelConfig, vocab_size: int, dtype: torch.dtype, folder: Path, along: list[str]) -> str:

@@ -22,7 +22,7 @@ from megatron.training.checkpoint.hugging_face.llama import command_line, progra
 from megatron.training.checkpoint.megatron_lm.args import model_of
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.checkpoint.older.names import LAYERS, Name
-from megatron.training.checkpoint.older.sources import Weights, open_source
+from megatron.training.checkpoint.older.sources import Weights, open_source, source_path
 from megatron.training.model.names import VOCABULARY
 from megatron.training.refusal import Refusal
 
@@ -31,6 +31,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+    from megatron.training.checkpoint.checksums import check, list_files
     from megatron.training.checkpoint.converting.lazy_save import LazySave
     from megatron.training.checkpoint.pieces import METADATA
 
@@ -51,7 +52,8 @@ def convert(
     Raises:
         Refusal: one line on what is missing, damaged or not built here; then nothing is left behind.
     """
-    weights = open_source(source, step)
+    notes: list[str] = []
+    weights = open_source(check(source_path(source, step), notes))
     model = model_of(weights.args, weights.path)
     wanted = shapes(model, weights)
     _check_names(weights, wanted)
@@ -66,6 +68,7 @@ def convert(
         f"{numbers * dtype.itemsize / 1e9:,.2f} GB",
         "train it with, beside data, tokenizer, batch and schedule:",
         " ".join([program(model), *command_line(model, dtype), "--load", str(target), "--finetune"]),
+        *notes,
     ]
 
 
@@ -170,6 +173,7 @@ def _save(
     folder.mkdir()
     with one_process():
         dist_checkpointing.save(state, str(folder), LazySave(compute, done), content_metadata=dict(METADATA))
+    list_files(folder)
 
 
 def described(model: ModelConfig) -> dict[str, Any]:

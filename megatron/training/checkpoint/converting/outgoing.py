@@ -32,7 +32,8 @@ from megatron.training.checkpoint.hugging_face.folders import (
 )
 from megatron.training.checkpoint.hugging_face.tensors import Piece
 from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
-from megatron.training.checkpoint.megatron_lm.places import TRACKER
+from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
 from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
@@ -40,9 +41,10 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.checksums import check, list_files
     from megatron.training.checkpoint.converting import adapters
     from megatron.training.checkpoint.converting.lazy_save import sharded
-    from megatron.training.checkpoint.reading import load_common, load_state, tensors_in
+    from megatron.training.checkpoint.reading import load_state, tensors_in
 
 ROWS = "embedding.word_embeddings.weight"
 
@@ -66,13 +68,16 @@ def to_hugging_face(
     Raises:
         Refusal: as above.
     """
-    path = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
-    if path is None:
+    latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
+    if latest is None:
         raise Refusal(f"--from {source}: no checkpoint there ({TRACKER} is missing)")
+    notes: list[str] = []
+    path = check(latest, notes)
     given, along = along, along or source / "hf"
-    original = llama.read_config(along / "config.json") if (along / "config.json").exists() else None
+    beside = check(along, notes) if is_hugging_face(along) else None
+    original = llama.read_config(beside.file("config.json")) if beside else None
     with one_process(), new_folder(target) as folder:
-        common, stored = load_common(path), tensors_in(path)
+        common, stored = path.common(), tensors_in(path)
         model = _model(path, common)
         stored = adapters.without(stored, model)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
@@ -81,14 +86,13 @@ def to_hugging_face(
         kept = _check_stored(path, stored, pieces, model)
         dtype = dtype or kept
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        headers, then = _headers(along, pieces, dtype, tied=not model.untie_embeddings_and_output_weights)
-        notes = []
+        headers, then = _headers(beside, pieces, dtype, tied=not model.untie_embeddings_and_output_weights)
         if original is not None:
             if along != given:
                 _check_links(source, along)
             copy_files(companions(along), folder)
             config = llama.updated_config(original, along / "config.json", then, config)
-            notes = [
+            notes += [
                 f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"
                 for name in sorted({*original, *config})
                 if original.get(name) != config.get(name)
@@ -106,9 +110,10 @@ def to_hugging_face(
                 if name == EMBEDDING and LM_HEAD in names and not model.untie_embeddings_and_output_weights:
                     put(LM_HEAD, tensor.to(dtype))
             if others := [name for name in names if name.endswith(IGNORED)]:
-                with files.reading(along, {OTHERS: files.read_header(along / OTHERS)}) as read:
+                with files.reading(beside, {OTHERS: files.read_header(beside.file(OTHERS))}) as read:
                     for name in others:
                         put(name, read(name))
+        list_files(folder)
     size = sum(header.size for header in headers.values())
     summary = (
         f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
@@ -125,7 +130,7 @@ def _check_links(source: Path, along: Path) -> None:
             raise Refusal(f"{path} is a link that leads out of {source}: remove it, or give --hf-files DIR")
 
 
-def _model(path: Path, common: dict[str, Any]) -> ModelConfig:
+def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:
     """The model of a checkpoint of ours or of Megatron-LM's."""
     if "model" in common.get("config", {}):
         return llama.saved_settings(common["config"]["model"])
@@ -137,7 +142,7 @@ def _model(path: Path, common: dict[str, Any]) -> ModelConfig:
 
 
 def _vocabulary(
-    path: Path, trained: int | None, original: dict[str, Any] | None, stored: dict[str, ShardedTensor]
+    path: Checked, trained: int | None, original: dict[str, Any] | None, stored: dict[str, ShardedTensor]
 ) -> int:
     """The rows to write: the original's, where the tokenizer of the training had fewer ids; the rest is padding."""
     there = (original or {}).get("vocab_size")
@@ -147,7 +152,9 @@ def _vocabulary(
     return there if trained is None or (there and trained < there <= rows) else trained
 
 
-def _check_stored(path: Path, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig) -> torch.dtype:
+def _check_stored(
+    path: Checked, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig
+) -> torch.dtype:
     """The dtype of a checkpoint's weights, if all are there in the shapes of its settings."""
     wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
     there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
@@ -162,19 +169,19 @@ def _check_stored(path: Path, stored: dict[str, ShardedTensor], pieces: list[Pie
 
 
 def _headers(
-    along: Path, pieces: list[Piece], dtype: torch.dtype, tied: bool
+    along: Checked | None, pieces: list[Piece], dtype: torch.dtype, tied: bool
 ) -> tuple[dict[str, Header], torch.dtype | None]:
     """(headers of the files to write, dtype of the original's weights if the files are cut as the original's were)."""
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
     name_of = files.NAMES[dtype]
-    if (along / HEADERS).exists():
-        texts = llama.read_config(along / HEADERS)
+    if along is not None and HEADERS in along.files:
+        texts = llama.read_config(along.file(HEADERS))
         if any(Path(name).name != name or not name.endswith(".safetensors") for name in texts):
-            raise Refusal(f"{along / HEADERS}: it names files outside of its folder")
+            raise Refusal(f"{along.file(HEADERS)}: it names files outside of its folder")
         try:
             headers = {name: files.parse_header(text) for name, text in texts.items()}
         except ValueError as error:
-            raise Refusal(f"{along / HEADERS}: {error}") from None
+            raise Refusal(f"{along.file(HEADERS)}: {error}") from None
         entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
         same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
         dtypes = {entries[name].dtype for name in wanted} if same else set()
@@ -198,16 +205,16 @@ def _headers(
     return files.plan_files((name, name_of, shape) for name, shape in wanted.items()), None
 
 
-def _as_kept(along: Path, name: str, entry: Entry) -> bool:
+def _as_kept(along: Checked, name: str, entry: Entry) -> bool:
     """Whether a tensor that no model asks for lies beside the headers, as they say."""
-    if not name.endswith(IGNORED) or not (along / OTHERS).exists():
+    if not name.endswith(IGNORED) or OTHERS not in along.files:
         return False
-    kept = files.read_header(along / OTHERS).entries.get(name)
+    kept = files.read_header(along.file(OTHERS)).entries.get(name)
     return kept is not None and (kept.dtype, kept.shape) == (entry.dtype, entry.shape) and entry.dtype in files.BYTES
 
 
 def _weights(
-    path: Path, pieces: list[Piece], model: ModelConfig, dtype: torch.dtype, done: Done
+    path: Checked, pieces: list[Piece], model: ModelConfig, dtype: torch.dtype, done: Done
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face's name, tensor) of all weights of a checkpoint, read a layer at a time."""
     for _, group in itertools.groupby(pieces, key=lambda piece: piece.layer):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,43 +19,46 @@ from torch import Tensor
 
 from megatron.training.checkpoint.hugging_face import files, kinds, llama, tensors
 from megatron.training.checkpoint.hugging_face.tensors import Piece
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.incoming import Theirs
 from megatron.training.checkpoint.megatron_lm.whole import WholeTensors
 
 PADDING = 1024  # Qwen's and BLOOM's tables have up to so many rows beyond what their tokenizers know
 
 
-def open_folder(path: Path) -> Theirs:
+def open_folder(path: Checked) -> Theirs:
     """The weights of a Hugging Face folder.
 
     Raises:
         Refusal: of a model that is not read, not whole, or in another format than safetensors.
     """
-    where = path / "config.json"
+    where = path.file("config.json")
     model = kinds.described(llama.read_config(where), where)
     headers = files.read_folder(path)
-    places = {name: path / file for file, header in headers.items() for name in header.entries}
+    places = {name: file for file, header in headers.items() for name in header.entries}
     pieces = kinds.pieces(model, places)
-    kinds.check_source(path, headers, pieces, tied=not model.settings.untie_embeddings_and_output_weights)
+    kinds.check_source(path.path, headers, pieces, tied=not model.settings.untie_embeddings_and_output_weights)
     parts: dict[str, list[Piece]] = {}
     for piece in pieces:
         key = piece.key.replace("layers.", "layers." if piece.layer is None else f"layers.{piece.layer}.")
         parts.setdefault(key, []).append(piece)
     make: dict[str, Callable[[], Tensor]] = {
-        key: partial(_whole, found, places, model.settings.num_query_groups) for key, found in parts.items()
+        key: partial(_whole, path, found, places, model.settings.num_query_groups) for key, found in parts.items()
     }
     args: dict[str, Any] = asdict(model.settings) | {
         "padded_vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": PADDING,
     }
-    return Theirs(path, {}, args, WholeTensors(path, make), weights_alone=True)
+    return Theirs(path.path, {}, args, WholeTensors(path.path, make), weights_alone=True)
 
 
-def _whole(pieces: list[Piece], places: dict[str, Path], groups: int) -> Tensor:
+def _whole(path: Checked, pieces: list[Piece], places: dict[str, str], groups: int) -> Tensor:
     """One of our weights: its halves one above the other, queries, keys and values by query group."""
-    return torch.cat([tensors.fuse([_read(places[name], name) for name in piece.names], groups) for piece in pieces])
+    return torch.cat(
+        [tensors.fuse([_read(path, places[name], name) for name in piece.names], groups) for piece in pieces]
+    )
 
 
-def _read(file: Path, name: str) -> Tensor:
-    with files.reading(file.parent, {file.name: files.read_header(file)}) as read:
+def _read(path: Checked, file: str, name: str) -> Tensor:
+    with files.reading(path, {file: files.read_header(path.file(file))}) as read:
         return read(name)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
@@ -120,19 +121,17 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def read_folder(folder: Path) -> dict[str, Header]:
+def read_folder(checked: Checked) -> dict[str, Header]:
     """The headers of a model's files, by file name: one file, or those that the index names.
 
     Raises:
         Refusal: files are missing or damaged, or do not hold what the index says.
     """
-    if not folder.is_dir():
-        raise Refusal(f"{folder}: no such folder")
-    if (folder / SINGLE).exists():
-        return {SINGLE: read_header(folder / SINGLE)}
-    index = folder / INDEX
-    if not index.exists():
-        raise Refusal(f"{folder}: neither {SINGLE} nor {INDEX} there; other formats than safetensors are not read")
+    if SINGLE in checked.files:
+        return {SINGLE: read_header(checked.file(SINGLE))}
+    if INDEX not in checked.files:
+        raise Refusal(f"{checked}: neither {SINGLE} nor {INDEX} there; other formats than safetensors are not read")
+    index = checked.file(INDEX)
     try:
         places = parse_json(read_bytes(index), unique=True)["weight_map"]
         files = sorted(set(places.values()))
@@ -140,7 +139,7 @@ def read_folder(folder: Path) -> dict[str, Header]:
         raise Refusal(f"{index}: no weight_map can be read from it") from None
     if any(not isinstance(name, str) or Path(name).name != name or name in ("", "..") for name in files):
         raise Refusal(f"{index}: it names files outside of its folder")
-    headers = {name: read_header(folder / name) for name in files}
+    headers = {name: read_header(checked.file(name)) for name in files}
     there = {tensor: name for name, header in headers.items() for tensor in header.entries}
     if there != places or len(there) != sum(len(header.entries) for header in headers.values()):
         odd = sorted(places.items() ^ there.items()) or sorted(there.items())
@@ -149,15 +148,15 @@ def read_folder(folder: Path) -> dict[str, Header]:
 
 
 @contextmanager
-def reading(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[str], Tensor]]:
+def reading(checked: Checked, headers: Mapping[str, Header]) -> Iterator[Callable[[str], Tensor]]:
     """A function that gives a tensor by name, from memory-mapped files."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
         try:
-            files = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in headers}
+            files = {name: stack.enter_context(safe_open(checked.file(name), framework="pt")) for name in headers}
         except (OSError, SafetensorError) as error:
-            raise Refusal(f"{folder}: {error}") from None
+            raise Refusal(f"{checked}: {error}") from None
         place = {tensor: files[name] for name, header in headers.items() for tensor in header.entries}
         yield lambda name: place[name].get_tensor(name)
 

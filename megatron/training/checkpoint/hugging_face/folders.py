@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.platform.disk import sync_folders_up, sync_tree
 from megatron.training.checkpoint.hugging_face.llama import DTYPES
+from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
+from megatron.training.disk import sync_folders_up, sync_tree
 from megatron.training.refusal import Refusal, reason
 
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
@@ -23,7 +24,7 @@ OTHERS = "other_tensors.safetensors"  # and its tensors that transformers ignore
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # What does not come along: weights in any format, code, what we add ourselves.
-LEFT = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS)
+LEFT = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)
 
 Done = Callable[[], Any]  # called after each tensor, for a progress bar
 

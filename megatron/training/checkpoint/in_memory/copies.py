@@ -29,11 +29,11 @@ from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.exchange import gathered, swap
 from megatron.training.checkpoint.in_memory.own_folder import NotOwn, OwnFolder, open_own
 from megatron.training.checkpoint.run_state import Progress
+from megatron.training.checkpoint.runs import COPIES, run_of_copies
 from megatron.training.checkpoint.saving import words
 from megatron.training.refusal import Refusal, together
 
 MEMORY = Path("/dev/shm")
-ID = "copies_in_memory.txt"  # in --save: whose copies belong to it
 PARTIAL = ".partial"
 
 
@@ -108,7 +108,7 @@ class Copies:
             gathered(None, self.group)  # ranks of a node share the folder
         self.folder.remove()
         if self.rank == 0:
-            (Path(save) / ID).unlink(missing_ok=True)
+            (Path(save) / COPIES).unlink(missing_ok=True)
 
     def clear(self, stays: int | None) -> None:
         """Remove all copies but those of one iteration, and what was cut off; while no rank is writing any."""
@@ -183,12 +183,13 @@ def _first(errors: Any) -> str:
     return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), "")
 
 
-def open_copies(config: Config, grid: str, available: Callable[[], int]) -> Copies | None:
+def open_copies(config: Config, grid: str, available: Callable[[], int], run: str) -> Copies | None:
     """Where this run's copies are, and come to be; None without --non-persistent-save-interval. All ranks call it.
 
     Args:
         grid: in words; a copy is of use on the same one alone.
         available: bytes of memory that this host has free.
+        run: identity of the run.
 
     Raises:
         Refusal: on every rank; a folder cannot be made, or belongs to somebody else.
@@ -196,7 +197,7 @@ def open_copies(config: Config, grid: str, available: Callable[[], int]) -> Copi
     settings = config.checkpoint
     if settings.non_persistent_save_interval is None:
         return None
-    run = together(lambda: _id(settings.save) if dist.get_rank() == 0 else "")
+    run = together(lambda: _id(settings.save, run) if dist.get_rank() == 0 else "")
     agreed: list[Any] = [(run, uuid.uuid4().hex, *_distances(settings))]  # a node may have less ranks than another
     dist.broadcast_object_list(agreed)
     run, start, distances, note = agreed[0]
@@ -226,20 +227,17 @@ def _form(config: Config) -> str:
     return json.dumps(form, sort_keys=True, default=str)
 
 
-def _id(save: str) -> str:
-    """Names the run that saves in this folder; made where there is none, so that a new run finds no old copies."""
-    path = Path(save) / ID
+def _id(save: str, run: str) -> str:
+    """The run whose copies belong to this folder: ``run``, written there, if there is none."""
+    path = Path(save) / COPIES
+    if known := run_of_copies(save):
+        return known
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or len(path.read_text()) != 32:
-            beside = path.with_name(f".{path.name}{PARTIAL}")
-            beside.write_text(uuid.uuid4().hex)
-            beside.rename(path)
-        run = path.read_text()
+        beside = path.with_name(f".{path.name}{PARTIAL}")
+        beside.write_text(run)
+        beside.rename(path)
     except OSError as error:
         raise Refusal(f"--save {save} cannot be written to: {error.strerror}") from None
-    if not run.isalnum():
-        raise Refusal(f"{path} is not what was written: remove it")
     return run
 
 

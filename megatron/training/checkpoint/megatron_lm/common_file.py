@@ -37,7 +37,7 @@ def read_common(path: Path) -> dict[str, Any]:
         if not isinstance(sections, dict) or not all(isinstance(sections.get(one, {}), dict) for one in SECTIONS):
             raise Refusal(f"checkpoint {path}: common.pt holds no settings of its run")
         fitting(sections.get("model", {}), path)
-        if not isinstance(common.get("progress"), dict):
+        if not isinstance(common.get("progress", {}), dict):
             raise Refusal(f"checkpoint {path} does not say how far its run had come")
     for where, name in ((common.get("progress", {}), "iteration"), (common, "iteration"), (common, "vocab_size")):
         if name in where and where[name] is not None and not _whole(where[name]):

@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint.megatron_lm.args import model_described, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.buckets import Buckets, Saved
-from megatron.training.checkpoint.megatron_lm.common_file import read_common
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.source import STATE, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
 from megatron.training.checkpoint.megatron_lm.whole import WholeTensors
@@ -64,12 +64,12 @@ class Theirs:
         return found
 
 
-def open_theirs(path: Path) -> Theirs | None:
+def open_theirs(path: Checked) -> Theirs | None:
     """``path`` as a checkpoint of Megatron-LM, None where it is one of ours. Raises Refusal where it is neither."""
-    common = read_common(path)
+    common = path.common()
     if "config" in common:
         return None
-    return Theirs(path, common, namespace(common.get("args"), path), StoredTensors(path))
+    return Theirs(path.path, common, namespace(common.get("args"), path), StoredTensors(path))
 
 
 def check_vocabulary(theirs: Theirs, vocab_size: int, config: Config) -> None:

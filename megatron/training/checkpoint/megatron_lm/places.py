@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint of a folder is meant: the same names as in Megatron-LM."""
+"""Which checkpoint of a folder is meant: the same names as in Megatron-LM.
+
+A file in the folder names the latest. It is moved on after a checkpoint has its name, so a kill between the two leaves
+one newer checkpoint than it says. Whatever else does not fit together is refused, with a way out: a start from an older
+state, or from none, would overwrite what is there.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, one_line, permitted
 
@@ -17,23 +23,24 @@ OTHER_FORMS = (
 
 
 @permitted()
-def checkpoint_path(folder: Path, step: int | None, *, whole: bool = True) -> Path | None:
+def checkpoint_path(
+    folder: Path, step: int | None, *, whole: bool = True, notes: list[str] | None = None
+) -> Path | None:
     """The checkpoint of iteration ``step``, or the latest; None where there is none and none was asked for.
 
     A Hugging Face folder is a checkpoint itself.
 
     Args:
         whole: refuse one that is not there, or not whole; otherwise only its name is told.
+        notes: where a line goes if the latest is not the one that the folder's tracker names.
 
     Raises:
-        Refusal: it is not there, not whole, or of a format that is not loaded.
+        Refusal: it is not there, not whole, or of a format that is not loaded; or it is not clear which is the latest.
     """
-    tracker = folder / TRACKER
     if step is None:
-        if not tracker.exists():
+        name = _latest(folder, whole, [] if notes is None else notes)
+        if name is None:
             return folder if is_hugging_face(folder) else _refuse_others(folder)
-        text = name_in(tracker)
-        name = f"iter_{int(text):07d}" if text.isdecimal() else text
     else:
         name = f"iter_{step:07d}"
     path = folder / name
@@ -59,6 +66,75 @@ def checkpoint_path(folder: Path, step: int | None, *, whole: bool = True) -> Pa
         f"checkpoint {path} is missing or incomplete: choose another one with --ckpt-step, or pass "
         "--skip-damaged-checkpoints to go on from the next older one"
     )
+
+
+def _latest(folder: Path, whole: bool, notes: list[str]) -> str | None:
+    """Name of the checkpoint to go on from; None where there is neither a tracker nor a checkpoint."""
+    tracker, listed = folder / TRACKER, checkpoints_in(folder)  # first the list: a job may be saving there now
+    if not tracker.exists():
+        if not listed:
+            return None
+        newest = max(listed)
+        if len(listed) > 1 or run_of(listed[newest]) is None:
+            raise Refusal(
+                f"{folder} holds checkpoints up to iteration {newest}, and no {TRACKER}, which names the latest: write "
+                f"{newest} to it, or choose with --ckpt-step"
+            )
+        notes.append(f"{tracker} is missing, as after a kill: going on from {listed[newest]}, the only one there")
+        return listed[newest].name
+    text = name_in(tracker)
+    if text == "release":
+        return text
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
+        raise Refusal(
+            f"{tracker} says {text!r}, which is neither an iteration nor release: write the iteration of a checkpoint "
+            "to it, or choose with --ckpt-step"
+        )
+    named = int(text)
+    run = run_of(folder / f"iter_{named:07d}")
+    newer = [] if run is None else [number for number in listed if number > named and run_of(listed[number]) == run]
+    if len(newer) > 1 and whole:
+        raise Refusal(
+            f"{tracker} says {named}, and newer checkpoints of the same run are there, up to iteration {max(newer)}: "
+            f"write {max(newer)} to it to go on from there, or go back with --ckpt-step {named}"
+        )
+    if newer:
+        notes.append(
+            f"{tracker} says {named}, but iteration {max(newer)} of the same run is there, as after a kill just before "
+            f"the file was moved on: going on from {max(newer)}; --ckpt-step {named} goes back"
+        )
+    return f"iter_{max(newer, default=named):07d}"
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """What look like checkpoints, by iteration, the oldest first."""
+    found = {}
+    for path in folder.glob("iter_[0-9]*"):
+        number = path.name.removeprefix("iter_")
+        if number.isascii() and number.isdecimal() and len(number) < 16 and path.is_dir():  # not iter_0000010.bak
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+def iteration_of(path: Path | None) -> int:
+    """Of a checkpoint, by its name; 0 where there is none, or it has another name."""
+    number = path.name.removeprefix("iter_") if path else ""
+    return int(number) if number.isdigit() else 0
+
+
+def run_of(path: Path) -> str | None:
+    """The identity of the run that a checkpoint belongs to; empty if its program gave it none.
+
+    None where that cannot be told: it is not whole, of another form, or lies there under another iteration's name.
+    """
+    if not (path / "metadata.json").exists():
+        return None
+    try:
+        common = unpickle.read(path / "common.pt")
+        progress = common.get("progress", common)  # Megatron-LM's says its iteration at the top
+        return str(progress.get("run", "")) if int(progress["iteration"]) == iteration_of(path) else None
+    except (Refusal, OSError, AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def name_in(tracker: Path) -> str:

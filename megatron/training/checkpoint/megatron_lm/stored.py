@@ -8,13 +8,13 @@ consists, and at which bytes of which ``__RANK_N.distcp`` each chunk lies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.training.checkpoint.megatron_lm import unpickle
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.refusal import Refusal
 
 Shape = tuple[int, ...]
@@ -23,9 +23,9 @@ Shape = tuple[int, ...]
 class StoredTensors:
     """What lies in ``folder``. Raises Refusal where that cannot be read."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        metadata = unpickle.read_metadata(folder / ".metadata")
+    def __init__(self, folder: Checked) -> None:
+        self._checked, self.folder = folder, folder.path
+        metadata = folder.metadata()
         self._tensors = {key: one for key, one in metadata.state_dict_metadata.items() if hasattr(one, "chunks")}
         self._places: dict[str, dict[Shape | None, Any]] = {}
         for index, place in metadata.storage_data.items():
@@ -76,7 +76,7 @@ class StoredTensors:
         place = self._places.get(key, {}).get(at)
         if place is None:
             raise Refusal(f"checkpoint {self.folder}: .metadata does not say where {key} lies")
-        with unpickle.parts_of(self.folder / place.relative_path) as read:
+        with unpickle.parts_of(self._checked.file(place.relative_path)) as read:
             return unpickle.read_bytes(read(place.offset, place.length), self.folder / key)
 
 

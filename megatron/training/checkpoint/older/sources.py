@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.args import model_of, namespace
+from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, name_in
 from megatron.training.checkpoint.older.names import Name, core_name, joined, pipe_names, reordered
 from megatron.training.refusal import Refusal
@@ -37,13 +38,11 @@ class Weights:
     tensors: dict[Name, Callable[[], Tensor]]
 
 
-def open_source(folder: Path, step: int | None) -> Weights:
-    """What ``folder`` holds. Raises Refusal where that is none of the forms above, or does not hang together."""
+def source_path(folder: Path, step: int | None) -> Path:
+    """What :func:`open_source` reads in ``folder``. Raises Refusal where it has none of the forms above."""
     path = _path(folder, step)
-    if (path / "zero").is_dir():
-        return universal_weights(path)
-    if any(path.glob("mp_rank_*/model_optim_rng.pt")):
-        return _torch(path)
+    if (path / "zero").is_dir() or any(path.glob("mp_rank_*/model_optim_rng.pt")):
+        return path
     if (path / "metadata.json").exists():
         raise Refusal(f"--from {folder}: {path.name} is of the format torch_dist, which --load takes as it is")
     if any(path.glob("*zero_pp_rank_*")):
@@ -52,6 +51,16 @@ def open_source(folder: Path, step: int | None) -> Weights:
             "ds_to_universal.py, and give that"
         )
     raise Refusal(f"--from {folder}: neither mp_rank_*/model_optim_rng.pt nor zero/ in {path}")
+
+
+def open_source(path: Checked) -> Weights:
+    """The weights of a checkpoint. Raises Refusal where it does not hang together."""
+    return universal_weights(path) if is_universal(path) else _torch(path)
+
+
+def is_universal(path: Checked) -> bool:
+    """Whether it is one of DeepSpeed's universal checkpoints."""
+    return any(name.startswith("zero/") for name in path.files)
 
 
 def _path(folder: Path, step: int | None) -> Path:
@@ -64,15 +73,16 @@ def _path(folder: Path, step: int | None) -> Path:
     for tracker in (TRACKER, "latest_universal", "latest"):
         if (folder / tracker).exists():
             text = name_in(folder / tracker)
-            path = folder / (f"iter_{int(text):07d}" if text.isdecimal() else text)
+            path = folder / (f"iter_{int(text):07d}" if text.isascii() and text.isdecimal() else text)
             if path.is_dir():
                 return path
     return folder
 
 
-def _torch(path: Path) -> Weights:
+def _torch(path: Checked) -> Weights:
     files: dict[tuple[int, int], Any] = {}
-    for file in sorted(path.glob("mp_rank_*/model_optim_rng.pt")):
+    for name in sorted(name for name in path.files if name.endswith("/model_optim_rng.pt")):
+        file = path.file(name)
         tensor, pipeline, expert = (int(part) if part else 0 for part in RANK.match(file.parent.name).groups())
         if expert:
             raise Refusal(f"{path}: experts on ranks of their own are not built here")
@@ -104,11 +114,11 @@ def _torch(path: Path) -> Weights:
             begin += count
     if not model.untie_embeddings_and_output_weights:
         found.pop(Name("output_layer.weight"), None)  # the last stage's copy
-    return Weights(path, args, found)
+    return Weights(path.path, args, found)
 
 
 def _merged(
-    path: Path, parts: list[dict[str, Tensor]], name: str, key: str, gated: bool, version: float, heads: int
+    path: Checked, parts: list[dict[str, Tensor]], name: str, key: str, gated: bool, version: float, heads: int
 ) -> Callable[[], Tensor]:
     def merge() -> Tensor:
         try:
@@ -131,22 +141,22 @@ def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _flat(value, f"{prefix}{name}.")
 
 
-def universal_weights(path: Path) -> Weights:
+def universal_weights(path: Checked) -> Weights:
     """A universal checkpoint's. Raises Refusal where it does not say of which model they are."""
-    if not (path / STATES).exists():
+    if STATES not in path.files:
         raise Refusal(f"{path}: {STATES} is missing, which says of which model the weights are")
-    states = unpickle.read(path / STATES)
-    args = namespace(states.get("args") if isinstance(states, dict) else None, path / STATES)
+    states = unpickle.read(path.file(STATES))
+    args = namespace(states.get("args") if isinstance(states, dict) else None, path.path / STATES)
     model = model_of(args, path)
-    found = {name: whole(path / "zero" / folder / "fp32.pt") for folder, name in universal_names(path).items()}
+    found = {name: whole(path.file(f"zero/{folder}/fp32.pt")) for folder, name in universal_names(path).items()}
     if not model.untie_embeddings_and_output_weights:
         found.pop(Name("output_layer.weight"), None)
-    return Weights(path, args, found)
+    return Weights(path.path, args, found)
 
 
-def universal_names(path: Path) -> dict[str, Name]:
+def universal_names(path: Checked) -> dict[str, Name]:
     """The weight that each folder of a universal checkpoint is of."""
-    names = sorted(file.parent.name for file in (path / "zero").glob("*/fp32.pt"))
+    names = sorted(name.split("/")[1] for name in path.files if name.startswith("zero/") and name.endswith("/fp32.pt"))
     piped = pipe_names(names)
     cores = {name: piped.get(name, Name(name)) if piped else core_name(name) for name in names}
     return {name: core for name, core in cores.items() if core is not None}

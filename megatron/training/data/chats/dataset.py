@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from megatron.training.data import files as data_files
 from megatron.training.data.chats.pack import epoch
 from megatron.training.data.chats.store import Store, folder_of, keep, kept, render
 from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.reading import check_ids
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
 
@@ -74,6 +76,11 @@ class Conversations:
         span = slice(start, start + self.lengths[index])
         return store.tokens[span], store.spoken[span]
 
+    def where(self, index: int) -> str:
+        """Names a conversation in messages."""
+        store = self.stores[self.file[index]]
+        return f"{store.path}, line {store.lines[self.number[index]]}"
+
 
 class ChatDataset(Dataset):
     """Samples of ``seq_length`` tokens: epoch after epoch, each packed in an order of its own.
@@ -81,13 +88,14 @@ class ChatDataset(Dataset):
     Args:
         key: the seed and the split.
         size: how many samples are asked for.
-        filler: the token that fills a sample up.
+        tokenizer: whose vocabulary all ids must be of, and whose end of document fills a sample up.
     """
 
     def __init__(
-        self, conversations: Conversations, seq_length: int, key: tuple[int, int], size: int, filler: int
+        self, conversations: Conversations, seq_length: int, key: tuple[int, int], size: int, tokenizer: Tokenizer
     ) -> None:
-        self.conversations, self.seq_length, self.size, self.filler = conversations, seq_length, size, filler
+        self.conversations, self.seq_length, self.size, self.filler = conversations, seq_length, size, tokenizer.eod
+        self.vocab_size, self.source = tokenizer.vocab_size, tokenizer.source
         inputs = conversations.lengths - 1  # the last token is nothing but a label
         self.samples, self.an_epoch = [], 0
         while len(self.samples) < size:
@@ -100,11 +108,16 @@ class ChatDataset(Dataset):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], those of the padding among them."""
+        """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], those of the padding among them.
+
+        Raises:
+            DataError: an id is outside of the vocabulary, or a file cannot be read.
+        """
         tokens = np.full(self.seq_length, self.filler, np.int64)
         labels, spoken, ends, at = tokens.copy(), np.zeros(self.seq_length, np.float32), [], 0
         for number in self.samples[index]:
             ids, mask = self.conversations.of(number)
+            check_ids(ids, self.vocab_size, self.source, partial(self.conversations.where, number))
             stop = at + len(ids) - 1
             tokens[at:stop], labels[at:stop], spoken[at:stop] = ids[:-1], ids[1:], mask[1:]
             at = stop
@@ -205,7 +218,7 @@ def _build(
         chats = Conversations(files, chosen, data.seq_length + 1, data.sft_over_length)
         if not len(chats):
             raise Refusal(f"{flag}: the {split} split gets none of {total} conversations: change --split")
-        dataset = ChatDataset(chats, data.seq_length, (config.run.seed, SPLITS.index(split)), count, tokenizer.eod)
+        dataset = ChatDataset(chats, data.seq_length, (config.run.seed, SPLITS.index(split)), count, tokenizer)
         built.append(dataset)
         spoken = sum(int(chats.of(number)[1][1:].sum()) for number in range(len(chats)))
         config.notes.append(

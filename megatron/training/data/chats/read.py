@@ -28,6 +28,7 @@ AFTER = {
     "tool": ("assistant", "tool"),
 }
 Message = dict[str, Any]
+LONGEST = 32 << 20  # bytes of a line; to tokenize it takes about 200 bytes of memory for each
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def read_chats(path: str, flag: str) -> Iterator[Chat]:
 def chats_of(record: Record) -> list[Chat]:
     """The conversations of one line."""
     where = record.where()
+    if len(record.content) > LONGEST:
+        raise Refusal(f"{where}: a line of {len(record.content):,} bytes; at most {LONGEST:,} are read: split it")
     line = _object(record, where)
     if line is None:
         return []

@@ -17,7 +17,8 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.data.chats.read import read_chats
 from megatron.training.data.chats.template import ChatTemplate
 from megatron.training.data.files import load_numbers
-from megatron.training.data.whole_folder import whole_folder
+from megatron.training.data.reading import DataError, FileArray, unmapped
+from megatron.training.data.whole_folder import check_whole, whole_folder
 from megatron.training.refusal import Refusal, one_line
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,10 @@ class Store:
     """
 
     path: str
-    tokens: np.ndarray
-    spoken: np.ndarray
-    starts: np.ndarray
-    lines: np.ndarray
+    tokens: np.ndarray | FileArray
+    spoken: np.ndarray | FileArray
+    starts: np.ndarray | FileArray
+    lines: np.ndarray | FileArray
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -84,7 +85,7 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
             str(sorted(tokenizer.special_tokens_map.items())),
             template.given or tokenizer.chat_template,
             transformers.__version__,
-            "1",  # of this program's way to find the assistant's words
+            "2",  # of the form of the folder, and of this program's way to find the assistant's words
         ],
         sort_keys=True,
     )
@@ -104,7 +105,7 @@ def keep(store: Store, folder: str) -> None:
 
 
 def kept(path: str, folder: str) -> Store | None:
-    """The store in a folder, in memory maps; None where there is no folder.
+    """The store in a folder, read from its files; None where there is no folder.
 
     Raises:
         Refusal: the folder is damaged.
@@ -112,7 +113,7 @@ def kept(path: str, folder: str) -> Store | None:
     if not os.path.isdir(folder):
         return None
     try:
-        parts = [load_numbers(os.path.join(folder, f"{name}.npy")) for name in PARTS]
+        parts = [unmapped(load_numbers(os.path.join(folder, f"{name}.npy"))) for name in PARTS]
         store = Store(path, *parts)
         same = [(part.dtype, part.ndim) for part in parts] == [(np.dtype(kind), 1) for kind in PARTS.values()]
         if not same or not len(store.starts) == len(store.lines) + 1 > 1:
@@ -121,6 +122,7 @@ def kept(path: str, folder: str) -> Store | None:
             raise ValueError("its parts do not fit together")
         if store.starts[0] != 0 or (store.starts[1:] <= store.starts[:-1]).any():
             raise ValueError("its conversations do not follow one another")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DataError) as error:
         raise Refusal(f"{folder} holds no tokens of chats ({one_line(error, 100)}): remove it") from None
+    check_whole(folder)
     return store

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The readers of tokenizers and chat templates, each with valid files and what happens to them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from megatron.training.arguments.config import DataConfig
+from megatron.training.data.chats.read import Chat
+from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.tokenizer import build_tokenizer
+from tests.chats import CHATML, LLAMA3, make_tokenizer
+from tests.fuzz import mutations
+from tests.fuzz.data_readers import bare_json, reader, text
+from tests.unit.test_tokenizer import make
+
+TEXT = "The ring sends keys on. äöü 12\n"
+OPTIONS = {  # files that a tokenizer_config.json has in those that others publish, and names of code
+    "auto_map": {"AutoTokenizer": ["harm.Harm", "harm.Harm"]},
+    "tokenizer_class": "Harm",
+    "trust_remote_code": True,
+    "chat_template": "{{ ''.__class__.__mro__ }}",
+    "name_or_path": "someone/harm",
+    "_commit_hash": "0" * 40,
+    "custom_pipelines": {"a": {"impl": "harm.Harm"}},
+    "processor_class": "Harm",
+    "tokenizer_file": "/etc/passwd",
+    "vocab_file": "/etc/passwd",
+}
+CLASSES = [
+    "LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2Tokenizer", "BertTokenizer",
+    "T5Tokenizer", "TokenizersBackend", "MarianTokenizer", "RagTokenizer", "TapexTokenizer", "PythonBackend",
+    "os.system",
+]  # fmt: skip
+HARM = b"open('ran', 'w').write('harm')\nimport os\nos.system('touch ran')\nclass Harm:\n    pass\n"
+EXPRESSIONS = [
+    "''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.system('touch ran')",
+    "lipsum.__globals__['os'].popen('touch ran')", "namespace.__init__", "messages.append(1)",
+    "self._TemplateReference__context", "range(10**12)|list", "'a' * 10**4", "raise_exception('no')",
+    "strftime_now('%Y')", "x.y.z", "messages[0]|attr('__class__')", "''|attr('format')",
+    "'{0.__class__}'.format(1)", "messages|tojson", "loop.cycle(1)", "1/0", "''.join",
+]  # fmt: skip
+PUT = [
+    "{{ %s }}", "{%% set x = %s %%}", "{%% if %s %%}{%% endif %%}", "{%% for a in %s %%}{{ a }}{%% endfor %%}",
+    "{%% import 'harm.py' as a %%}%s", "{%% include 'harm.py' %%}%s",
+    "{%% macro m() %%}{{ m() }}{%% endmacro %%}{{ m() }}%s",
+]  # fmt: skip
+
+
+@cache
+def files(kind: str) -> dict[str, bytes]:
+    """The files of a tokenizer, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "chats":
+            make_tokenizer(Path(folder))
+        else:
+            make(kind, Path(folder))
+        found = {path.name: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return found
+
+
+def without(kind: str, name: str) -> dict[str, bytes]:
+    return {other: data for other, data in files(kind).items() if other != name} | {"harm.py": HARM}
+
+
+def read(kind: str, **settings: Any) -> Any:
+    def build(folder: Path) -> None:
+        data = DataConfig(tokenizer_type=kind, tiktoken_num_special_tokens=10, **settings)
+        tokenizer = build_tokenizer(data, None)
+        if tokenizer.vocab_size < 100_000:  # as a program would, which makes a model first
+            tokenizer.detokenize(tokenizer.tokenize(TEXT))
+
+    return build
+
+
+def config(random: Random, data: bytes) -> bytes:
+    """A tokenizer_config.json with names of code, or changed as JSON."""
+    if random.random() < 0.4:
+        return mutations.json_text(random, data)
+    value = json.loads(data)
+    for name in random.sample(sorted(OPTIONS), random.choice([1, 2, 4])):
+        value[name] = OPTIONS[name] if random.random() < 0.7 else random.choice(mutations.TEXTS)
+    if random.random() < 0.4:
+        value["tokenizer_class"] = random.choice(CLASSES)
+    return mutations.changed_json(random, value).encode() if random.random() < 0.2 else json.dumps(value).encode()
+
+
+def template(random: Random, data: bytes) -> bytes:
+    """A Jinja template with expressions that reach for Python, or changed as a text."""
+    if random.random() < 0.4:
+        return text(random, data)
+    put = random.choice(PUT)
+    new = (put % random.choice(EXPRESSIONS)).encode()
+    at = random.choice([0, len(data), random.randrange(len(data))])
+    return data[:at] + new + data[at:]
+
+
+CHAT = Chat(
+    "chats.jsonl, line 1",
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}],
+)
+
+
+@cache
+def of_chats(folder: str) -> Any:
+    return build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder), None)
+
+
+def render(folder: Path) -> None:
+    given = (folder / "file").read_text(errors="replace")
+    ChatTemplate(of_chats(str(folder)).transformers, given, "a tokenizer")(CHAT)
+
+
+BPE = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+HF = read("HuggingFaceTokenizer", tokenizer_model=".")
+READERS = [
+    reader("tokenizer_json", lambda: [files("TokenizerFromFile")["tokenizer.json"]], bare_json,
+           read("TokenizerFromFile", tokenizer_model="tokenizer.json"), "tokenizer.json", memory=1024),
+    reader("gpt2_vocab", lambda: [files("GPT2BPETokenizer")["vocab.json"]], bare_json,
+           read("GPT2BPETokenizer", **BPE), "vocab.json",
+           beside=without("GPT2BPETokenizer", "vocab.json"), memory=1024),
+    reader("gpt2_merges", lambda: [files("GPT2BPETokenizer")["merges.txt"]], text,
+           read("GPT2BPETokenizer", **BPE), "merges.txt",
+           beside=without("GPT2BPETokenizer", "merges.txt"), memory=1024),
+    reader("tiktoken", lambda: [files("TikTokenizer")["tik.json"]], bare_json,
+           read("TikTokenizer", tokenizer_model="tik.json"), "tik.json", memory=1024),
+    reader("sentencepiece", lambda: [files("SentencePieceTokenizer")["sp.model"]], mutations.any_bytes,
+           read("SentencePieceTokenizer", tokenizer_model="sp.model"), "sp.model", memory=1024),
+    reader("hf_tokenizer", lambda: [files("HuggingFaceTokenizer")["tokenizer.json"]], bare_json, HF,
+           "tokenizer.json", beside=without("HuggingFaceTokenizer", "tokenizer.json"), memory=1024),
+    reader("hf_tokenizer_config", lambda: [files("HuggingFaceTokenizer")["tokenizer_config.json"]], config, HF,
+           "tokenizer_config.json", beside=without("HuggingFaceTokenizer", "tokenizer_config.json"), memory=1024,
+           trusted=("transformers",)),
+    reader("chat_template", lambda: [CHATML.encode(), LLAMA3.encode()], template, render,
+           beside=files("chats") | {"harm.py": HARM}, memory=1024, trusted=("jinja2",)),
+]  # fmt: skip

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a checkpoint are read only after they were compared: by their list, or by sums that torch.save writes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.checkpoint.megatron_lm.checked import examine
+from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damaged, FileList, Sum, read_list
+from megatron.training.checkpoint.megatron_lm.torch_file import check_torch_file, check_torch_files_in
+from megatron.training.refusal import Refusal
+
+ROOT = Path(__file__).parents[2]
+# Who opens files of weights. Each of them gets its path from a Checked, which only the first one makes, or compares the
+# sum itself; list_files of the second one writes the list.
+READERS = {
+    "training/checkpoint/megatron_lm/checked.py",
+    "training/checkpoint/checksums.py",
+    "training/checkpoint/megatron_lm/common_file.py",  # for Checked.common
+    "training/checkpoint/megatron_lm/places.py",  # only the identity of a run
+    "training/checkpoint/older/sources.py",
+    "training/checkpoint/older/universal.py",
+    "training/checkpoint/hugging_face/files.py",
+    "training/checkpoint/in_memory/copy_file.py",
+    "training/checkpoint/in_memory/state.py",
+}
+UNPICKLER = "training/checkpoint/megatron_lm/unpickle.py"  # which those call, and which looks at bytes in memory
+CALLS = ("unpickle.read", "unpickle.read_metadata", "safe_open", "load_file", "torch.load", "Checked")
+
+
+def calls(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
+
+
+def test_nobody_opens_files_of_weights_but_those_who_have_them_compared():
+    found = {
+        path.relative_to(ROOT / "megatron").as_posix(): set(calls(path)) & set(CALLS)
+        for path in (ROOT / "megatron").rglob("*.py")
+        if "core" not in path.relative_to(ROOT / "megatron").parts[:1]
+    }
+    readers = {name for name, used in found.items() if used}
+    assert readers - {UNPICKLER} == READERS
+    assert [name for name, used in found.items() if "Checked" in used] == ["training/checkpoint/megatron_lm/checked.py"]
+    for tool in (ROOT / "tools").glob("*.py"):
+        assert not set(calls(tool)) & set(CALLS), tool
+
+
+def flipped(path: Path, at: int, bit: int = 4) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def a_list(**about: object) -> FileList:
+    return FileList({"a": Sum(3, 5), "b": Sum(2, 7)}, folder="iter_0000004", iteration=4, run="of today", **about)
+
+
+def test_a_list_is_read_as_it_was_written_and_no_flipped_bit_in_it_goes_unseen(tmp_path):
+    path = tmp_path / CHECKSUMS
+    path.write_bytes(a_list().packed())
+    assert read_list(path) == a_list()
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        flipped(path, at, at % 8)
+        try:
+            assert read_list(path) == a_list()  # of the space between two words one may become another
+        except Damaged as damage:
+            assert str(path) in str(damage) and "\n" not in str(damage)
+        path.write_bytes(whole)
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(Damaged, match="cannot be read"):
+            read_list(path)
+
+
+def test_a_list_of_the_first_version_is_read(tmp_path):
+    path = tmp_path / CHECKSUMS
+    path.write_text(json.dumps({"a": {"size": 3, "crc32": 5}, "b": {"size": 2, "crc32": 7}}))
+    assert read_list(path) == FileList(a_list().files)
+
+
+def later(said: dict) -> None:
+    said["version"] = 3
+
+
+def without_files(said: dict) -> None:
+    said["files"] = {}
+
+
+def outside(said: dict) -> None:
+    said["files"]["../c"] = said["files"]["a"]
+
+
+def in_words(said: dict) -> None:
+    said["files"]["a"]["size"] = "three"
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [(later, "is of version 3"), (without_files, "names no files"), (outside, "../c, which lies"), (in_words, "read")],
+)
+def test_a_list_whose_sum_is_right_and_which_says_something_odd_is_refused(tmp_path, change: Callable, told: str):
+    said = json.loads(a_list().packed())
+    del said["crc32"]
+    change(said)
+    said["crc32"] = zlib.crc32(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
+    (tmp_path / CHECKSUMS).write_text(json.dumps(said))
+    with pytest.raises(Damaged, match=told):
+        read_list(tmp_path / CHECKSUMS)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "3", '{"a": 3}', '{"a": {"size": 3}}', "[" * 100_000])
+def test_what_is_no_list_is_refused(tmp_path, text):
+    (tmp_path / CHECKSUMS).write_text(text)
+    with pytest.raises(Damaged, match="cannot be read.*--write-list"):
+        read_list(tmp_path / CHECKSUMS)
+
+
+WEIGHT = {"weight": torch.arange(40.0), "steps": 3}
+
+
+NUMBERS = WEIGHT["weight"].numpy().tobytes()
+
+
+def loaded(path: Path) -> list[float] | None:
+    """The weight in a file; None where torch finds out by itself that it cannot be read."""
+    try:
+        return torch.load(path)["weight"].tolist()
+    except (RuntimeError, OSError, EOFError):
+        return None
+
+
+def test_no_flipped_bit_of_a_record_of_torch_save_goes_unseen(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save(WEIGHT, path)
+    assert check_torch_file(path)
+    whole = path.read_bytes()
+    records = 0
+    for at in range(0, len(whole)):
+        flipped(path, at, at % 8)
+        try:
+            assert check_torch_file(path)
+            assert loaded(path) in (None, WEIGHT["weight"].tolist()), at
+        except Damaged as damage:
+            records += 1
+            assert str(damage).startswith(f"{path} is not what was written (") and "\n" not in str(damage)
+        path.write_bytes(whole)
+    assert records > 500
+    for size in range(4, len(whole), 50):
+        path.write_bytes(whole[:size])
+        with pytest.raises(Damaged):
+            check_torch_file(path)
+
+
+def test_several_files_in_one_are_looked_at_each(tmp_path):
+    parts, places = b"", []
+    for number in range(3):
+        torch.save({**WEIGHT, "number": number}, tmp_path / "one")
+        data = (tmp_path / "one").read_bytes()
+        places.append((len(parts), len(data)))
+        parts += data
+    path = tmp_path / "parts"
+    path.write_bytes(parts)
+    assert check_torch_files_in(path, places)
+    for offset, length in places:
+        path.write_bytes(parts)
+        flipped(path, offset + parts[offset : offset + length].index(NUMBERS) + 7)
+        with pytest.raises(Damaged, match="record archive/data/0 differs|record one/data/0 differs"):
+            check_torch_files_in(path, places)
+
+
+def test_files_without_sums_are_told_apart(tmp_path):
+    torch.save(WEIGHT, tmp_path / "old", _use_new_zipfile_serialization=False)
+    assert not check_torch_file(tmp_path / "old")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(WEIGHT, tmp_path / "without")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert not check_torch_file(tmp_path / "without")
+
+
+def universal(folder: Path) -> Path:
+    path = folder / "global_step2_universal"
+    (path / "zero" / "w").mkdir(parents=True)
+    torch.save(WEIGHT, path / "zero" / "w" / "fp32.pt")
+    torch.save({"args": None}, path / "mp_rank_00_model_states.pt")
+    return path
+
+
+def test_of_other_programs_forms_every_file_that_is_read_is_compared(tmp_path):
+    path = universal(tmp_path)
+    checked = examine(path)
+    assert checked.files == {"zero/w/fp32.pt", "mp_rank_00_model_states.pt"} and not checked.unchecked
+    file = path / "zero" / "w" / "fp32.pt"
+    flipped(file, file.read_bytes().index(NUMBERS) + 7)
+    with pytest.raises(Damaged, match=r"w/fp32\.pt is not what was written"):
+        examine(path)
+    assert sum(passes(path, share) for share in range(2)) == 1  # of two ranks one has this file
+    torch.save(WEIGHT, file, _use_new_zipfile_serialization=False)
+    assert examine(path).unchecked
+
+
+def passes(path: Path, share: int) -> bool:
+    try:
+        return bool(examine(path, share, 2))
+    except Damaged:
+        return False
+
+
+def test_only_what_was_compared_can_be_opened(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    checked = examine(tmp_path)
+    assert checked.unchecked and checked.file("config.json") == tmp_path / "config.json"
+    (tmp_path / "later.safetensors").write_text("weights")
+    with pytest.raises(Refusal, match=r"later\.safetensors: it is not in checksums\.json"):
+        checked.file("later.safetensors")
+    with pytest.raises(Refusal, match="gone: no such file"):
+        checked.file("gone")
+    assert examine(tmp_path, only=("config.json",)).files == {"config.json"}

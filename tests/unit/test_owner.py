@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lock of a save folder: one owner at a time, whoever begins, stops, dies or awakes when."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megatron.platform import processes
+from megatron.platform.processes import this_process
+from megatron.training.checkpoint import owner
+from megatron.training.checkpoint.owner import Lost, Owner, take
+from megatron.training.refusal import Refusal
+from tests.patience import patience
+
+ROUNDS = int(os.environ.get("OWNER_ROUNDS", "8"))
+RENEWAL, SILENCE = 0.1, 1.5
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def serve(pipe, machine: Path | None) -> None:
+    """A job in a process of its own, which does what it is told."""
+    if machine is not None:
+        processes.BOOT = machine
+        processes._boot.cache_clear()
+    held: Owner | None = None
+    while True:
+        what, *rest = pipe.recv()
+        try:
+            if what == "take":
+                notes: list[str] = []
+                held = take(Path(rest[0]), notes, RENEWAL, patience(SILENCE))
+                pipe.send(("has it", notes))
+            elif what == "check":
+                held.check()
+                pipe.send(("has it", []))
+            elif what == "release":
+                held = held.release() if held else None
+                pipe.send(("released", []))
+        except Refusal as refusal:
+            pipe.send(("refused", str(refusal)))
+        except Lost as lost:
+            pipe.send(("lost", str(lost)))
+
+
+class Worker:
+    """A job in another process, on another machine by its boot id if one is given."""
+
+    def __init__(self, machine: Path | None = None) -> None:
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(theirs, machine), daemon=True)
+        self.process.start()
+
+    def tell(self, *what: str) -> None:
+        self.pipe.send([str(one) for one in what])
+
+    def answer(self) -> tuple:
+        assert self.pipe.poll(patience(60)), "no answer"
+        return self.pipe.recv()
+
+    def ask(self, *what: str) -> tuple:
+        self.tell(*what)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator:
+    made = []
+
+    def make(machine: str = "") -> Worker:
+        file = tmp_path / machine if machine else None
+        if file:
+            file.write_text(machine)
+        made.append(Worker(file))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.kill()
+
+
+def cards(folder: Path) -> list[Path]:
+    return sorted(folder.glob(owner.CARDS))
+
+
+def dead_card(folder: Path, machine: str = "") -> Path:
+    """The card of a job that has ended, here or on another machine."""
+    child = CONTEXT.Process(target=time.sleep, args=(0,))
+    child.start()
+    process = replace(this_process(), pid=child.pid, started=processes.started(child.pid) or 1)
+    child.join()
+    if machine:
+        process = replace(process, boot=machine, host=machine)
+    folder.mkdir(exist_ok=True)
+    card = folder / owner.CARDS.replace("*", "0" * 32)
+    said = {"process": asdict(process), "owns": True, "since": "2026-11-23 09:00:00", "run": "", "renewed": 7}
+    card.write_bytes(json.dumps(said).encode().ljust(owner.SIZE))
+    return card
+
+
+def test_a_second_job_is_refused_in_a_line_that_names_the_first_and_the_way_out(tmp_path, worker):
+    first, second, folder = worker(), worker(), tmp_path / "c"
+    assert first.ask("take", folder) == ("has it", [])
+    for _ in range(3):
+        told, line = second.ask("take", folder)
+        assert told == "refused" and "\n" not in line
+        assert f"--save {folder} is in use by process {first.process.pid} on " in line
+        assert "wait for it to end, end it, or give another folder to --save" in line
+    assert first.ask("check") == ("has it", []) and len(cards(folder)) == 1
+    first.ask("release")
+    assert not cards(folder)
+    assert second.ask("take", folder) == ("has it", [])
+
+
+def test_a_killed_job_is_followed_at_once_and_told_in_a_line(tmp_path, worker):
+    first, second, folder = worker(), worker(), tmp_path / "c"
+    first.ask("take", folder)
+    first.kill()
+    begin = time.monotonic()
+    told, (note,) = second.ask("take", folder)
+    assert told == "has it" and time.monotonic() - begin < patience(SILENCE) / 2
+    assert note.startswith(f"took over --save {folder} from process {first.process.pid} on ")
+    assert note.endswith("which has ended")
+    assert len(cards(folder)) == 1
+
+
+def test_a_job_on_another_machine_is_known_by_its_counter_alone(tmp_path, worker):
+    first, second, folder = worker("elsewhere"), worker(), tmp_path / "c"
+    first.ask("take", folder)
+    told, line = second.ask("take", folder)
+    assert told == "refused" and f"process {first.process.pid} on " in line
+    first.kill()
+    begin = time.monotonic()
+    told, (note,) = second.ask("take", folder)
+    assert told == "has it" and time.monotonic() - begin >= SILENCE * 0.9
+    assert "has given no sign of life for" in note
+
+
+def test_a_stopped_owner_that_awakes_has_lost_the_folder_and_knows_it(tmp_path, worker):
+    first, second, folder = worker("elsewhere"), worker(), tmp_path / "c"
+    first.ask("take", folder)
+    os.kill(first.process.pid, signal.SIGSTOP)
+    assert second.ask("take", folder)[0] == "has it"
+    os.kill(first.process.pid, signal.SIGCONT)
+    told, line = first.ask("check")
+    assert told == "lost" and f"--save {folder} is not this job's any more: process {second.process.pid} on " in line
+    assert "has taken it over" in line
+    time.sleep(3 * RENEWAL)  # its thread goes on
+    assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
+    first.ask("release")
+    assert second.ask("check") == ("has it", []) and len(cards(folder)) == 1
+    second.ask("release")
+    assert not cards(folder)
+
+
+def test_a_stopped_job_of_this_machine_still_has_the_folder(tmp_path, worker):
+    first, second, folder = worker(), worker(), tmp_path / "c"
+    first.ask("take", folder)
+    os.kill(first.process.pid, signal.SIGSTOP)
+    assert second.ask("take", folder)[0] == "refused"
+    os.kill(first.process.pid, signal.SIGCONT)
+    assert first.ask("check") == ("has it", [])
+
+
+@pytest.mark.parametrize("stale", ["", "dead here", "dead elsewhere"])
+def test_of_several_that_begin_at_once_exactly_one_gets_the_folder(tmp_path, worker, stale):
+    jobs = [worker(), worker(), worker("north"), worker("south")]
+    rounds = ROUNDS if stale != "dead elsewhere" else max(2, ROUNDS // 10)
+    for number in range(rounds):
+        folder = tmp_path / f"c{number}"
+        if stale:
+            dead_card(folder, "elsewhere" if "elsewhere" in stale else "")
+        for job in jobs:
+            job.tell("take", folder)
+        answers = [job.answer() for job in jobs]
+        winners = [job for job, (told, _) in zip(jobs, answers) if told == "has it"]
+        assert len(winners) == 1, answers
+        assert winners[0].ask("check") == ("has it", []) and len(cards(folder)) == 1
+        assert {told for told, _ in answers} == {"has it", "refused"}
+        winners[0].ask("release")
+        assert not cards(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 10, b'{"process": {"pid": 1}}'])
+def test_a_card_that_says_nothing_is_waited_for_and_then_removed(tmp_path, content):
+    (tmp_path / owner.CARDS.replace("*", "f" * 32)).write_bytes(content)
+    begin, notes = time.monotonic(), []
+    held = take(tmp_path, notes, RENEWAL, 0.5)
+    assert time.monotonic() - begin >= 0.4 and not notes
+    held.release()
+    assert not cards(tmp_path)
+
+
+def test_a_file_system_that_answers_late_shows_no_silence(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(owner.time, "monotonic", lambda: now[0])
+    watched = owner._Watched(b"1")
+    now[0] += 600.0
+    watched.look(b"1")
+    assert watched.lives(None, SILENCE) is None
+    for _ in range(8):
+        now[0] += owner.LOOK
+        watched.look(b"1")
+    assert watched.lives(None, SILENCE) is False
+    watched.look(b"2")
+    assert watched.lives(None, SILENCE) is True
+
+
+def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path):
+    folder, away = tmp_path / "c", tmp_path / "away"
+    held = take(folder, [], RENEWAL)
+    folder.rename(away)
+    with pytest.raises(FileNotFoundError) as error:
+        held.check()
+    assert not isinstance(error.value, Lost)
+    time.sleep(3 * RENEWAL)
+    away.rename(folder)
+    held.check()
+    cards(folder)[0].unlink()  # somebody has cleared the folder: it may be another job's by now
+    with pytest.raises(Lost, match="another job has taken it over, or somebody removed it"):
+        held.check()
+    held.release()
+    assert not list(folder.iterdir())
+
+
+def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
+    def missing(*_, **__):
+        raise OSError("not on this file system")
+
+    dead_card(tmp_path)
+    for name in ("rename", "replace", "link", "symlink"):
+        monkeypatch.setattr(os, name, missing)
+    for name in ("flock", "lockf", "fcntl"):
+        monkeypatch.setattr(fcntl, name, missing)
+    notes: list[str] = []
+    held = take(tmp_path, notes, RENEWAL)
+    time.sleep(3 * RENEWAL)
+    held.check()
+    (card,) = cards(tmp_path)
+    said = json.loads(card.read_bytes())
+    assert said["owns"] and said["renewed"] > 2 and processes.Process(**said["process"]) == this_process()
+    held.release()
+    assert len(notes) == 1 and not cards(tmp_path)
+
+
+def test_a_process_has_one_job_at_a_time(tmp_path):
+    first, notes = take(tmp_path, [], RENEWAL), []
+    second = take(tmp_path, notes, RENEWAL)
+    second.check()
+    with pytest.raises(Lost):
+        first.check()
+    first.release()
+    second.check()
+    second.release()
+    assert not notes
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refusal, match="--save .* cannot be listed and written to: "):
+        take(tmp_path / "file", [])

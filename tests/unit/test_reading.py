@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data files read without mapping them, ids that are checked, and index caches of several builders."""
+
+import errno
+import hashlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron.training.data import reading
+from megatron.training.data.batches import micro_batches
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.reading import DataError, OpenFile, check_ids, first_outside, unmapped
+from megatron.training.data.whole_folder import LEFT_BEHIND, whole_folder
+from megatron.training.loop import pass_over
+from megatron.training.refusal import Refusal
+from tests.patience import patience
+from tests.properties import examples
+from tests.unit.test_data import NULL, configure, samples_of, write
+
+TYPES = (np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)
+
+
+@examples(100)
+@given(data=st.data(), dtype=st.sampled_from(TYPES))
+def test_the_first_id_outside_of_a_vocabulary(data, dtype):
+    info = np.iinfo(dtype)
+    size = data.draw(st.one_of(st.integers(1, 300), st.integers(1, 2**17), st.just(int(info.max)), st.just(2**40)))
+    near = st.sampled_from([0, size - 1, size, -1, int(info.min), int(info.max)])
+    inside = st.integers(0, min(size - 1, int(info.max)))
+    drawn = data.draw(st.lists(st.one_of(inside, near.filter(lambda n: info.min <= n <= info.max)), max_size=20))
+    outside = [place for place, token in enumerate(drawn) if not 0 <= token < size]
+    ids = np.array(drawn, dtype)
+    assert first_outside(ids, size) == (outside[0] if outside else None)
+    if outside:
+        with pytest.raises(DataError, match=rf"^here holds token id {drawn[outside[0]]}, outside the {size} ids of it"):
+            check_ids(ids, size, "it", lambda: "here")
+
+
+@examples(60)
+@given(data=st.data(), rows=st.integers(0, 9), columns=st.sampled_from([(), (2,)]))
+def test_an_array_in_a_file_is_that_array(tmp_path_factory, data, rows, columns):
+    path = tmp_path_factory.mktemp("array") / "a.npy"
+    whole = np.arange(rows * (columns[0] if columns else 1), dtype=np.int32).reshape(rows, *columns)
+    np.save(path, whole)
+    found = unmapped(np.load(path, mmap_mode="r")) if rows else whole
+    assert (np.asarray(found) == whole).all() and found.shape == whole.shape and found.dtype == whole.dtype
+    a, b = (data.draw(st.one_of(st.none(), st.integers(-12, 12))) for _ in range(2))
+    assert np.array_equal(found[a:b], whole[a:b])
+    for row in range(-rows - 2, rows + 2):
+        if -rows <= row < rows:
+            assert np.array_equal(found[row], whole[row])
+        else:
+            with pytest.raises(IndexError):
+                found[row]
+
+
+def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    file, read, fails = OpenFile(str(path)), os.pread, []
+
+    def failing(*args):
+        if fails:
+            raise OSError(fails.pop(0), "not now")
+        return read(*args)
+
+    monkeypatch.setattr(os, "pread", failing)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    fails[:] = [errno.EIO] * len(reading.PAUSES)
+    assert file.read(4, 3) == b"3456" and "it is read again in 25 s" in caplog.text
+    fails[:] = [errno.EIO] * (len(reading.PAUSES) + 1)
+    with pytest.raises(DataError, match="file: cannot be read at byte 3: not now"):
+        file.read(4, 3)
+    fails[:] = [errno.ESTALE]  # the file is another one, or gone: it stays so
+    with pytest.raises(DataError, match="cannot be read"):
+        file.read(4, 3)
+    monkeypatch.setattr(os, "pread", lambda number, count, offset: read(number, min(count, 3), offset))
+    assert file.read(10, 0) == b"0123456789"  # a piece at a time, as the system gives more than 2 GiB
+    with pytest.raises(DataError, match="ends before byte 12"):
+        file.read(10, 2)
+    with pytest.raises(DataError, match="gone: No such file"):
+        OpenFile(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize("blend", [False, True])
+@pytest.mark.parametrize("what", [".bin", ".idx", "document_index.npy", "sample_index.npy", "shuffle_index.npy"])
+def test_files_that_become_shorter_after_the_start(tmp_path, what, blend):
+    """Mapped, they would end this process with SIGBUS."""
+    prefix, _ = write(tmp_path / "corpus")
+    path = ["1", prefix, "2", prefix] if blend else [prefix]
+    train, *_ = build_datasets(configure(data_path=path, split="1,0,0"), NULL, (50, 0, 0))
+    first = train[0]["tokens"]
+    for file in [f"{prefix}{what}"] if what.startswith(".") else tmp_path.glob(f"index-cache/*/*{what}"):
+        os.truncate(file, 0)
+    with pytest.raises(DataError, match=rf"{what} ends before byte \d+"):
+        train[0]
+    assert len(first) == 16
+
+
+def test_files_that_are_deleted_or_replaced_after_the_start(tmp_path):
+    prefix, _ = write(tmp_path / "corpus")
+    train, *_ = build_datasets(configure(data_path=[prefix], split="1,0,0"), NULL, (50, 0, 0))
+    before = samples_of(train)
+    write(tmp_path / "other", seed=5)
+    for file in (f"{prefix}.bin", f"{prefix}.idx", *tmp_path.glob("index-cache/*/*")):
+        os.unlink(file)
+    os.rename(tmp_path / "other.bin", f"{prefix}.bin")
+    assert samples_of(train) == before
+
+
+def unseen(prefix, token, document=70, documents=200, dtype=np.int32):
+    """Files with an id in one document that the check at the start does not read; as `write` otherwise."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for number in range(documents):
+        text = np.full(17, token if number == document else number)
+        builder.add_document(text, [len(text)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def bad_samples(dataset, count):
+    """The samples that cannot be used, and the lines that say why."""
+    found = {}
+    for number in range(count):
+        try:
+            dataset[number]
+        except DataError as error:
+            found[number] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("token", [1001, 70_000, -1, -100])
+@pytest.mark.parametrize("form", ["plain", "blend", "portion", "in memory"])
+def test_an_id_outside_of_the_vocabulary_is_found_where_it_is_read(tmp_path, form, token):
+    prefix = unseen(tmp_path / "corpus", token)
+    data = {"data_path": [prefix], "split": "1,0,0"}
+    if form == "blend":
+        data["data_path"] = ["2", unseen(tmp_path / "right", 5), "1", prefix]
+    elif form == "portion":
+        data = {"train_weighted_split_paths": [f"A: 1 0.2:0.9 {prefix}"]}
+    elif form == "in memory":
+        (tmp_path / "file").write_text("")
+        data["data_cache_path"] = str(tmp_path / "file" / "cache")
+    config = configure(**data)
+    train, *_ = build_datasets(config, NULL, (600, 0, 0))
+    bad = bad_samples(train, 600)
+    line = f"{prefix}.bin: document 70 holds token id {token}, outside the 1001 ids of NullTokenizer --vocab-size 1000"
+    assert 1 < len(bad) < 50 and set(bad.values()) == {f"{line}: made with another tokenizer"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_hands_the_error_on_in_one_line_and_goes_on_behind_it(tmp_path, workers):
+    train, *_ = build_datasets(configure(data_path=[unseen(tmp_path / "a", 5000)], split="1,0,0"), NULL, (200, 0, 0))
+    bad = sorted(bad_samples(train, 200))
+
+    def batches(consumed):
+        return micro_batches(
+            train,
+            consumed_samples=consumed,
+            micro_batch_size=1,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            num_workers=workers,
+        )
+
+    read = batches(bad[0] - 2)
+    right = [batch["numbers"].item() for batch in itertools.islice(read, 2)]
+    assert right == [bad[0] - 2, bad[0] - 1]
+    with pytest.raises(DataError, match="^.*a.bin: document 70 holds token id 5000, .* another tokenizer$"):
+        next(read)
+    read = batches(bad[0] - 2)
+    pass_over(read, bad[-1] - bad[0] + 3)  # --iterations-to-skip
+    assert next(read)["numbers"].item() == bad[-1] + 1
+
+
+@pytest.mark.parametrize("what", ["document_index", "sample_index", "shuffle_index"])
+def test_a_damaged_index_of_samples_is_noticed_where_it_is_read(tmp_path, what):
+    """Of the right size, and of numbers: the start believes it."""
+    prefix, _ = write(tmp_path / "corpus")
+    train, *_ = build_datasets(configure(data_path=[prefix], split="1,0,0"), NULL, (20, 0, 0))
+    (path,) = tmp_path.glob(f"index-cache/*/*{what}.npy")
+    right = np.load(path)
+    for value in (0, 7, 10**6, 2**31 - 1, *(() if what == "shuffle_index" else (-1, -(2**31)))):
+        damaged = right.copy()
+        damaged[...] = value
+        np.save(path, damaged)
+        try:
+            assert len(train[3]["tokens"]) == 16
+        except DataError as error:
+            assert "damaged" in str(error) or "no document" in str(error), error
+    assert np.load(path).shape == right.shape
+
+
+# --- index caches
+
+
+def build_in_a_fork(prefix, after):
+    """A process that builds an index after some seconds, or reads one, and says what its samples are."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+
+    def work():
+        time.sleep(after)
+        data = samples_of(build_datasets(configure(data_path=[prefix], split="8,2"), NULL, (400, 20, 0))[0])
+        send.send(hashlib.sha256(repr(data).encode()).hexdigest())
+
+    process = context.Process(target=work)
+    process.start()
+    send.close()
+    return process, receive
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_two_builders_of_one_index(tmp_path, rounds):
+    """Started at about the same time: both read the same samples, and one whole cache is left."""
+    draw, right = random.Random(1), set()
+    for turn in range(rounds):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        prefix, _ = write(folder / "corpus", documents=300)
+        running = [build_in_a_fork(prefix, draw.uniform(0, 0.02)) for _ in range(2)]
+        for process, receive in running:
+            assert receive.poll(patience(60))
+            right.add(receive.recv())
+            process.join()
+            assert process.exitcode == 0
+        (cache,) = (folder / "index-cache").iterdir()
+        assert {"files.json"} < {path.name for path in cache.iterdir()}
+    assert len(right) == 1, right
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_a_builder_that_is_killed_leaves_nothing_that_is_believed(tmp_path, rounds):
+    draw, right, left = random.Random(2), set(), 0
+    for turn in range(rounds):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        prefix, _ = write(folder / "corpus", documents=300)
+        process, _ = build_in_a_fork(prefix, 0)
+        end = time.monotonic() + patience(30)
+        while not (folder / "index-cache").exists() and time.monotonic() < end:
+            time.sleep(0.0005)
+        time.sleep(draw.uniform(0, 0.01))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        left += bool(list(folder.glob("index-cache/*.tmp")))
+        process, receive = build_in_a_fork(prefix, 0)
+        assert receive.poll(patience(60))
+        right.add(receive.recv())
+        process.join()
+    assert len(right) == 1, right
+    assert left or rounds < 10, "no kill came in the middle"
+
+
+def test_what_killed_builders_left_is_removed_after_a_day(tmp_path):
+    folder, old = tmp_path / "cache", time.time() - LEFT_BEHIND - 60
+    for name in ("cache.1.tmp", "cache.2.tmp", "other.1.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("half")
+    for name in ("cache.1.tmp", "other.1.tmp"):
+        os.utime(tmp_path / name, (old, old))
+    with whole_folder(str(folder)) as temporary:
+        Path(temporary, "whole").write_text("all")
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "cache.2.tmp", "other.1.tmp"}
+
+
+@pytest.mark.parametrize("lost", ["description.txt", "document_index.npy", "files.json"])
+def test_a_cache_of_which_files_were_deleted_is_not_filled_up_by_several_runs_at_once(tmp_path, lost):
+    """Core would write the missing ones in place, where another run reads half of them."""
+    prefix, _ = write(tmp_path / "corpus")
+    config = configure(data_path=[prefix], split="1,0,0")
+    build_datasets(config, NULL, (10, 0, 0))
+    (file,) = tmp_path.glob(f"index-cache/*/*{lost}")
+    file.unlink()
+    with pytest.raises(Refusal, match=rf"is not whole any more \(.*{lost}.*\): remove it, and it is made anew"):
+        build_datasets(config, NULL, (10, 0, 0))
+    assert not file.exists()
