@@ -39,7 +39,7 @@ from torch.futures import Future
 from megatron.training.checkpoint.hugging_face.folders import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, together
 
 EXTRA_STATE = "_extra_state"
 
@@ -53,7 +53,6 @@ def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool
     Raises:
         Refusal: on every rank; something is damaged or missing, has another shape, or could run code.
     """
-    path.metadata()  # torch would print a traceback of what is refused within its own reading
     with _refusals(path), readable(path.path):
         loaded = dist_checkpointing.load(
             state, str(path), _LoadTensors(path), _LoadCommon(path), validate_access_integrity=whole_tensors_once
@@ -156,7 +155,9 @@ class _LoadTensors(TorchDistLoadShardedStrategy):
         )
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
-        _load_state_dict(state, _Reader(self._checked), planner=planner)
+        reader = _Reader(self._checked)
+        together(reader.read_metadata)  # where torch meets an error there, it prints a traceback and tries other files
+        _load_state_dict(state, reader, planner=planner)
         found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(found, flat, renamed)
         _restore_dict_types(loaded, sharded_state_dict)

@@ -41,6 +41,8 @@ def _check(path: Path, part: _Part) -> bool:
     try:
         with zipfile.ZipFile(part) as archive:
             records = [record for record in archive.infolist() if record.file_size]
+            if any(record.compress_type for record in records) or sum(one.file_size for one in records) > part.length:
+                raise ValueError("it is compressed, which torch.save never does")  # and could expand without end
             if not any(record.CRC for record in records):
                 return False
             wrong = archive.testzip()
@@ -55,7 +57,7 @@ class _Part(io.RawIOBase):
     """``length`` bytes of a file from ``offset`` on, as a file."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
+        self._file, self._offset, self.length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
         return True
@@ -67,7 +69,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]
         if at < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as zipfile expects
         self._at = at
@@ -75,7 +77,7 @@ class _Part(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self._length - self._at), 0)
+        count = max(min(len(view), self.length - self._at), 0)
         self._file.seek(self._offset + self._at)
         read = self._file.readinto(view[:count])
         self._at += read
