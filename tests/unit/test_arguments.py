@@ -23,7 +23,7 @@ REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags
 # Flags that Megatron-LM 0.16.1 does not have: the contract's new ones and spellings from elsewhere.
 OURS = """--model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-parallel-size --ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl
---device --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload
+--device --network-interface --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload
 --fpdt-stream-hidden --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
 --ds-sequence-parallel-fpdt-offloading --ffn-chunks --loss-chunks --offload-checkpoints --profile-memory
 --profile-memory-step --window-global-tokens --sparse-block-size --sparse-pattern --sparse-window-blocks
