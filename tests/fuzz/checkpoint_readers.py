@@ -419,7 +419,7 @@ READERS = [
         file="object",
         seeds=lambda: [saved([random_state()]), saved({"groups": [{"lr": 0.1}], "engine": {"a": b"xyz"}})],
         change=mutations.archived,
-        read=lambda folder: unpickle.read_bytes((folder / "object").read_bytes(), "an object", whole=True),
+        read=lambda folder: [unpickle.read_bytes((folder / "object").read_bytes(), "an object", whole=True)],
     ),
     Reader(
         name="engine_states",

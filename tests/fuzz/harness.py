@@ -16,6 +16,7 @@ Input number N of a reader is always the same, so a failure is told by its numbe
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import mmap
@@ -270,6 +271,7 @@ def _child(
         pipe.write(json.dumps(row) + "\n")
         pipe.flush()
 
+    faulthandler.disable()  # a crash is reported by the parent
     folder = folder / str(os.getpid())
     _prepare(reader, folder)
     os.chdir(folder)

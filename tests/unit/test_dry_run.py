@@ -349,3 +349,22 @@ def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
         monkeypatch.setattr(gc, "get_objects", lambda order=order: objects()[::order])
         found.append(run_rank(config, 2, 0, 301, machine=load("A100-80G")).allocations)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+def test_a_hop_of_a_ring_takes_as_long_as_its_larger_direction(balance):
+    """On a ring of two, one rank's message arrives while the other's leaves, and they differ."""
+    from megatron.simulator.dry_run.one_rank import run_rank
+
+    flags = f"--ring-parallel-size 2 --context-parallel-balance {balance} --num-layers 1 --global-batch-size 1"
+    sent, arrived = [], []
+    for rank in range(2):
+        trace = run_rank(config_of(flags, 2), 2, rank, 301, machine=load("A100-80G")).trace
+        hops = [event for event in trace.events if isinstance(event, Transfer) and event.axis == "ring"]
+        waited = {ticket for event in trace.events if isinstance(event, Wait) for ticket in event.tickets}
+        assert {hop.ticket for hop in hops} <= waited
+        sent.append([hop.bytes for hop in hops])
+        arrived.append([hop.bytes + hop.excess for hop in hops])
+    assert len(sent[0]) == 3  # keys forward, keys backward, gradients of keys
+    assert sent[0] != sent[1]
+    assert arrived[0] == arrived[1] == list(map(max, *sent))

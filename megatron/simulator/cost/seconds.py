@@ -89,9 +89,10 @@ def transfer_seconds(transfer: Transfer, machine: Machine) -> float:
     price = machine.prices.get(key)
     if price is None:
         price = machine.prices[key] = price_of(*key, machine)
-    if transfer.bytes >= price.beyond:
-        return transfer.count * (price.large.latency + transfer.bytes * price.large.rate)
-    return transfer.count * price(transfer.bytes)
+    size = transfer.bytes + transfer.excess
+    if size >= price.beyond:
+        return transfer.count * (price.large.latency + size * price.large.rate)
+    return transfer.count * price(size)
 
 
 def copy_seconds(copy: HostCopy, machine: Machine) -> float:

@@ -43,6 +43,8 @@ class Transfer:
         bytes: sent by this rank, if each piece goes the shortest way: (n-1)/n of the whole for all_gather and
             reduce_scatter, twice that for all_reduce, what is for others in all_to_all.
         ticket: what a :class:`Wait` names; None: the compute stream waits at once.
+        excess: bytes of a receive that arrive beyond those which the rank sends at the same time. Links are full
+            duplex, so a hop of a ring takes as long as its larger direction.
     """
 
     kind: Collective
@@ -51,6 +53,7 @@ class Transfer:
     bytes: float
     ticket: int | None = None
     count: int = 1
+    excess: float = 0.0
 
 
 @dataclass(slots=True)

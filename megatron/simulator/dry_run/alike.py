@@ -212,6 +212,7 @@ class Alike:
             Unlike: what had ended in the calls before has not ended now, or something else has.
         """
         recorder = self.recorder
+        recorder.end_hop()
         blocks = [None if x is None else recorder.live.get(x.untyped_storage()._cdata) for x in given]
         if not recorder.plain or any(x is not None and block is None for x, block in zip(given, blocks)):
             given.clear()

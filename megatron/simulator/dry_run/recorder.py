@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +18,26 @@ from megatron.platform.remembered import UNKNOWN
 from megatron.platform.simulation import Answer
 from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.simulator.dry_run.kernels import bytes_of, host_copy, kernel, moves_nothing
-from megatron.simulator.dry_run.transfers import STAGES, communicates, sent, transfer
+from megatron.simulator.dry_run.transfers import STAGES, communicates, received, sent, transfer
 from megatron.training.report.memory import TensorMeter
 
 WHERE = torch.ops.prim.device.default
+
+
+@dataclass
+class _Hop:
+    """Messages of one hop of a ring so far.
+
+    Attributes:
+        receives: numbers of the receives that no transfer stands for yet; ``bytes``: of theirs.
+        sends: the transfer that stands for the receives.
+    """
+
+    axis: str = ""
+    group: Group = Group(1)
+    receives: list[int] = field(default_factory=list)
+    bytes: float = 0.0
+    sends: Transfer | None = None
 
 
 class Recorder(TensorMeter):
@@ -46,6 +63,7 @@ class Recorder(TensorMeter):
         self.tickets = 0
         self._of_collective: dict[int, int] = {}  # tickets, by the number of the collective
         self._collectives = 0
+        self._hop = _Hop()
         self._deferred: list[int] | None = None
         self.attention = ""  # what attention kernels are called, in place of the operation that stands for them
         self.answer: Answer | None = None  # asked before an operation is called
@@ -73,6 +91,7 @@ class Recorder(TensorMeter):
         elif not moves_nothing(func):
             event = host_copy(func, args, out) or kernel(func, args, kwargs, out)
             if event is not None:
+                self.end_hop()
                 if self.attention and getattr(event, "kind", "") == "attention":
                     event.name = self.attention
                 self.trace.events.append(event)
@@ -114,6 +133,7 @@ class Recorder(TensorMeter):
 
     def waited(self, collective: int) -> None:
         """The collective of this number (1, 2, ... in the order of their starts) is waited for."""
+        self.end_hop()
         ticket = self._of_collective.pop(collective, None)
         if ticket is None:
             return
@@ -183,6 +203,14 @@ class Recorder(TensorMeter):
     def _note_transfer(self, func: Any, args: tuple, out: Any) -> None:
         functional = func.namespace == "_c10d_functional"
         self._collectives += not functional
+        arriving = received(func, args)
+        if arriving is not None:
+            group, size = arriving
+            axis, placement = self.axes.get(group.group_name, ("", None))
+            if axis == "ring":
+                self._hop.receives.append(self._collectives)
+                self._hop.axis, self._hop.group, self._hop.bytes = axis, placement, self._hop.bytes + size
+            return
         found = transfer(func, args, out)
         if found is None:
             return
@@ -194,4 +222,27 @@ class Recorder(TensorMeter):
             return
         ticket = None if functional else self.ticket()
         self._of_collective[self._collectives] = ticket
-        self.trace.events.append(Transfer(kind, axis, placement, sent(kind, size, placement.size), ticket))
+        moved = Transfer(kind, axis, placement, sent(kind, size, placement.size), ticket)
+        self.trace.events.append(moved)
+        if kind == "p2p" and axis == self._hop.axis:
+            self._send_beside_receives(moved)
+
+    def _send_beside_receives(self, moved: Transfer) -> None:
+        """A hop's receives come before its sends, and travel at the same time: only what exceeds these takes longer."""
+        hop = self._hop
+        if hop.receives:
+            moved.excess = max(0.0, hop.bytes - moved.bytes)
+            self._of_collective |= dict.fromkeys(hop.receives, moved.ticket)
+            self._hop = _Hop(moved.axis, moved.group, sends=moved)
+        elif hop.sends is not None:
+            hop.sends.excess = max(0.0, hop.sends.excess - moved.bytes)
+
+    def end_hop(self) -> None:
+        """Receives of a hop in which nothing was sent are a transfer of their own."""
+        if not self._hop.axis:
+            return
+        hop, self._hop = self._hop, _Hop()
+        if hop.receives:
+            ticket = self.ticket()
+            self._of_collective |= dict.fromkeys(hop.receives, ticket)
+            self.trace.events.append(Transfer("p2p", hop.axis, hop.group, 0.0, ticket, excess=hop.bytes))

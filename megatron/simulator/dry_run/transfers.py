@@ -36,7 +36,7 @@ def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup
     """(kind, group, bytes) of a communication operation; of gathers and reductions, the bytes of the whole."""
     name = func._schema.name.split("::")[1]
     if name in ("barrier", "monitored_barrier_", "wait_tensor", "recv_", "recv_any_source_"):
-        return None  # a message is its sender's
+        return None  # a message is its sender's; of a ring see `received`
     group = _group(args)
     if name.startswith(("allreduce", "all_reduce", "reduce_")) and "scatter" not in name:
         return "all_reduce", group, bytes_of(args[0])
@@ -54,6 +54,11 @@ def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup
     if name == "send":
         return "p2p", group, bytes_of(args[0])
     raise NotImplementedError(f"{func} is not known to the recorder")
+
+
+def received(func: Any, args: tuple) -> tuple[ProcessGroup, int] | None:
+    """(group, bytes) of a receive, else None."""
+    return (_group(args), bytes_of(args[0])) if func._schema.name == "c10d::recv_" else None
 
 
 def _sent_to_others(args: tuple, group: ProcessGroup) -> int:

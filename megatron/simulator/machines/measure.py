@@ -13,7 +13,7 @@ import torch
 from megatron.context_parallel.attention import kernels
 
 HEAD_DIM = 128
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (32, 64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

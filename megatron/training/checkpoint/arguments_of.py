@@ -54,7 +54,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
     length = saved.get("data", {}).get("seq_length")
     if length is not None and type(length) is not int:
         raise Refusal(f"checkpoint {path} does not say its --seq-length")
-    return model | {"seq_length": saved["data"]["seq_length"]}
+    return model if length is None else model | {"seq_length": length}
 
 
 def _first_whole(path: Path, skip: bool) -> Checked:

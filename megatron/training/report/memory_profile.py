@@ -109,7 +109,8 @@ def owned(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iterator
     found += [("parameters", buffer.param_data) for buffer in buffers]
     found += [("gradients", buffer.grad_data) for buffer in buffers]
     for parameter in (*parameters, *main):
-        found += [("gradients", parameter.grad), ("gradients", getattr(parameter, "main_grad", None))]
+        grad = parameter.grad if parameter.is_leaf else None  # torch warns of any other
+        found += [("gradients", grad), ("gradients", getattr(parameter, "main_grad", None))]
     found += [("optimizer", parameter) for parameter in main]
     found += [("optimizer", value) for state in states for value in state.values()]
     return ((kind, tensor) for kind, tensor in found if isinstance(tensor, torch.Tensor))

@@ -73,8 +73,9 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
     ]
     if found:
         raise Refusal(f"checkpoint {where} is of a model that is not built here: {', '.join(found)}")
-    if args.get("num_layers") is None:
-        raise Refusal(f"checkpoint {where}: its args give no --num-layers")
+    for size in ("num_layers", "hidden_size", "num_attention_heads"):
+        if args.get(size) is None:
+            raise Refusal(f"checkpoint {where}: its args give no --{size.replace('_', '-')}")
     known = {
         field.name: args[field.name]
         for field in fields(ModelConfig)
@@ -83,10 +84,10 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
     for name, older in OLDER.items():
         if name not in known and (value := next((args[one] for one in older if args.get(one) is not None), None)):
             known[name] = value
-    if "add_bias_linear" not in known and args.get("disable_bias_linear") is not None:
+    if "add_bias_linear" not in known and isinstance(args.get("disable_bias_linear"), bool):
         known["add_bias_linear"] = not args["disable_bias_linear"]
     known["normalization"] = NORMS.get(str(known.get("normalization", "LayerNorm")).lower(), known.get("normalization"))
-    if args.get("use_rotary_position_embeddings"):  # the older spelling
+    if args.get("use_rotary_position_embeddings") is True:  # the older spelling
         known["position_embedding_type"] = "rope"
     positions = known.get("position_embedding_type", "learned_absolute")
     if positions not in (*POSITIONS, "alibi"):
