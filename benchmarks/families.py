@@ -26,6 +26,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import megatron.core.parallel_state  # noqa: E402, F401 - seconds that no rank has to spend on it
+
 from benchmarks.forked_ranks import on_ranks  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
 from tests.family_outcomes import outcome  # noqa: E402

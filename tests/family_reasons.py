@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
@@ -38,10 +39,12 @@ class Seen:
     Attributes:
         masks: [q, k] of each call, True where a query sees a key; None: none was given.
         altered: a mask that attention got is not one that transformers made.
+        ruled: a mask was made by a rule beside the causal one.
     """
 
     masks: list[Tensor | None] = field(default_factory=list)
     altered: bool = False
+    ruled: bool = False
 
 
 def observe(model: PreTrainedModel, tokens: Tensor, alone: bool = False, **given: Any) -> tuple[Tensor, Seen]:
@@ -49,6 +52,7 @@ def observe(model: PreTrainedModel, tokens: Tensor, alone: bool = False, **given
     seen, made = Seen(), []
 
     def mask_of(*args: Any, **kwargs: Any) -> Tensor:
+        seen.ruled |= kwargs.get("use_vmap", False) or not kwargs.get("allow_is_causal_skip", True)
         made.append(eager_mask(*args, **kwargs))
         return made[-1]
 
@@ -100,6 +104,20 @@ def mask_is_altered(model: PreTrainedModel, _: re.Match) -> bool:
     return seen.altered or not seen.masks
 
 
+def mask_is_ruled(model: PreTrainedModel, _: re.Match) -> bool:
+    return observe(model, TOKENS)[1].ruled
+
+
+def selects_keys(model: PreTrainedModel, _: re.Match) -> bool:
+    """Outputs move where its indexers select all keys."""
+    with torch.no_grad():
+        before = model(TOKENS).logits
+        for module in model.modules():
+            if hasattr(module, "index_topk"):
+                module.index_topk = 2 * TOKENS.size(1)
+        return bool(moved(before, model(TOKENS).logits).any())
+
+
 def own_attention(model: PreTrainedModel, match: re.Match) -> bool:
     """The module that it names does not call what AttentionInterface gives."""
     named = next(type(module) for module in model.modules() if type(module).__name__ == match[1])
@@ -138,6 +156,14 @@ def sees_later(model: PreTrainedModel, _: re.Match) -> bool:
         return bool(moved(*(model(tokens).logits for tokens in (TOKENS, changed(TOKENS))))[:PLACE].any())
 
 
+def other_loss(model: PreTrainedModel, _: re.Match) -> bool:
+    """Its own loss is not the cross entropy of its own logits for the next token."""
+    with torch.no_grad():
+        found = model(input_ids=TOKENS, labels=TOKENS)
+    expected = F.cross_entropy(found.logits[0, :-1], TOKENS[0, 1:])
+    return bool((found.loss - expected).abs() > 1e-4 * expected)
+
+
 def no_base(model: PreTrainedModel, match: re.Match) -> bool:
     return not hasattr(model, match[1])
 
@@ -156,11 +182,14 @@ CHECKS: list[tuple[str, Callable[[PreTrainedModel, re.Match], bool]]] = [
     (r"neither causal nor a causal sliding window", mask_is_neither),
     (r"has no causal mask of transformers' own making", any_of(mask_is_altered, mask_is_neither)),
     (r"see each other outside of its attention", tokens_mix),
+    (r"adds a rule of its own to its causal mask", mask_is_ruled),
+    (r"layers of the kind indexed_attention", selects_keys),
     (r"layers of the kind", any_of(tokens_mix, mask_is_neither)),
     (r"goes by a token's place", goes_by_place),
     (r"counts positions otherwise", counts_otherwise),
     (r"takes no (\w+),", takes_none),
     (r"asks for attention that is not causal", sees_later),
+    (r"computes a loss of its own", other_loss),
     (r"has an encoder beside its decoder", lambda model, _: model.config.is_encoder_decoder),
     (r"has no (\w+), its base by name", no_base),
     (r"is no causal language model", no_head),

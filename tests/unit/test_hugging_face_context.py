@@ -108,6 +108,14 @@ def test_a_convolution_inside_a_layer_is_found():
         parallelize(own, GRID, seq_length=LENGTH)
 
 
+def test_a_loss_of_its_own_is_found():
+    own = tiny_model("llama")
+    usual = own.loss_function
+    own.loss_function = lambda *args, **kwargs: usual(*args, **kwargs) + 0.1
+    with pytest.raises(ValueError, match="computes a loss of its own"):
+        parallelize(own, GRID, seq_length=LENGTH)
+
+
 def test_other_refusals_at_start():
     with pytest.raises(ValueError, match="Linear is no causal language model"):
         parallelize(torch.nn.Linear(2, 2), GRID, seq_length=LENGTH)
@@ -206,7 +214,8 @@ def test_masks_are_taken_for_what_they_are():
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
             made = mask_interface(mask_function=function, **options)  # models make some that no attention uses
-            with pytest.raises(ValueError, match="neither causal nor a causal sliding window"):
+            says = "a rule of its own" if function is causal_mask_function else "neither causal nor a causal sliding"
+            with pytest.raises(ValueError, match=says):
                 attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
 
 

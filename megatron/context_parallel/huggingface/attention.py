@@ -32,7 +32,7 @@ NAME = "megatron_context_parallel"
 # What models and their callers pass to attention beside what is read below, and what changes nothing in it.
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
+    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels",
 }  # fmt: skip
 
 
@@ -114,8 +114,11 @@ class Shared:
         return out.transpose(0, 1).contiguous()  # some models take a view of it
 
 
+@dataclass(frozen=True)
 class NotCausal:
     """A mask that is refused only where an attention uses it: some decoders make one that none does."""
+
+    why: str
 
 
 def attend(
@@ -139,7 +142,7 @@ def attend(
     """
     who = type(module).__name__
     if isinstance(attention_mask, NotCausal):
-        raise ValueError("the model's mask is neither causal nor a causal sliding window: not supported over ranks")
+        raise ValueError(f"{attention_mask.why}: not supported over ranks")
     if not hasattr(attention_mask, "attend"):
         raise ValueError(
             f"{who} has no causal mask of transformers' own making: attention over another sequence, over images, or "
@@ -172,8 +175,10 @@ def mask(
             "this model is spread over ranks: call it with what context.shard(batch) gives, or give it back with "
             "context.remove() first"
         )
-    if use_vmap or not allow_is_causal_skip or not _is_causal(mask_function, local_size):
-        return NotCausal()
+    if use_vmap or not allow_is_causal_skip:
+        return NotCausal("the model adds a rule of its own to its causal mask (images that see themselves whole, say)")
+    if not _is_causal(mask_function, local_size):
+        return NotCausal("the model's mask is neither causal nor a causal sliding window")
     return make(local_size)
 
 

@@ -246,7 +246,7 @@ def _check(model: nn.Module, grid: Grid) -> None:
         raise ValueError("the model has no weights yet (device meta): load them, then parallelize")
     config = model.config.get_text_config(decoder=True)
     for name in REFUSED[:2]:
-        if getattr(config, name, False):
+        if getattr(config, name, False) or getattr(model.config, name, False):
             raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ATTENTION_KINDS:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from megatron.context_parallel.huggingface.attention import Call, NotCausal, masks_by
@@ -30,10 +31,25 @@ class _Alone:
         return v.repeat_interleave(q.size(1) // v.size(1), dim=1).transpose(1, 2).contiguous()
 
 
-def run_alone(
-    model: PreTrainedModel, then: Callable[[], None] = lambda: None, told_positions: bool = True
-) -> tuple[Tensor, set[tuple[int, int]]]:
-    """Logits [3, 8, vocabulary], and how many heads of queries and of keys its attention layers have.
+@dataclass(frozen=True)
+class Ran:
+    """What a model made of a few tokens.
+
+    Attributes:
+        logits: [3, 8, vocabulary].
+        loss: the model's own.
+        expected: cross entropy of the next token, by those logits.
+        heads: how many of queries and of keys its attention layers have.
+    """
+
+    logits: Tensor
+    loss: Tensor
+    expected: Tensor
+    heads: set[tuple[int, int]]
+
+
+def run_alone(model: PreTrainedModel, then: Callable[[], None] = lambda: None, told_positions: bool = True) -> Ran:
+    """A few tokens through a model.
 
     The first two samples end with the same token at the same position. The third is the first with its last token and
     the one at :data:`MOVED` in each other's place, each with the position that it had.
@@ -56,6 +72,7 @@ def run_alone(
     tokens, positions = torch.cat((tokens, tokens[:1, places])), torch.stack((positions, positions, places))
     given = {
         "input_ids": tokens,
+        "labels": tokens,
         "attention_mask": torch.ones_like(tokens),
         "use_cache": False,
         "return_dict": True,
@@ -70,7 +87,10 @@ def run_alone(
     finally:
         for module in training:
             module.training = True
-    return found.logits, heads
+    if found.loss is None:
+        raise ValueError(f"{type(model).__name__} computes no loss from labels: not supported over ranks")
+    expected = F.cross_entropy(found.logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return Ran(found.logits, found.loss, expected, heads)
 
 
 def _call(model: PreTrainedModel, given: dict[str, Any]) -> Any:
@@ -100,16 +120,16 @@ def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
     """Refuse a model in which tokens mix anywhere but in attention: convolutions, recurrences, attention of its own.
 
     With tokens that see only themselves, what comes of one must not depend on those before it, nor on its place among
-    those that a rank holds.
+    those that a rank holds. The loss must be the one that is computed over ranks.
 
     Returns:
         How many heads of queries and of keys its layers have.
     """
     who = type(model).__name__
-    logits, heads = run_alone(model)
-    first, second, moved = logits[0, -1], logits[1, -1], logits[2, MOVED]
+    ran = run_alone(model)
+    first, second, moved = ran.logits[0, -1], ran.logits[1, -1], ran.logits[2, MOVED]
     alike = partial(_alike, limit=1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2)
-    if not heads or not alike(first, second):
+    if not ran.heads or not alike(first, second):
         raise ValueError(
             f"tokens of {who} see each other outside of its attention (a convolution, a recurrence, attention of its "
             "own), which cannot be spread over ranks"
@@ -119,12 +139,17 @@ def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
             f"{who} goes by a token's place in its input and not by position_ids, and a rank holds tokens of other "
             "places: not supported over ranks"
         )
-    if not alike(logits[:2], run_alone(model, told_positions=False)[0][:2]):
+    if not alike(ran.logits[:2], run_alone(model, told_positions=False).logits[:2]):
         raise ValueError(
             f"{who} counts positions otherwise than 0, 1, 2, ... where it is given no position_ids: not supported "
             "over ranks"
         )
-    return heads
+    if not alike(ran.expected, ran.loss):
+        raise ValueError(
+            f"{who} computes a loss of its own, {float(ran.loss):.4g} where the cross entropy of the next token is "
+            f"{float(ran.expected):.4g}: over ranks only that is"
+        )
+    return ran.heads
 
 
 def _alike(x: Tensor, y: Tensor, limit: float) -> bool:
