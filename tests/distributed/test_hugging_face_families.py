@@ -14,6 +14,7 @@ from tests.family_outcomes import outcome
 
 TABLE = PAGE.read_text()
 ROWS = {family: (said, last) for family, said, last in re.findall(r"^\| (\S+) \| ([^|]+) \| (.*) \|$", TABLE, re.M)}
+del ROWS["family"]  # the head
 HERE = pytest.mark.skipif(
     f"transformers {transformers.__version__}," not in TABLE, reason="the page is about another version of transformers"
 )
