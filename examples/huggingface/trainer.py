@@ -81,6 +81,7 @@ def arguments(options: argparse.Namespace, data: int) -> TrainingArguments:
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
+        ddp_find_unused_parameters=False,  # all are used; Trainer's default looks for others, and warns
     )
 
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function as wi
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, parallelize
-from megatron.context_parallel.huggingface.attention import NAME, masks_by
+from megatron.context_parallel.huggingface.attention import NAME, attend, masks_by
 from megatron.context_parallel.huggingface.attention import mask as mask_interface
 from megatron.context_parallel.huggingface.batch import cut
 from megatron.context_parallel.huggingface.loss import plain_weight
@@ -76,6 +76,9 @@ def test_after_a_refusal_the_model_is_as_before():
         ("falcon", {}, "FalconForCausalLM computes attention on its own"),
         ("mamba", {}, "layers of the kind linear_attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the kind conv"),
+        ("roberta", {"is_decoder": True}, "RobertaForCausalLM counts positions otherwise than 0, 1, 2"),
+        ("marian", {"d_model": 32}, "MarianForCausalLM goes by a token's place in its input and not by position_ids"),
+        ("doge", {}, "DogeForCausalLM computes with its attention mask on its own"),
         ("llama", {"output_attentions": True}, "output_attentions=True"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
     ],
@@ -102,6 +105,14 @@ def test_a_convolution_inside_a_layer_is_found():
 
     own.model.layers[1].mlp = Shifted(own.model.layers[1].mlp)
     with pytest.raises(ValueError, match="see each other outside of its attention"):
+        parallelize(own, GRID, seq_length=LENGTH)
+
+
+def test_a_loss_of_its_own_is_found():
+    own = tiny_model("llama")
+    usual = own.loss_function
+    own.loss_function = lambda *args, **kwargs: usual(*args, **kwargs) + 0.1
+    with pytest.raises(ValueError, match="computes a loss of its own"):
         parallelize(own, GRID, seq_length=LENGTH)
 
 
@@ -202,8 +213,10 @@ def test_masks_are_taken_for_what_they_are():
             (causal_mask_function, {"use_vmap": True}),
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
-            with pytest.raises(ValueError, match="neither causal nor a causal sliding window"):
-                mask_interface(mask_function=function, **options)
+            made = mask_interface(mask_function=function, **options)  # models make some that no attention uses
+            says = "a rule of its own" if function is causal_mask_function else "neither causal nor a causal sliding"
+            with pytest.raises(ValueError, match=says):
+                attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
 
 
 def test_a_head_that_does_more_is_told_from_a_plain_one():

@@ -32,7 +32,7 @@ NAME = "megatron_context_parallel"
 # What models and their callers pass to attention beside what is read below, and what changes nothing in it.
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
+    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels",
 }  # fmt: skip
 
 
@@ -111,7 +111,14 @@ class Shared:
             q, k, v, layout=self.part.layout, mask=self.part.masks(call.window), kernel=rule.kernel,
             scale=rule.scale, softcap=rule.softcap, sinks=rule.sinks, dropout=rule.dropout,
         )  # fmt: skip
-        return out.transpose(0, 1)
+        return out.transpose(0, 1).contiguous()  # some models take a view of it
+
+
+@dataclass(frozen=True)
+class NotCausal:
+    """A mask that is refused only where an attention uses it: some decoders make one that none does."""
+
+    why: str
 
 
 def attend(
@@ -119,7 +126,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: InPlaceOfMask | None,
+    attention_mask: InPlaceOfMask | NotCausal | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -134,6 +141,8 @@ def attend(
         ValueError: the layer wants what is not supported.
     """
     who = type(module).__name__
+    if isinstance(attention_mask, NotCausal):
+        raise ValueError(f"{attention_mask.why}: not supported over ranks")
     if not hasattr(attention_mask, "attend"):
         raise ValueError(
             f"{who} has no causal mask of transformers' own making: attention over another sequence, over images, or "
@@ -158,20 +167,18 @@ def mask(
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     **_: Any,
-) -> InPlaceOfMask:
-    """The mask function of :data:`NAME`; what it gives has no entries.
-
-    Raises:
-        ValueError: the mask is neither causal nor a causal window, or nobody said which batch this is.
-    """
+) -> InPlaceOfMask | NotCausal:
+    """The mask function of :data:`NAME`; what it gives has no entries. ValueError: nobody said which batch this is."""
     make = _masks_by.get()
     if make is None:
         raise ValueError(
             "this model is spread over ranks: call it with what context.shard(batch) gives, or give it back with "
             "context.remove() first"
         )
-    if use_vmap or not allow_is_causal_skip or not _is_causal(mask_function, local_size):
-        raise ValueError("the model's mask is neither causal nor a causal sliding window: not supported over ranks")
+    if use_vmap or not allow_is_causal_skip:
+        return NotCausal("the model adds a rule of its own to its causal mask (images that see themselves whole, say)")
+    if not _is_causal(mask_function, local_size):
+        return NotCausal("the model's mask is neither causal nor a causal sliding window")
     return make(local_size)
 
 

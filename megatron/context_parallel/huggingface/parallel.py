@@ -141,7 +141,8 @@ class ContextParallel:
                     f"{type(module).__name__} computes attention on its own, not through transformers' "
                     "AttentionInterface: not supported over ranks"
                 )
-        refuse_mixing(model)
+        for queries, keys in refuse_mixing(model):
+            head_plan(queries, keys, self.grid.ulysses.size)
         if getattr(model.config, "use_cache", False):
             self._set(model.config, "use_cache", False)
             if self.grid.context.rank == 0:
@@ -234,8 +235,8 @@ def _check(model: nn.Module, grid: Grid) -> None:
     """Refuse what can be seen without running the model."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} is no causal language model of transformers: parallelize takes those")
-    if model.base_model is model or model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is no decoder with a head over one base: not supported over ranks")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} has an encoder beside its decoder: not supported over ranks")
     if model.config._attn_implementation == NAME:
         raise ValueError("the model is spread over ranks already: context.remove() first")
     for name in ("tensor", "pipeline"):
@@ -243,12 +244,14 @@ def _check(model: nn.Module, grid: Grid) -> None:
             raise ValueError(f"{name}={getattr(grid, name).size} with a model of transformers: make it 1")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model has no weights yet (device meta): load them, then parallelize")
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     for name in REFUSED[:2]:
-        if getattr(config, name, False):
+        if getattr(config, name, False) or getattr(model.config, name, False):
             raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ATTENTION_KINDS:
             raise ValueError(f"the model has layers of the kind {kind}: over ranks only {', '.join(ATTENTION_KINDS)}")
-    head_plan(config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-              grid.ulysses.size)  # fmt: skip
+    if model.base_model is model:
+        raise ValueError(
+            f"{type(model).__name__} has no {model.base_model_prefix}, its base by name: not supported over ranks"
+        )

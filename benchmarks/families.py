@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Every decoder that the installed transformers registers, over Ulysses 2 x Ring 2 and on one process.
+
+    python benchmarks/families.py --results out/families.jsonl
+
+One small random model of each family: its loss, logits and every gradient are those of one process, or it is refused,
+and the reason is checked too. Each family runs in processes of its own, with a limit on time and memory. Families that
+the results have are not tried again; the table goes into docs/hugging-face-families.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import megatron.core.parallel_state  # noqa: E402, F401 - seconds that no rank has to spend on it
+
+from benchmarks.forked_ranks import on_ranks  # noqa: E402
+from tests.families import FAMILIES  # noqa: E402
+from tests.family_outcomes import outcome  # noqa: E402
+
+PAGE = ROOT / "docs" / "hugging-face-families.md"
+START, END = "<!-- written by benchmarks/families.py -->", "<!-- end -->"
+MEMORY = 16 * 2**30  # address space of one process
+ORDER = ("parity", "refused", "not buildable", "wrong", "crash", "not tried")
+Results = dict[str, dict[str, Any]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="a line of JSON for each family; a rerun goes on")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page with the table")
+    parser.add_argument("--seconds", type=float, default=120, help="limit for one family")
+    parser.add_argument("families", nargs="*", help="default: all")
+    options = parser.parse_args(argv)
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    found = read(options.results)
+    for family in tqdm(options.families or FAMILIES, disable=not sys.stderr.isatty()):
+        if family in found:
+            continue
+        answer = on_ranks(4, limited, family, patience=options.seconds)
+        found[family] = answer if isinstance(answer, dict) else {"outcome": "crash", "why": str(answer)}
+        with options.results.open("a") as file:
+            file.write(json.dumps({"family": family, **found[family]}) + "\n")
+    before, _, rest = options.page.read_text().partition(START)  # what is written by hand stays
+    options.page.write_text(before + START + "\n" + table(found, FAMILIES) + END + rest.partition(END)[2])
+    bad = [family for family, one in found.items() if not good(one)]
+    if bad:
+        print(f"neither parity nor a refusal that is true: {', '.join(bad)}")
+    return 1 if bad else 0
+
+
+def limited(family: str) -> dict[str, Any]:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    return outcome(family)
+
+
+def good(one: dict[str, Any]) -> bool:
+    """Whether nothing is wrong: a refusal's reason has been found to be so."""
+    return one["outcome"] in ("parity", "not buildable") or (one["outcome"] == "refused" and one.get("true") is True)
+
+
+def read(results: Path) -> Results:
+    lines = map(json.loads, results.read_text().splitlines()) if results.exists() else ()
+    return {line.pop("family"): line for line in lines}
+
+
+def table(found: Results, families: tuple[str, ...]) -> str:
+    """Markdown: counts, and a row for each family, tried or not."""
+    rows = {family: found.get(family, {"outcome": "not tried"}) for family in families}
+    counts = Counter(row["outcome"] for row in rows.values())
+    told = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
+    head = f"transformers {transformers.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
+    lines = [
+        f"{head}: {len(rows)} families, {told}.",
+        "",
+        "| family | outcome | largest error, or the reason |",
+        "|---|---|---|",
+    ]
+    for family, row in rows.items():
+        last = f"{row['error']:.1e}" if "error" in row else row.get("why", "").replace("|", "\\|")
+        unsure = "" if good(row) or row["outcome"] == "not tried" else "**"
+        lines.append(f"| {family} | {unsure}{row['outcome']}{unsure} | {last} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

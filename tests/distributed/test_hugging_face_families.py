@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of transformers' decoders do what docs/hugging-face-families.md says: parity, or a refusal that is true."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import transformers
+
+from benchmarks.families import PAGE, good, table
+from tests.families import FAMILIES
+from tests.family_outcomes import outcome
+
+TABLE = PAGE.read_text()
+ROWS = {family: (said, last) for family, said, last in re.findall(r"^\| (\S+) \| ([^|]+) \| (.*) \|$", TABLE, re.M)}
+del ROWS["family"]  # the head
+HERE = pytest.mark.skipif(
+    f"transformers {transformers.__version__}," not in TABLE, reason="the page is about another version of transformers"
+)
+# The first has layers that take a view of attention's output, the second its sizes under text_config; the others are
+# refused for one reason each.
+USUAL = ("afmoe", "gemma3", "roberta", "marian", "doge", "rwkv", "llama4_text", "blt")
+
+
+@HERE
+@pytest.mark.parametrize("family", [pytest.param(x, marks=() if x in USUAL else pytest.mark.full) for x in ROWS])
+def test_the_table_says_what_is(pool, family):
+    said, last = ROWS[family]
+    ulysses, ring = (2, 2) if said == "parity" else (1, 1)
+    found = pool.run(outcome, ulysses * ring, family, ulysses, ring, timeout=120)[0]
+    assert found["outcome"] == said and good(found), found
+    if said == "refused":
+        assert found["why"].replace("|", "\\|") == last
+
+
+@HERE
+def test_every_family_is_in_the_table_and_none_is_wrong():
+    assert tuple(ROWS) == FAMILIES
+    assert {said for said, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
+
+
+def test_a_new_family_appears_as_not_tried():
+    said = table({"llama": {"outcome": "parity", "error": 1e-6}}, ("llama", "llama9"))
+    assert "2 families, 1 parity, 1 not tried." in said
+    assert "| llama | parity | 1.0e-06 |" in said and "| llama9 | not tried |  |" in said
+
+
+@pytest.mark.parametrize("one", [{"outcome": "refused", "true": False}, {"outcome": "refused"}, {"outcome": "crash"}])
+def test_what_is_wrong_stands_out(one):
+    assert f"| llama | **{one['outcome']}** |" in table({"llama": one | {"why": "so"}}, ("llama",))
