@@ -40,16 +40,15 @@ def check(pool: Pool, some: list[Program], ulysses: int, ring: int) -> None:
             assert error <= limit, f"{name} is {error} off, more than {limit}: {ulysses=} {ring=} {program}"
 
 
-@examples(10)  # of up to 8 programs each
-@given(grid=st.sampled_from(GRIDS), some=st.lists(programs(), min_size=1, max_size=8))
+@examples(12)  # of some seven programs each
+@given(grid=st.sampled_from(GRIDS), some=st.lists(programs(), min_size=6, max_size=8))
 def test_random_programs_are_those_of_plain_pytorch(pool, grid, some):
     check(pool, some, *grid)
 
 
 def test_what_was_tried():
     print(f"\n{sum(seen.values())} programs: {dict(seen)}; largest errors, of what is allowed: {worst}")
-    if seen:
-        assert seen["refused"] < sum(seen.values()) / 3
+    assert seen["refused"] <= sum(seen.values()) / 2
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "autocast"])
