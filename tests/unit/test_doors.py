@@ -231,7 +231,7 @@ def test_without_a_mask_one_process_gives_weights_as_ever():
 )  # fmt: skip
 def test_what_the_trainer_would_ignore_is_refused_by_name(pool, tmp_path, settings, more, words):
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
-    with pytest.raises(RankError, match=f"ValueError: .*{words}"):
+    with pytest.raises(RankError, match=rf"ValueError: .*{words}"):
         pool.run(trainer_with, 1, str(tmp_path), settings, more)
 
 

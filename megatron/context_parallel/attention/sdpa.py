@@ -9,6 +9,7 @@ that knows nothing of it is that of PyTorch's ``context_parallel``, which replac
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -25,6 +26,7 @@ from megatron.context_parallel.attention import graph
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.platform.autograd import refuse_transforms
 
 if TYPE_CHECKING:  # most of a second to import, which is for those who enter a context
     from torch.distributed.tensor import DTensor
@@ -85,11 +87,17 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         out = out.permute(1, 2, 0, 3)
         return out if cut is None else _whole(out, cut)
 
+    def batched(*_: Any, **__: Any) -> Tensor:
+        refuse_transforms(OPERATOR)
+
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # layers of PyTorch's that would not call the operator
     try:
         for name in KEYS:
             library.impl(OPERATOR, attend, name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that vmap's own rule for it is overridden
+            library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
         graph.begin(meaning)
         with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
             yield
