@@ -171,3 +171,11 @@ def test_a_second_derivative_is_refused_and_not_wrong(name):
     (grad,) = torch.autograd.grad(DOORS[name](x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="has no second derivative: call backward or torch.autograd.grad without"):
         (grad * x).sum().backward()
+
+
+def test_a_checkpoint_that_computes_again_may_go_back_twice():
+    layer, parameters = usual_layer()
+    x = drawn(LENGTH, 1, WIDTH)
+    y = checkpoint(layer, x, use_reentrant=False).sum()
+    once = torch.autograd.grad(y, [x, *parameters], retain_graph=True)
+    assert all(a.equal(b) for a, b in zip(once, torch.autograd.grad(y, [x, *parameters])))
