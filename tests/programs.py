@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -288,36 +287,3 @@ def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
         return {name: 1e-10 * max(1.0, float(x.abs().max())) for name, x in exact.items()}
     some = [run_plain(program, noisy) for noisy in range(6)]
     return {name: 4 * max(float((one[name] - x).norm()) for one in some) for name, x in exact.items()}
-
-
-def programs() -> st.SearchStrategy[Program]:
-    step = st.builds(
-        Step,
-        kind=st.sampled_from([*WITH_TOKENS_MIXED, *WITH_TOKENS_MIXED, "linear", "place", "norm", "apply"]),
-        kv_heads=st.sampled_from([4, 2, 1]),
-        mask=st.sampled_from([*MASKS, "each"]),
-        checkpoint=st.sampled_from(["", "reentrant", "not reentrant"]),
-        tied=st.booleans(),
-        alias=st.booleans(),
-        chunks=st.integers(1, 3),
-        pieces=st.integers(1, 3),
-        host=st.sampled_from(["", "offload", "streamed"]),
-        recompute=st.booleans(),
-        residual=st.booleans(),
-        sinks=st.booleans(),
-        softcap=st.sampled_from([None, None, 0.5]),
-        mixed=st.integers(0, 19).map(lambda n: n == 19),
-    )
-    return st.builds(
-        Program,
-        steps=st.lists(step, min_size=1, max_size=4).map(tuple),
-        length=st.one_of(*[st.integers(1, 6).map(lambda n: 8 * n)] * 3, st.integers(1, 40)),
-        batch=st.integers(1, 2),
-        balance=st.sampled_from(["zigzag", "contiguous", "documents"]),
-        dtype=st.sampled_from(["float64", "float64", "float64", "float32", "autocast"]),
-        mask=st.sampled_from(["", "", *MASKS]),
-        loss=st.sampled_from(["square", "sum", "transposed", "cross entropy"]),
-        backward=st.sampled_from(["backward", "backward", "grad", "twice"]),
-        frozen=st.lists(st.integers(-1, 4), max_size=2).map(tuple),
-        seed=st.integers(0, 2**16),
-    )

@@ -15,13 +15,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.distributed.pool import Pool
-from tests.programs import Program, Step, bounds, programs, run_plain
+from tests.programs import MASKS, WITH_TOKENS_MIXED, Program, Step, bounds, run_plain
 from tests.programs_on_ranks import run_on_ranks
 from tests.properties import examples
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 seen: Counter[str] = Counter()
 worst: dict[str, float] = {}
+
+
+def programs() -> st.SearchStrategy[Program]:
+    step = st.builds(
+        Step,
+        kind=st.sampled_from([*WITH_TOKENS_MIXED, *WITH_TOKENS_MIXED, "linear", "place", "norm", "apply"]),
+        kv_heads=st.sampled_from([4, 2, 1]),
+        mask=st.sampled_from([*MASKS, "each"]),
+        checkpoint=st.sampled_from(["", "reentrant", "not reentrant"]),
+        tied=st.booleans(),
+        alias=st.booleans(),
+        chunks=st.integers(1, 3),
+        pieces=st.integers(1, 3),
+        host=st.sampled_from(["", "offload", "streamed"]),
+        recompute=st.booleans(),
+        residual=st.booleans(),
+        sinks=st.booleans(),
+        softcap=st.sampled_from([None, None, 0.5]),
+        mixed=st.integers(0, 19).map(lambda n: n == 19),
+    )
+    return st.builds(
+        Program,
+        steps=st.lists(step, min_size=1, max_size=3).map(tuple),
+        length=st.one_of(*[st.integers(1, 6).map(lambda n: 8 * n)] * 3, st.integers(1, 40)),
+        batch=st.integers(1, 2),
+        balance=st.sampled_from(["zigzag", "contiguous", "documents"]),
+        dtype=st.sampled_from(["float64", "float64", "float64", "float32", "autocast"]),
+        mask=st.sampled_from(["", "", *MASKS]),
+        loss=st.sampled_from(["square", "sum", "transposed", "cross entropy"]),
+        backward=st.sampled_from([*["backward"] * 4, "grad", "grad", "twice"]),
+        frozen=st.lists(st.integers(-1, 4), max_size=2).map(tuple),
+        seed=st.integers(0, 2**16),
+    )
 
 
 def check(pool: Pool, some: list[Program], ulysses: int, ring: int) -> None:
@@ -40,8 +73,8 @@ def check(pool: Pool, some: list[Program], ulysses: int, ring: int) -> None:
             assert error <= limit, f"{name} is {error} off, more than {limit}: {ulysses=} {ring=} {program}"
 
 
-@examples(12)  # of some seven programs each
-@given(grid=st.sampled_from(GRIDS), some=st.lists(programs(), min_size=6, max_size=8))
+@examples(10)  # of six programs each
+@given(grid=st.sampled_from(GRIDS), some=st.lists(programs(), min_size=6, max_size=6))
 def test_random_programs_are_those_of_plain_pytorch(pool, grid, some):
     check(pool, some, *grid)
 

@@ -43,7 +43,7 @@ class ContextParallelMixin:
         if self.model_init is not None or not any(module is context.model for module in self.model.modules()):
             raise ValueError("the Trainer's model is not the one of the context: give both the same one")
         for name, why in REFUSED.items():
-            if getattr(self.args, name):
+            if getattr(self.args, name) not in (None, False, "no"):
                 raise ValueError(f"{name} {why}: leave it out")
         if self.args.world_size != grid.world_size:
             raise ValueError(f"the Trainer has {self.args.world_size} processes, the grid {grid.world_size}: use equal")
