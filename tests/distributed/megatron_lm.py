@@ -184,6 +184,8 @@ def build(flags: str, llama: bool = True, *, distributed: bool = True, engine: b
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         fill_states(part)  # PyTorch's Adam, which core loads wrongly; Megatron-LM has Transformer Engine's
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            _let_steps_load(part)
     config.finalize_model_grads_func = finalize_model_grads
     schedule = build_schedule(optimizer, ours)
     args = Namespace(
@@ -237,6 +239,20 @@ def build(flags: str, llama: bool = True, *, distributed: bool = True, engine: b
         rank=dist.get_rank(),  # differs between ranks, as there
     )
     return Megatron(job, chunks, optimizer, schedule, args)
+
+
+def _let_steps_load(optimizer):
+    """Work around two faults of core 0.16.1 with PyTorch's Adam: ``step`` is missing where it copies loaded states, and
+    after loading all parameters share one ``step`` tensor, which each of them then counts up."""
+    copy_states = optimizer._set_main_param_and_optimizer_states
+
+    def copy_states_with_step(model_param, tensors):
+        group, index = optimizer.model_param_group_index_map[model_param]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][index]]
+        state["step"] = state["step"].clone()
+        copy_states(model_param, {"step": state["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = copy_states_with_step
 
 
 def train(run: Megatron, steps: int) -> list[float]:

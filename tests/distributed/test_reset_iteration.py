@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--reset-iteration: weights, optimizer and learning rate go on, and the counts begin anew."""
+"""What a run that is loaded counts: Adam's steps, each once; and with --reset-iteration, the iterations anew."""
 
 import pytest
 
@@ -39,3 +39,22 @@ def test_counts_begin_anew(pool, tmp_path, tokens):
     assert new_rate == (pytest.approx(1e-3) if tokens else rate) and rate == pytest.approx(0.94e-3)
     assert new_loss < 5.5 and new_loss != loss  # trained weights, and the first batch once more
     assert any("--reset-iteration" in note for note in notes)
+
+
+def steps_of(flags, folder):
+    """Adam's counts after loading and after one more step, and how many tensors they are."""
+    job = make_job(f"{flags} --load {folder}")
+    parts = [part.optimizer for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer])]
+    states, found = [state for part in parts for state in part.state.values()], []
+    for _ in range(2):
+        found.append({float(state["step"]) for state in states})
+        train_job(job, 1)
+    return *found, len(states) - len({state["step"].data_ptr() for state in states})
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_every_parameter_counts_its_own_steps_after_loading(pool, tmp_path, stage):
+    """One tensor for all would be counted up by each of them."""
+    flags = f"{RUN} --zero-stage {stage}"
+    pool.run(train_and_save, 1, flags, str(tmp_path))
+    assert pool.run(steps_of, 1, flags, str(tmp_path)) == [({3.0}, {4.0}, 0)]

@@ -136,6 +136,12 @@ def test_a_schedule_changes_nothing(name):
     check(name, Adversary(0))
 
 
+@pytest.mark.parametrize("seed", range(1, 10))
+def test_blocks_that_are_lent_again_hold_in_any_schedule(seed):
+    """A call of ``SITES`` that somebody takes out of the source is no longer in that list: one of these fails then."""
+    check("dropped load", Adversary(seed))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_many_schedules_change_nothing(name, schedules):

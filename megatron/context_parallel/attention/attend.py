@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.attention.gather import GatherSource
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
@@ -25,6 +24,7 @@ from megatron.context_parallel.attention.ring import KeyBlock, RingSource
 from megatron.context_parallel.attention.tile import TileKernel
 from megatron.context_parallel.layout.spans import union
 from megatron.context_parallel.layout.tiles import Tile
+from megatron.platform.autograd import once_differentiable
 
 
 def tiled_attention(
@@ -186,7 +186,7 @@ class _TiledAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("attention")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         grads = attend_all_grad(dout, q, k, v, out, lse, ctx.source, ctx.kernel)

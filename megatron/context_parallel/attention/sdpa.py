@@ -9,6 +9,7 @@ that knows nothing of it is that of PyTorch's ``context_parallel``, which replac
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -25,12 +26,14 @@ from megatron.context_parallel.attention import graph
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.platform.autograd import refuse_transforms
 
 if TYPE_CHECKING:  # most of a second to import, which is for those who enter a context
     from torch.distributed.tensor import DTensor
 
 OPERATOR = "scaled_dot_product_attention"
 KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")  # inference mode has no autograd
+FIRST_OF_FLEX = "_validate_sdpa_input"  # what PyTorch's flex_attention calls before it compiles itself
 
 
 @contextmanager
@@ -84,13 +87,19 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         out = out.permute(1, 2, 0, 3)
         return out if cut is None else _whole(out, cut)
 
+    def batched(*_: Any, **__: Any) -> Tensor:
+        refuse_transforms(OPERATOR)
+
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # layers of PyTorch's that would not call the operator
     try:
         for name in KEYS:
             library.impl(OPERATOR, attend, name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that vmap's own rule for it is overridden
+            library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
         graph.begin(meaning)
-        with _refused() if layout.grid.context.size > 1 else nullcontext():
+        with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
             yield
     finally:
         graph.end()
@@ -100,7 +109,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Refuse PyTorch's other attention, which would see the tokens of this rank alone."""
+    """Refuse PyTorch's other attention, which would see the tokens of this rank alone, and no mask of the context."""
     heads, flex = functional.multi_head_attention_forward, type(torch.ops.higher_order.flex_attention)
 
     @wraps(heads)
@@ -117,11 +126,14 @@ def _refused() -> Iterator[None]:
     def varlen(*_: Any, **__: Any) -> Any:
         raise ValueError(f"varlen_attn over ranks: call {OPERATOR}, and give mask=Documents(...) to context_parallel")
 
+    replaced = [
+        (functional, heads.__name__, multi_head_attention),
+        (flex, "__call__", flex_attention),  # whoever imported the function, and when
+    ]
+    if hasattr(torch.nn.attention.flex_attention, FIRST_OF_FLEX):  # so that no compiler puts its own lines around ours
+        replaced.append((torch.nn.attention.flex_attention, FIRST_OF_FLEX, flex_attention))
     with ExitStack() as stack:
-        for owner, name, function in (
-            (functional, heads.__name__, multi_head_attention),
-            (flex, "__call__", flex_attention),  # whoever imported the function, and when
-        ):
+        for owner, name, function in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
         if "torch.nn.attention.varlen" in sys.modules:  # a second to import

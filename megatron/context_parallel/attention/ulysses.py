@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.layout.grid import Axis
 from megatron.decisions.heads import HeadSpans, head_plan
+from megatron.platform.autograd import refuse_transforms
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: Axis, attention: Attention) -> Tensor:
@@ -35,6 +36,7 @@ def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: A
     """
     if axis.size == 1:
         return attention(q_SBHD, k_SBHD, v_SBHD)
+    refuse_transforms("ulysses_attention")
     q, k, v = _SequenceToHeads.apply(q_SBHD, k_SBHD, v_SBHD, axis)
     return _HeadsToSequence.apply(attention(q, k, v), axis)
 

@@ -17,6 +17,7 @@ from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.dropout import Dropout
+from megatron.platform.autograd import refuse_transforms
 
 
 def attention(
@@ -56,6 +57,7 @@ def attention(
             different dtypes.
         KernelUnavailable: the kernel cannot run here.
     """
+    refuse_transforms("attention")
     q, k, v = one_dtype(q, k, v)
     for part, x, name in ((layout, q, "q"), (key_layout or layout, k, "k")):
         if part.chunks > 1:

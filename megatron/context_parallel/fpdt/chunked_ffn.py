@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.fpdt.offload import Offload
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.context_parallel.layout.spans import Span
 from megatron.platform.autocast import SameAutocast
+from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 Replay = Callable[[], Callable[[], AbstractContextManager]]
 """Notes the random state and returns a function: a context in which that state is there again."""
@@ -48,6 +48,7 @@ def apply_in_chunks(
         offload: makes the result, and the gradient of ``x``, host buffers.
         replay: needed where ``function`` draws random numbers.
     """
+    refuse_transforms("apply_in_chunks")
     shape, dtype, device = shape or x.shape, dtype or x.dtype, device or x.device
     return _InChunks.apply(x, function, spans, (shape, dtype, device), offload, replay, *parameters)
 
@@ -76,7 +77,7 @@ class _InChunks(torch.autograd.Function):
         return y.x
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a layer in chunks")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         spans, offload = ctx.spans, ctx.offload
@@ -112,16 +113,21 @@ class GradientSums:
         self._sums: list[Tensor | None] = [None] * len(self.wanted)
         self._own = [False] * len(self.wanted)  # whether a sum may be written to
 
-    def differentiate(self, y: Any, inputs: Sequence[Tensor], dy: Any) -> tuple[Tensor | None, ...]:
-        """The gradients of ``inputs``; those of the parameters are added to their sums."""
+    def differentiate(self, y: Any, inputs: Sequence[Tensor], dy: Any) -> list[Tensor]:
+        """The gradients of ``inputs``, 0 for those that ``y`` does not depend on; the parameters' are added to sums."""
         for parameter in self.wanted:
             if main_grad_of(parameter) is not None:
                 parameter.grad_added_to_main_grad = False  # layers with fused accumulation set it below
-        grads = torch.autograd.grad(y, [*inputs, *self.wanted], dy, allow_unused=True)
+        pairs = zip((y,), (dy,)) if isinstance(y, Tensor) else zip(y, dy)
+        reached = [pair for pair in pairs if pair[0].requires_grad]
+        grads: Sequence[Tensor | None] = [None] * (len(inputs) + len(self.wanted))
+        if reached and grads:
+            results, grads_of_results = zip(*reached)
+            grads = torch.autograd.grad(results, [*inputs, *self.wanted], grads_of_results, allow_unused=True)
         for index, grad in enumerate(grads[len(inputs) :]):
             if grad is not None:
                 self._add(index, grad)
-        return grads[: len(inputs)]
+        return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads)]
 
     def _add(self, index: int, grad: Tensor) -> None:
         total, wide = self._sums[index], accumulation_dtype(grad.dtype)
@@ -173,6 +179,28 @@ def even_spans(rows: int, count: int) -> list[Span]:
     return list(zip(bounds, bounds[1:]))
 
 
+def keep(value: Any) -> Tensor:
+    """A tensor without elements that keeps ``value`` for a backward pass, as long as autograd keeps the tensor.
+
+    So hooks for saved tensors decide about it: a non-reentrant checkpoint lets it go with all that it holds.
+    """
+    holder = torch.empty(0)
+    holder.untyped_storage().kept = [value]  # which every alias of the tensor has
+    return holder
+
+
+def take_kept(holder: Tensor, whose: str) -> Any:
+    """What :func:`keep` was given, for the one backward pass that it has; None where hooks have saved a copy.
+
+    Raises:
+        RuntimeError: that pass has been.
+    """
+    kept = getattr(holder.untyped_storage(), "kept", [None])
+    if not kept:
+        raise _second_pass(whose)
+    return kept.pop()
+
+
 def take_once(ctx: Any, name: str, whose: str) -> Any:
     """What an autograd function keeps in ``ctx.name`` for the one backward pass that it has.
 
@@ -182,8 +210,12 @@ def take_once(ctx: Any, name: str, whose: str) -> Any:
     kept = getattr(ctx, name)
     setattr(ctx, name, None)
     if kept is None:
-        raise RuntimeError(
-            f"a second backward pass through {whose} is not supported, with retain_graph=True neither: what it needs "
-            "is let go during the first; run the forward pass again"
-        )
+        raise _second_pass(whose)
     return kept
+
+
+def _second_pass(whose: str) -> RuntimeError:
+    return RuntimeError(
+        f"a second backward pass through {whose} is not supported, with retain_graph=True neither: what it needs is "
+        "let go during the first; run the forward pass again"
+    )

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.fpdt import by_keys, by_queries
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
 from megatron.context_parallel.fpdt.chunk_work import LayerFunctions
-from megatron.context_parallel.fpdt.chunked_ffn import take_once
+from megatron.context_parallel.fpdt.chunked_ffn import keep, take_kept
 from megatron.context_parallel.fpdt.shelf import HiddenStates
 from megatron.decisions.chunks import goes_by_keys
+from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,17 @@ class ChunkedLayer(LayerFunctions):
         replay: needed where ``output`` or ``ffn`` draws random numbers from a generator's state.
     """
 
+    def __post_init__(self) -> None:
+        if self.streamed and self.offload is None:
+            raise ValueError("streamed=True keeps hidden states in host memory: give offload=")
+        if self.rule.gather_keys and self.layout.grid.ring.size > 1:
+            raise ValueError("gather_keys=True with a layer in chunks, whose keys come chunk by chunk: leave it out")
+        if self.ffn is None and (self.ffn_by_rows or self.ffn_pieces != 1):
+            raise ValueError("ffn_by_rows and ffn_pieces are about ffn, and there is none: give ffn=")
+
     def __call__(self, x: Tensor) -> Tensor:
         """[s_local, b, h] -> [s_local, b, h]."""
+        refuse_transforms("ChunkedLayer")
         saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.learned))
         return _Chunked.apply(x, self, saving, *self.learned)
 
@@ -63,22 +72,20 @@ class _Chunked(torch.autograd.Function):
             if layer.recompute:
                 run.shelf = None
             run.x = None  # saved the way that lets hooks see it
-            ctx.save_for_backward(x)
-            ctx.run = run
+            ctx.layer, ctx.autocast, ctx.random = layer, run.work.autocast, run.work.random
+            ctx.save_for_backward(x, keep(run))
         return y.x
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("a chunked layer")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        run = take_once(ctx, "run", "a chunked layer")
-        layer = run.layer
-        with run.work.autocast():
-            if layer.recompute:
-                random = run.work.random
+        x, holder = ctx.saved_tensors
+        layer, run = ctx.layer, take_kept(holder, "a chunked layer")
+        with ctx.autocast():
+            if layer.recompute or run is None:
                 run = ChunkPass(layer, x, saving=True)
                 _forward(run, None)
-                run.work.random = random
+                run.work.random = dict(ctx.random)
             run.x = HiddenStates(x, layer.offload)
             run.dx = HiddenStates.empty(x.shape, x.dtype, x.device, layer.offload if layer.streamed else None)
             _backward(run, HiddenStates(dy, layer.offload))

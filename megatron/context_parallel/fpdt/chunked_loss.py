@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans, in_main_grad, main_grad_of, take_once
@@ -28,6 +27,7 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.decisions.chunks import PARTS, pieces_together
 from megatron.platform.autocast import autocast_inputs, without_autocast
+from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 
 def chunked_linear_cross_entropy(
@@ -61,6 +61,7 @@ def chunked_linear_cross_entropy(
     Returns:
         The sum, a scalar in fp32 (fp64), the same on every TP rank.
     """
+    refuse_transforms("the chunked loss")
     hidden, weight = autocast_inputs(hidden_SBH, weight_VH, device=weight_VH.device)
     return _ChunkedLoss.apply(
         hidden, weight, labels_SB, token_weights_SB, chunks, vocab_size, tensor, sequence_parallel, offload
@@ -115,7 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("the chunked loss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, spans = take_once(ctx, "grads", "the chunked loss")  # scaled in place: they are large
         hidden_part, weight_part = None, None

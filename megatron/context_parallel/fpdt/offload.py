@@ -42,9 +42,6 @@ class Offload:
         self.pool = pool or HostPool(self.streams)
         self.copies = Copies()
         self._leaving: deque[tuple[Tensor, Event]] = deque()
-        # By block: its last write, which loads wait for, and its last read, which writes wait for.
-        self._written: dict[int, Event] = {}
-        self._read: dict[int, Event] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A host buffer."""
@@ -66,9 +63,9 @@ class Offload:
         x, block = x.contiguous(), self.pool.block_of(host)
         streams.wait(STORES, streams.record(COMPUTE))
         # The block may be another's by now, and what was read from it before on its way still.
-        streams.wait(STORES, self._read.get(block))
+        streams.wait(STORES, self.pool.read.get(block))
         streams.copy(STORES, host, x)
-        self._written[block] = done = streams.record(STORES)
+        self.pool.written[block] = done = streams.record(STORES)
         self._leaving.append((x, done))
         self._let_go(IN_FLIGHT)
 
@@ -92,10 +89,10 @@ class Offload:
             return Loading(x)
         block = self.pool.block_of(host)
         streams.wait(LOADS, streams.record(COMPUTE))  # x's memory may be in use by what was launched before
-        streams.wait(LOADS, self._written.get(block))
+        streams.wait(LOADS, self.pool.written.get(block))
         streams.hold(x, LOADS)  # whoever drops a Loading before its wait must not free memory that is being written
         streams.copy(LOADS, x, host)
-        self._read[block] = done = streams.record(LOADS)
+        self.pool.read[block] = done = streams.record(LOADS)
         return Loading(x, done, streams)
 
 

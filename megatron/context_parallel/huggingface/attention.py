@@ -34,6 +34,11 @@ HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels",
 }  # fmt: skip
+# What transformers says of the entries that a mask would have; there are none.
+OF_ENTRIES = {
+    "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "allow_is_bidirectional_skip",
+    "dtype", "device", "config",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,9 +171,16 @@ def mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
-    **_: Any,
+    **others: Any,
 ) -> InPlaceOfMask | NotCausal:
-    """The mask function of :data:`NAME`; what it gives has no entries. ValueError: nobody said which batch this is."""
+    """The mask function of :data:`NAME`; what it gives has no entries.
+
+    Raises:
+        ValueError: something else is asked of the mask, or nobody said which batch this is.
+    """
+    for name, asked in others.items():
+        if name not in OF_ENTRIES and asked is not None:
+            raise ValueError(f"the model passes {name} to its masks, which is not supported over ranks")
     make = _masks_by.get()
     if make is None:
         raise ValueError(

@@ -18,6 +18,13 @@ from torch.utils.data import DataLoader
 
 from megatron.context_parallel.huggingface.parallel import ContextParallel
 
+REFUSED = {  # of TrainingArguments
+    "use_liger_kernel": "replaces parts of the model that are spread over ranks",
+    "neftune_noise_alpha": "draws noise by the length of the sequence, of which a rank sees a part",
+    "include_num_input_tokens_seen": "would count tokens once for each rank that shares them",
+    "parallelism_config": "spreads the model in accelerate's way, and the context has in its own",
+}
+
 
 class ContextParallelMixin:
     """Before a Trainer in the list of base classes.
@@ -33,6 +40,11 @@ class ContextParallelMixin:
         self.context = context
         super().__init__(*args, **kwargs)
         grid = context.grid
+        if self.model_init is not None or not any(module is context.model for module in self.model.modules()):
+            raise ValueError("the Trainer's model is not the one of the context: give both the same one")
+        for name, why in REFUSED.items():
+            if getattr(self.args, name) not in (None, False, "no"):
+                raise ValueError(f"{name} {why}: leave it out")
         if self.args.world_size != grid.world_size:
             raise ValueError(f"the Trainer has {self.args.world_size} processes, the grid {grid.world_size}: use equal")
         if self.args.label_smoothing_factor or self.compute_loss_func is not None:

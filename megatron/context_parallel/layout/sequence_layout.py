@@ -19,6 +19,7 @@ from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of
 from megatron.decisions.lengths import length_unit
+from megatron.platform.autograd import refuse_transforms
 
 Balance = Literal["zigzag", "contiguous", "documents"]
 
@@ -193,6 +194,7 @@ class SequenceLayout:
         """
         if x.size(dim) != self.local_length:
             raise ValueError(f"dim {dim} has {x.size(dim)} tokens, a rank holds {self.local_length}")
+        refuse_transforms("layout.gather")
         return _Gather.apply(x, dim, self)
 
 

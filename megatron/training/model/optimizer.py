@@ -14,7 +14,6 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
@@ -124,22 +123,6 @@ def fill_states(optimizer: MegatronOptimizer) -> None:
             else:
                 inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
     optimizer.init_state_fn = lambda *_: None
-    if adam and isinstance(optimizer, DistributedOptimizer):
-        _let_steps_load(optimizer)
-
-
-def _let_steps_load(optimizer: DistributedOptimizer) -> None:
-    """Work around two faults of core 0.16.1 with PyTorch's Adam: ``step`` is missing where it copies loaded states, and
-    after loading all parameters share one ``step`` tensor, which each of them then counts up."""
-    copy_states = optimizer._set_main_param_and_optimizer_states
-
-    def copy_states_with_step(model_param: nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, index = optimizer.model_param_group_index_map[model_param]
-        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][index]]
-        state["step"] = state["step"].clone()
-        copy_states(model_param, {"step": state["step"], **tensors})
-
-    optimizer._set_main_param_and_optimizer_states = copy_states_with_step
 
 
 def _for_each_chunk(functions: list) -> object:

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small programs at random around the public functions, as plain PyTorch on one process computes them.
+
+A :class:`Program` is a value that prints as it is written, so that a failing one can be pasted into a test. What it
+computes is here; how the same is asked of ranks is in ``programs_on_ranks.py``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import megatron.context_parallel as cp
+
+WIDTH, WORDS = 8, 5
+WITH_TOKENS_MIXED = ("attention", "operator", "mha", "encoder", "chunked")
+BY_CONTEXT = ("operator", "mha", "encoder")  # which attend by what cp.context_parallel says
+
+
+class Short:
+    """Prints what differs from the defaults."""
+
+    def __repr__(self) -> str:
+        said = (f"{field.name}={value!r}" for field in fields(self)
+                if (value := getattr(self, field.name)) != field.default)  # fmt: skip
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Short):
+    """One operation on [s, b, WIDTH]; a field that a kind has no use for means nothing."""
+
+    kind: str = "linear"
+    kv_heads: int = 4
+    mask: str = "causal"
+    checkpoint: str = ""  # or reentrant, not reentrant
+    tied: bool = False  # has the parameters of the first step
+    alias: bool = False  # its weight is a sum of two parameters
+    chunks: int = 1
+    pieces: int = 1
+    host: str = ""  # or offload, streamed
+    recompute: bool = False
+    residual: bool = True
+    sinks: bool = False
+    softcap: float | None = None
+    mixed: bool = False  # keys in another dtype
+
+
+@dataclass(frozen=True, repr=False)
+class Program(Short):
+    """Steps, then a loss, then a backward pass."""
+
+    steps: tuple[Step, ...] = (Step(),)
+    length: int = 8
+    batch: int = 1
+    balance: str = "zigzag"
+    dtype: str = "float64"  # or float32, autocast: float32 under autocast to bfloat16
+    mask: str = ""  # of cp.context_parallel; none: causal by the call
+    loss: str = "square"
+    backward: str = "backward"
+    frozen: tuple[int, ...] = ()  # steps, -1 for x
+    seed: int = 0
+    wrong: bool = False  # a gradient is falsified: what a test of programs must notice
+
+    @property
+    def kernel(self) -> str:
+        return ("auto", "math")[self.seed % 2]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+
+MASKS: dict[str, Callable[[int], cp.Causal]] = {
+    "causal": lambda n: cp.Causal(),
+    "full": lambda n: cp.Full(),
+    "window": lambda n: cp.Window(2),
+    "both sides": lambda n: cp.Window(1, 2),
+    "documents": lambda n: cp.Documents(ends(n)),
+    "documents, full": lambda n: cp.Documents(ends(n), cp.Full()),
+    "documents, window": lambda n: cp.Documents(ends(n), cp.Window(2)),
+    "function": lambda n: cp.MaskFunction(lambda q, k: (q + k) % 3 > 0),  # leaves queries without any key
+}
+
+
+def ends(n: int) -> tuple[int, ...]:
+    return tuple(sorted({1 + n // 5, 1 + n // 2, n}))
+
+
+def allowed(name: str, n: int) -> Tensor:
+    at = torch.arange(n)
+    return MASKS[name](n).allowed(at[:, None], at[None]).expand(n, n)
+
+
+def heads_first_masks(step: Step, n: int, batch: int) -> Tensor:
+    """[b, 1, s, s]."""
+    return torch.stack([allowed(name, n) for name in sample_masks(step.mask, batch)])[:, None]
+
+
+def mask_of(program: Program, step: Step) -> str:
+    """Of a step with attention; "each" is known to attention alone."""
+    if step.kind in BY_CONTEXT:
+        return program.mask or "causal"
+    return "causal" if step.kind == "chunked" and step.mask == "each" else step.mask
+
+
+def sample_masks(mask: str, batch: int) -> list[str]:
+    """Of each sample; "each" gives them masks of their own."""
+    return [["documents", "window", "causal"][i] for i in range(batch)] if mask == "each" else [mask] * batch
+
+
+def parameters(program: Program) -> dict[str, Tensor]:
+    """All of a program's numbers, by name; those of the step i begin with i."""
+    dtype, made = program.torch_dtype, {}
+
+    def draw(name: str, *shape: int) -> None:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{program.seed} {name}".encode()))
+        x = (torch.rand(*shape, generator=generator, dtype=torch.float64) - 0.5).to(dtype)
+        who = name.split(".")[0]
+        made[name] = x.requires_grad_((-1 if who == "x" else int(who)) not in program.frozen)
+
+    draw("x", program.length, program.batch, WIDTH)
+    for i, step in enumerate(program.steps):
+        if step.tied and i and step.kind == program.steps[0].kind and step.kv_heads == program.steps[0].kv_heads:
+            continue
+        wide = WIDTH if step.kind in ("mha", "encoder") else 2 * step.kv_heads
+        shapes = {"qkv": (2 * wide + WIDTH, WIDTH), "bias": (2 * wide + WIDTH,), "out": (WIDTH, WIDTH)}
+        shapes |= {"out_bias": (WIDTH,), "first": (WIDTH, WIDTH), "place": (program.length, 1, WIDTH), "sinks": (4,)}
+        shapes |= {"norm": (WIDTH,), "more": (WIDTH, WIDTH)}
+        for name, shape in shapes.items():
+            if name in USED[step.kind] and (name != "sinks" or step.sinks) and (name != "more" or step.alias):
+                draw(f"{i}.{name}", *shape)
+    if program.loss == "cross entropy":
+        draw(f"{len(program.steps)}.words", WORDS, WIDTH)
+    return made
+
+
+ATTENTION = ("qkv", "bias", "out", "sinks", "more")
+USED = {
+    "linear": ("out", "out_bias", "more"),
+    "place": ("place",),
+    "norm": ("norm",),
+    "apply": ("out", "first", "more"),
+    "attention": ATTENTION,
+    "operator": ("qkv", "bias", "out", "more"),
+    "mha": ("qkv", "bias", "out", "out_bias"),
+    "encoder": ("qkv", "bias", "out", "out_bias", "first", "out_bias", "norm"),
+    "chunked": (*ATTENTION, "first"),
+}
+
+
+def named(program: Program, i: int, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a step by their last names."""
+    own = {name.split(".")[1]: x for name, x in params.items() if name.startswith(f"{i}.")}
+    return own or named(program, 0, params)
+
+
+def weight(step: Step, p: dict[str, Tensor]) -> Tensor:
+    return p["out"] + p["more"] if step.alias and "more" in p else p["out"]
+
+
+def project(x: Tensor, p: dict[str, Tensor], kv_heads: int, noise: Callable) -> tuple[Tensor, ...]:
+    wide = [WIDTH, 2 * kv_heads, 2 * kv_heads]
+    parts = noise(F.linear(x, p["qkv"], p["bias"])).split(wide, dim=-1)
+    return tuple(part.unflatten(-1, (-1, 2)) for part in parts)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, noise: Callable, step: Step, sinks: Tensor | None) -> Tensor:
+    """[s, b, heads, 2] each; the whole matrix."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    scores = noise(q @ k.mT) * q.size(-1) ** -0.5
+    if step.softcap:
+        scores = step.softcap * torch.tanh(scores / step.softcap)
+    scores = scores.masked_fill(~mask, -1e300)
+    if sinks is not None:
+        column = sinks[:, None, None].expand(q.size(0), -1, q.size(2), 1)
+        scores = torch.cat([scores, column], -1)
+    weights = noise(scores.softmax(-1)[..., : k.size(2)])
+    return noise((weights * mask) @ v).permute(2, 0, 1, 3)
+
+
+def plain_step(program: Program, i: int, x: Tensor, params: dict[str, Tensor], noise: Callable) -> Tensor:
+    """A step as PyTorch alone computes it, on the whole sequence."""
+    step, p = program.steps[i], named(program, i, params)
+    n, batch = x.size(0), x.size(1)
+    if step.kind == "linear":
+        return torch.tanh(noise(F.linear(x, weight(step, p), p["out_bias"])))
+    if step.kind == "place":
+        return x * p["place"]
+    if step.kind == "norm":
+        return F.layer_norm(x, (WIDTH,), p["norm"])
+    if step.kind == "apply":
+        return noise(torch.tanh(noise(F.linear(x, p["first"]))) @ weight(step, p))
+    by_call = replace(step, mask=mask_of(program, step))
+    kv_heads = 4 if step.kind in ("mha", "encoder") else step.kv_heads
+    attended = dense(*project(x, p, kv_heads, noise), heads_first_masks(by_call, n, batch), noise,
+                     step if step.kind in ("attention", "chunked") else Step(), p.get("sinks"))  # fmt: skip
+    attended = noise(F.linear(attended.flatten(2), weight(step, p), p.get("out_bias")))
+    if step.kind == "encoder":
+        x = F.layer_norm(x + attended, (WIDTH,), p["norm"])
+        more = noise(F.linear(F.gelu(noise(F.linear(x, p["first"], p["out_bias"]))), p["first"], p["out_bias"]))
+        return F.layer_norm(x + more, (WIDTH,), p["norm"])
+    y = x + attended if step.residual and step.kind != "mha" else attended
+    return y + torch.tanh(noise(F.linear(y, p["first"]))) if step.kind == "chunked" else y
+
+
+def targets(program: Program) -> tuple[Tensor, Tensor]:
+    """What the loss multiplies with [s, b, WIDTH], and labels [s, b]."""
+    at = torch.arange(program.length * program.batch * WIDTH, dtype=torch.float64)
+    return torch.cos(at).view(program.length, program.batch, WIDTH), torch.arange(
+        program.length * program.batch
+    ).view(program.length, program.batch) % WORDS
+
+
+def plain_loss(program: Program, y: Tensor, params: dict[str, Tensor], noise: Callable, parts: tuple) -> Tensor:
+    """Of the tokens that are here; ``parts``: their targets."""
+    factors, labels = parts
+    if program.loss == "cross entropy":
+        logits = noise(F.linear(y, params[f"{len(program.steps)}.words"]))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    y = y if y.dtype == torch.float64 else y.float()
+    factors = factors.to(y.dtype)
+    if program.loss == "transposed":  # its gradient lies in another order
+        return (y.permute(2, 1, 0) * factors.permute(2, 1, 0)).sum()
+    return y.sum() if program.loss == "sum" else (y * factors).sum() + y.square().sum() / 2
+
+
+def differentiate(program: Program, y: Tensor, loss: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The output, the loss, and the gradients by name."""
+    leaves = {name: x for name, x in params.items() if x.requires_grad}
+    found = {"y": y.detach(), "loss": loss.detach()}
+    if leaves and loss.requires_grad:
+        if program.backward == "grad":
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        else:
+            for _ in range(2 if program.backward == "twice" else 1):
+                loss.backward(retain_graph=program.backward == "twice")
+            grads = [x.grad for x in leaves.values()]
+        found |= {name: torch.zeros_like(x) if g is None else g.clone() for (name, x), g in zip(leaves.items(), grads)}
+    return found
+
+
+class _Noise(torch.autograd.Function):
+    """Rounding of a value, and of its gradient, by at most ``eps``, upwards or downwards at random."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float, draw: torch.Generator) -> Tensor:
+        ctx.rounded = lambda x: x * (1 + eps * torch.empty_like(x).uniform_(-1, 1, generator=draw).sign())
+        return ctx.rounded(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.rounded(grad), None, None
+
+
+def run_plain(program: Program, noisy: int | None = None) -> dict[str, Tensor]:
+    """All results in float64; with ``noisy``, as if every operation rounded as the program's precision does."""
+    # A sum of n products in float32 is exact to n units. Under autocast both factors of a product, the product and
+    # its gradient are rounded to bfloat16, each by half a unit at most.
+    unit = max(WIDTH, program.length) * 2.0**-24 + (4 * 2.0**-9 if program.dtype == "autocast" else 0.0)
+    draw = None if noisy is None else torch.Generator().manual_seed(noisy)
+
+    def noise(x: Tensor) -> Tensor:
+        return x if draw is None else _Noise.apply(x, unit, draw)
+
+    leaves = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in parameters(program).items()}
+    params = {name: noise(x) for name, x in leaves.items()}
+    y = params["x"]
+    for i in range(len(program.steps)):
+        y = noise(plain_step(program, i, y, params, noise))
+    loss = plain_loss(program, y, params, noise, targets(program))
+    return differentiate(program, y, loss, leaves)
+
+
+def bounds(program: Program, exact: dict[str, Tensor]) -> dict[str, float]:
+    """How far each result may be from the exact one: 1e-10 in float64.
+
+    Else four times as far as the farthest of six results of random roundings, each as large as any of the program's.
+    """
+    if program.dtype == "float64":
+        return {name: 1e-10 * max(1.0, float(x.abs().max())) for name, x in exact.items()}
+    some = [run_plain(program, noisy) for noisy in range(6)]
+    return {name: 4 * max(float((one[name] - x).norm()) for one in some) for name, x in exact.items()}

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to differentiate: what layers may leave out, checkpoints, torch.func, second derivatives."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import megatron.context_parallel as cp
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
+from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+
+LENGTH, WIDTH, HEADS = 24, 8, 2
+ALONE = cp.abstract_grid()
+
+
+def drawn(*shape: int) -> Tensor:
+    draw = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=draw, dtype=torch.float64) / 2).requires_grad_()
+
+
+def chunked(project, output, parameters, ffn=None, offload=None, chunks=4, **more):
+    layout = cp.SequenceLayout(LENGTH, ALONE, chunks=chunks)
+    return cp.ChunkedLayer(project, output, parameters, layout, cp.AttentionRule(kernel="math"), ffn, offload=offload,
+                           **more)  # fmt: skip
+
+
+def heads(x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(part.unflatten(-1, (HEADS, -1)) for part in x.chunk(3, -1))
+
+
+KEYS = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64).view(6, 1, HEADS, WIDTH // HEADS)
+
+
+def layers(name: str, qkv: Tensor, out: Tensor):
+    """Layers that leave out what most have."""
+
+    def project(x, chunk):
+        q, k, v = heads(x @ qkv)
+        return (q, KEYS, v) if name == "keys without a gradient" else (q, k, v)
+
+    def output(attended, x, chunk):
+        if name == "no attention":
+            return x @ out
+        return out.sum(0) + torch.zeros_like(x) if name == "neither" else attended.flatten(2) @ out
+
+    def ffn(x):
+        return out.sum() * torch.ones_like(x)
+
+    return project, output, ffn if name == "a constant ffn" else None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "name", ["no residual", "no attention", "neither", "keys without a gradient", "a constant ffn"]
+)
+def test_a_layer_in_chunks_may_leave_things_out(name, recompute):
+    x, qkv, out = drawn(LENGTH, 1, WIDTH), drawn(WIDTH, 3 * WIDTH), drawn(WIDTH, WIDTH)
+    project, output, ffn = layers(name, qkv, out)
+    mine = chunked(project, output, [qkv, out], ffn, recompute=recompute)(x)
+    q, k, v = project(x, 0)
+    k = k.repeat(LENGTH // k.size(0), 1, 1, 1)
+    plain = output(cp.attention(q, k, v, layout=cp.SequenceLayout(LENGTH, ALONE), kernel="math"), x, 0)
+    plain = ffn(plain) if ffn else plain
+    torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10)
+    dy = drawn(LENGTH, 1, WIDTH).detach()
+    some = [torch.autograd.grad(y, [x, qkv, out], dy, allow_unused=True) for y in (mine, plain)]
+    for a, b in zip(*some):
+        zeros = torch.zeros((), dtype=torch.float64)
+        torch.testing.assert_close(zeros if a is None else a, zeros.expand_as(a) if b is None else b)
+
+
+def test_a_function_of_positions_alone_may_be_applied_in_chunks():
+    x, table = drawn(LENGTH, 1, WIDTH), drawn(LENGTH, 1, WIDTH)
+    y = apply_in_chunks(lambda _, span: table[slice(*span)] * 2, x, [table], even_spans(LENGTH, 3))
+    y.sum().backward()
+    assert table.grad.eq(2).all() and x.grad.eq(0).all()
+
+
+def usual_layer(offload: cp.Offload | None = None, **more):
+    qkv, out = drawn(WIDTH, 3 * WIDTH), drawn(WIDTH, WIDTH)
+    layer = chunked(lambda x, _: heads(x @ qkv), lambda a, x, _: x + a.flatten(2) @ out, [qkv, out], offload=offload,
+                    **more)  # fmt: skip
+    return layer, [qkv, out]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_lets_the_chunks_of_a_layer_go(reentrant):
+    offload = cp.Offload(torch.device("cpu"))
+    layer, parameters = usual_layer(offload)
+    x = drawn(LENGTH, 1, WIDTH)
+    y = x
+    for _ in range(3):
+        y = checkpoint(layer, y, use_reentrant=reentrant)
+    gc.collect()
+    assert offload.pool.in_use == 0
+    y.sum().backward()
+    expected = torch.autograd.grad(layer(layer(layer(x))).sum(), [x, *parameters])
+    assert all(a.grad.equal(b) for a, b in zip([x, *parameters], expected))
+    gc.collect()
+    assert offload.pool.in_use == 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hooks_that_save_copies_change_nothing(recompute):
+    layer, parameters = usual_layer(recompute=recompute)
+    x = drawn(LENGTH, 1, WIDTH)
+    expected = torch.autograd.grad(layer(x).sum(), [x, *parameters])
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        y = layer(x).sum()
+    for mine, right in zip(torch.autograd.grad(y, [x, *parameters]), expected):
+        assert mine.equal(right)
+
+
+def attend_by_operator(x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)
+    with cp.context_parallel(cp.SequenceLayout(LENGTH, ALONE)):
+        return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+LAYER, VOCABULARY = usual_layer()[0], drawn(6, WIDTH).detach()  # made here: torch.func wants no requires_grad_ inside
+
+
+def loss_in_chunks(x: Tensor) -> Tensor:
+    labels = torch.zeros(LENGTH, 1, dtype=torch.int64)
+    return chunked_linear_cross_entropy(x, VOCABULARY, labels, torch.ones(LENGTH, 1), chunks=3, vocab_size=6)
+
+
+def attend(x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (HEADS, -1))
+    return cp.attention(q, q, q, layout=cp.SequenceLayout(LENGTH, ALONE))
+
+
+DOORS = {
+    "attention": attend,
+    "context_parallel": attend_by_operator,
+    "ChunkedLayer": LAYER,
+    "apply_in_chunks": lambda x: apply_in_chunks(lambda part, _: part.sin(), x, [], even_spans(LENGTH, 3)),
+    "the chunked loss": loss_in_chunks,
+    "gather": lambda x: cp.SequenceLayout(LENGTH, ALONE).gather(x),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("how", ["grad", "vjp", "vmap", "jvp"])
+def test_transforms_of_torch_func_are_refused_by_name(name, how):
+    x = drawn(LENGTH, 1, WIDTH).detach()
+
+    def function(x: Tensor) -> Tensor:
+        return DOORS[name](x).sum()
+
+    calls = {
+        "grad": lambda: torch.func.grad(function)(x),
+        "vjp": lambda: torch.func.vjp(function, x),
+        "vmap": lambda: torch.func.vmap(function)(x[None]),
+        "jvp": lambda: torch.func.jvp(function, (x,), (x,)),
+    }
+    with pytest.raises(ValueError, match=r"takes no transforms of torch\.func: use torch\.autograd\.grad"):
+        calls[how]()
+
+
+@pytest.mark.parametrize("name", [name for name in DOORS if name != "gather"])
+def test_a_second_derivative_is_refused_and_not_wrong(name):
+    """Also where the gradient that comes in is constant."""
+    x = drawn(LENGTH, 1, WIDTH)
+    (grad,) = torch.autograd.grad(DOORS[name](x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative: call backward or torch.autograd.grad without"):
+        (grad * x).sum().backward()
+
+
+def test_a_checkpoint_that_computes_again_may_go_back_twice():
+    layer, parameters = usual_layer()
+    x = drawn(LENGTH, 1, WIDTH)
+    y = checkpoint(layer, x, use_reentrant=False).sum()
+    once = torch.autograd.grad(y, [x, *parameters], retain_graph=True)
+    assert all(a.equal(b) for a, b in zip(once, torch.autograd.grad(y, [x, *parameters])))
