@@ -159,7 +159,7 @@ def test_a_measured_constant_is_no_longer_uncertain(tmp_path):
 )  # fmt: skip
 def test_a_doubt_that_is_none_is_refused(tmp_path, wrong, why):
     path = tmp_path / "mine.json"
-    path.write_text('{"extends": "H100-80G", "uncertain": %s}' % wrong)
+    path.write_text(f'{{"extends": "H100-80G", "uncertain": {wrong}}}')
     with pytest.raises(Refusal, match=why):
         load(path)
 
