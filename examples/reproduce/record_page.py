@@ -40,7 +40,7 @@ def totals() -> list[str]:
         ("half that they were fitted to", [one for one in told if one.record.fitted]),
         ("the other half, without its unpriced runs", rest),
         ("the other half, unpriced runs counted", test),
-        ("the other half, all changes undone", predictions(fitted(), [record_edits.undone(o.record) for o in test])),
+        ("the same, all changes undone", predictions(fitted(), [record_edits.undone(one.record) for one in test])),
     ):
         lines.append(_line(name, rows))
     return lines
