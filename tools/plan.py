@@ -18,6 +18,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from math import ceil, gcd
 from pathlib import Path
 
 from rich.console import Console
@@ -28,6 +29,7 @@ from megatron.simulator.cost.jitter import told as spread_words
 from megatron.simulator.cost.unequal import step_spread
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import limits as plan_limits
+from megatron.simulator.planner.hints import padded_problem, padding_words, uncertain_words
 from megatron.simulator.planner.offers import Offer, best_of, offers, offers_table, run_words
 from megatron.simulator.planner.plans import Problem
 from megatron.simulator.planner.report import Report
@@ -38,7 +40,7 @@ from megatron.simulator.planner.search_space import Limits
 from megatron.simulator.planner.sizes import tokens
 from megatron.simulator.planner.words import alternatives, count, failing, gib, losing, winning, words
 from megatron.training.refusal import Refusal, Refusals
-from tools.plan_options import asked, parser, terms
+from tools.plan_options import MARGIN, asked, parser, terms
 
 EXIT_REFUSED = 2
 SEED = 1234  # of --jitter
@@ -80,6 +82,8 @@ def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Name
     if not found:
         raise nothing_fits(problems[-1])
     best = best_of(found, about)
+    if best.plan.tight and args.margin != MARGIN:
+        raise Refusal(too_little_left(best, args.margin))
     if len(problems) > 1:
         console.print(offers_table(found, best, about))
         console.print()
@@ -96,12 +100,15 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
             varied = step_spread(problem.workload, plan.strategy, problem.machine, jitter)
             console.print(f"{number}: {spread_words(varied, jitter)}.")
     if not found.plans:
-        console.print(f"Nothing leaves the --margin of {gib(problem.spare)}: these plans fit with less.")
+        console.print(f"Nothing leaves the usual margin of {gib(problem.spare)}: these plans fit with less.")
     for plan in found.tight[:3] if found.plans else ():
         console.print(
             f"Nearer to the limit: {words(plan.strategy)}, {losing(plan, winner)}; {failing(plan, None, problem)}."
         )
     console.print(f"\n[bold]Why the first.[/bold] {winning(winner, problem)}\n")
+    for hint in (uncertain_words(winner, problem), padding_words(problem, winner)):
+        if hint:
+            console.print(f"{hint}.\n")
     others = alternatives(winner, problem, found.known)
     if others:
         console.print("[bold]Why no other.[/bold]")
@@ -176,14 +183,30 @@ def nothing_fits(problem: Problem) -> Refusal:
     return Refusal(f"{text}. The smallest number of GPUs that would do is --gpus {fewest}")
 
 
+def too_little_left(offer: Offer, margin: str) -> str:
+    roomiest = max(offer.plans, key=lambda plan: plan.margin)
+    left = int(100 * roomiest.margin / offer.problem.machine.memory)
+    return (
+        f"--margin {margin}: no plan leaves so much; of those that fit, {words(roomiest.strategy)} leaves "
+        f"{gib(roomiest.margin)}: use --margin {left}%, or more --gpus"
+    )
+
+
 def no_grid(problem: Problem) -> str:
-    workload = problem.workload
+    workload, unit = problem.workload, 2 * problem.gpus
     if next(everything(replace(problem, limits=Limits())), None) is not None:
-        return f"nothing for --gpus {problem.gpus} is left by the options that narrow the search: leave one out"
+        left = f"nothing for --gpus {problem.gpus} is left by the options that narrow the search: "
+        padded = padded_problem(problem)
+        if padded is not problem and next(everything(padded), None) is not None:
+            length = padded.workload.seq_length
+            unit = gcd(length, unit)
+            return f"{left}pad to --seq-length {length}, a multiple of {unit}, or leave an option out"
+        return f"{left}leave one out"
     return (
         f"no grid splits --seq-length {workload.seq_length} and --global-batch {workload.global_batch} of this model "
-        f"({workload.shape.heads} heads, {workload.shape.layers} layers) evenly over --gpus {problem.gpus}: use "
-        f"a multiple of {2 * problem.gpus} as --seq-length, or a multiple of {problem.gpus} as --global-batch"
+        f"({workload.shape.heads} heads, {workload.shape.layers} layers) evenly over --gpus {problem.gpus}: pad to "
+        f"--seq-length {ceil(workload.seq_length / unit) * unit}, a multiple of {unit}, or use a multiple of "
+        f"{problem.gpus} as --global-batch"
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.simulator.machines.machine import Machine
@@ -110,20 +111,31 @@ def asked(args: argparse.Namespace, flags: list[str]) -> tuple[Request, list[Pro
     problems = []
     for machine in map(load, args.gpu):
         spare = share_of_memory(args.margin, machine.memory, "--margin")
-        for gpus in sorted({whole_nodes(text, machine) for text in args.gpus}):
-            problems.append(Problem(workload, gpus, machine, limits(args), spare))
+        for gpus, used in sorted({on_nodes(text, machine) for text in args.gpus}, key=lambda one: one[0]):
+            problems.append(Problem(workload, gpus, used, limits(args), spare, machine.gpus))
     return request, problems
 
 
-def whole_nodes(text: str, machine: Machine) -> int:
+def on_nodes(text: str, machine: Machine) -> tuple[int, Machine]:
+    """How many GPUs, and the machine with as many of a node in use: all of them where they fill nodes, else as many on
+    each node, at least half of them.
+
+    Raises:
+        Refusal: they cannot be spread so.
+    """
     gpus = tokens(text, "--gpus")
-    if gpus > machine.gpus and gpus % machine.gpus:
+    if gpus <= machine.gpus or gpus % machine.gpus == 0:
+        return gpus, machine
+    cards = machine.network.gpus_per_card
+    use = [size for size in range(machine.gpus // 2, machine.gpus) if gpus % size == 0 and size % cards == 0]
+    if not use:
         below = gpus // machine.gpus * machine.gpus
         raise Refusal(
-            f"--gpus {gpus} is no whole number of nodes of {machine.gpus} {machine.name}: use {below} or "
-            f"{below + machine.gpus}, or give --gpu a file with another number of gpus (docs/hardware.md)"
+            f"--gpus {gpus} cannot be spread evenly over nodes of {machine.gpus} {machine.name}, at least half of each "
+            f"in use: use {below} or {below + machine.gpus}, or give --gpu a file with another number of gpus "
+            "(docs/hardware.md)"
         )
-    return gpus
+    return gpus, replace(machine, gpus=use[-1])
 
 
 def terms(args: argparse.Namespace) -> Terms | None:

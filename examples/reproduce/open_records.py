@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "published" / "records.json"
+AFTER_FREEZE = FILE.parent / "after_freeze.json"  # runs that came later: after_freeze.py
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ def in_fitted_half(source: str) -> bool:
 def published_file() -> dict[str, Any]:
     """``models``, ``sources``, ``records`` and what was ``left_out``, as the file has them."""
     return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@lru_cache
+def models() -> dict[str, dict[str, Any]]:
+    """Sizes by name: of the records, and of the runs that came later."""
+    return published_file()["models"] | json.loads(AFTER_FREEZE.read_text(encoding="utf-8"))["models"]
 
 
 def records() -> list[Record]:

@@ -7,17 +7,17 @@ them (``fp8``), of attention. Machines of one architecture have them in common; 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 from examples.reproduce.open_records import Record, distinct, records
 from examples.reproduce.record_price import Predicted, family, predict
+from megatron.simulator.machines.machine_file import load
 
-FILE = Path(__file__).parent / "clusters" / "records.json"
 FREE = {"Hopper": ("gemm", "fp8"), "Blackwell": ("attention",), "Ampere": ("gemm",)}  # in the order of their fits
 TAKES = {"Blackwell": ("Hopper", ("gemm", "fp8"))}
+SHARES = ("gemm", "fp8", "attention")
+MACHINES = {"Hopper": "H100-80G", "Blackwell": "B200-192G", "Ampere": "A100-80G"}  # whose file has a family's shares
 STEPS = (1.15, 1.06, 1.02, 1.01)
 Constants = dict[str, dict[str, float]]
 
@@ -71,12 +71,18 @@ def mean_of_rates(found: Sequence[Predicted]) -> float:
 
 def unfitted() -> Constants:
     """Nothing fitted: single kernels' measured rates hold in training."""
-    return {name: dict.fromkeys(("gemm", "fp8", "attention"), 1.0) for name in FREE}
+    return {name: dict.fromkeys(SHARES, 1.0) for name in FREE}
 
 
 def fitted() -> Constants:
-    """Those of the file, fitted to the even half."""
-    return json.loads(FILE.read_text(encoding="utf-8"))["constants"]
+    """Those that the shipped machines have, which planner and dry run use: fitted to the even half."""
+    found = {name: load(machine).calibration for name, machine in MACHINES.items()}
+    return {name: {share: getattr(found[name], share) for share in SHARES} for name in FREE}
+
+
+def uncertain() -> dict[str, dict[str, tuple[float, float]]]:
+    """What the two halves of the sources make of each constant, lower value first, as the shipped machines have it."""
+    return {name: {key: load(MACHINES[name]).uncertain[key] for key in free} for name, free in FREE.items()}
 
 
 def fit(half: Sequence[Record]) -> Constants:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from examples.reproduce.open_records import Record, published_file
+from examples.reproduce.open_records import Record, models
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
@@ -60,7 +60,7 @@ def family(machine: str) -> str:
 def shape_of(record: Record) -> Shape:
     """Where pipeline stages do not divide the layers, the program counts embedding and loss as layers: so many layers
     that they do, and next to no loss."""
-    sizes = dict(published_file()["models"][record.model])
+    sizes = dict(models()[record.model])
     learned = sizes.pop("learned_positions", False)
     shape = Shape(**sizes, positions=record.seq_length if learned else 0)
     if shape.layers % record.pp:
@@ -125,7 +125,7 @@ def published_rate(record: Record) -> float:
 
 
 def _own_ends(record: Record) -> dict[str, int]:
-    sizes = published_file()["models"][record.model]
+    sizes = models()[record.model]
     return {"layers": sizes["layers"], "vocab": sizes["vocab"]}
 
 

@@ -3,10 +3,12 @@
 
     python examples/reproduce/records.py [OUT_DIR]
     python examples/reproduce/records.py --fit        # again; the halves the other way round; each source left out
+    python examples/reproduce/records.py --page       # writes the tables of docs/records.md
+    python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
 Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
-half of the sources, the other half as the test. Runs that their sources do not tell enough of are marked, and counted
-apart. Writes the rows as CSV and a picture.
+half of the sources, the other half as the test. The constants are those of the shipped machines, which tools/plan.py
+uses. Runs that their sources do not tell enough of are marked, and counted apart. Writes the rows as CSV and a picture.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.reproduce import after_freeze, record_edits, record_page  # noqa: E402
 from examples.reproduce.open_records import Record, left_out, records  # noqa: E402
 from examples.reproduce.picture import COLOURS, GREY, INK  # noqa: E402
 from examples.reproduce.record_fit import (  # noqa: E402
@@ -124,9 +127,17 @@ def main() -> None:
     parser = command(__file__, __doc__)
     parser.set_defaults(out_dir=Path("out/reproduce/records"))
     parser.add_argument("--fit", action="store_true", help="fit the constants again; takes a minute")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/records.md")
+    parser.add_argument("--predict", action="store_true", help="predict the runs that came after the freeze, once")
     args = parser.parse_args()
+    if args.predict:
+        print(f"{after_freeze.predict_new()} predicted")
     if args.fit:
         fit_again()
+    if args.page:
+        text = record_page.PAGE.read_text(encoding="utf-8")
+        record_page.PAGE.write_text(record_page.filled(text), encoding="utf-8")
+    if args.fit or args.page or args.predict:
         return
     found = predictions(fitted())
     order = sorted(found, key=lambda one: (one.record.machine, one.record.fitted, one.record.source))
@@ -135,6 +146,8 @@ def main() -> None:
     print()
     show("constants", fitted())
     print(*summary(fitted()), "", *totals(fitted()), "", "Set by hand:", *(f"- {line}" for line in BY_HAND), sep="\n")
+    print("", "Changes to runs of the test half:", *record_edits.told(fitted()), sep="\n")
+    print("", "After the freeze:", *after_freeze.told(), sep="\n")
     print("", "Left out:", sep="\n")
     for why, run in left_out():
         ours = f"; simulated {row(predictions(fitted(), [run])[0]).ours:,.0f} s a step" if run else ""

@@ -101,7 +101,7 @@ def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     # A layer whose chunks go back one by one sends outputs again with its output projection.
     outputs *= (run.out if strategy.fpdt_chunk else run.attention) + 1
     layer = there * run.attention + back + outputs
-    return layer * (shape.layers // strategy.pipeline) * _micro_batches(workload, strategy)
+    return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
         forward = ring_keys_by_queries(strategy, workload.causal, chunks_of(workload, strategy).attention)
     keys = passes_of(workload, strategy).attention * forward + blocks.keys
     layer = keys * block * itemsize + int(blocks.grads * block * WIDE)
-    return layer * (shape.layers // strategy.pipeline) * _micro_batches(workload, strategy)
+    return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)
 
 
 def _data(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> int:

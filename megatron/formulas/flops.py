@@ -76,7 +76,7 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     """Recompute repeats forward passes: under FPDT backward computes projections and the FFN again piece by piece, and
     with full recompute attention as well; a unit of several layers runs again before that."""
     if strategy.recompute == "full" and strategy.recompute_method == "block":
-        layers = workload.shape.layers // strategy.pipeline
+        layers = strategy.most_layers(workload.shape.layers)
         kinds = [(passes_of(workload, how), count / layers) for how, count in strategy.layer_kinds(layers)]
         return Passes(*(sum(share * getattr(one, f.name) for one, share in kinds) for f in fields(Passes)))
     full = strategy.recompute == "full"

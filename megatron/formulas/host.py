@@ -48,7 +48,7 @@ def host_memory(
     ring_tokens = workload.seq_length // strategy.ring * batch
     tokens = ring_tokens // strategy.ulysses // (strategy.tensor if strategy.sequence_parallel else 1)
     recomputed = strategy.recompute == "full"
-    layers = shape.layers // strategy.pipeline
+    layers = strategy.most_layers(shape.layers)
     keeping, saved, passing = _layers(layers, strategy, block)
     flying = strategy.pipeline + (strategy.pipeline - 1 if strategy.virtual > 1 else 0)
     flying = min(flying, max(1, strategy.micro_batches(workload)))

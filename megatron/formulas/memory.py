@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.decisions.chunks import PARTS, pieces_together
@@ -56,6 +56,8 @@ def device_memory(
     """
     shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
     held = stage_parameters(shape, strategy.tensor, strategy.pipeline, stage)
+    if strategy.uneven:
+        held = replace(held, layers=strategy.stage_layers(shape.layers, stage))
     states = model_states(
         held,
         strategy.zero,

@@ -88,6 +88,7 @@ class Strategy:
         stream_hidden: hidden states too, and pass through the device chunk by chunk.
         ffn_chunks, loss_chunks: pieces of FFN and loss; 0: as the program derives them with FPDT, else one.
         virtual: virtual pipeline stages a rank.
+        first_less, last_less: layers that the first and the last pipeline stage have less than the others.
         sequence_parallel: activations are split over TP between the linear layers.
         fused: one kernel rotates queries and keys, and several chunks of the loss together are added to its weight's
             gradient, within a product; else several operations do, chunk by chunk, as in the papers' programs, whose
@@ -116,6 +117,8 @@ class Strategy:
     fused: bool = True
     recompute_method: Literal["uniform", "block"] = "uniform"
     stream_hidden: bool = False
+    first_less: int = 0
+    last_less: int = 0
 
     def but(self, **changes: Any) -> Strategy:
         """The same with other values of some fields."""
@@ -166,6 +169,19 @@ class Strategy:
             return 1.0
         row = workload.uneven[min((self.ring - 1).bit_length(), len(workload.uneven)) - 1]
         return row[min((self.micro_batch - 1).bit_length(), len(row) - 1)]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether pipeline stages hold different numbers of layers."""
+        return self.first_less + self.last_less > 0
+
+    def stage_layers(self, layers: int, stage: int) -> int:
+        """Of a model's layers, those of a pipeline stage."""
+        return self.most_layers(layers) - self.first_less * (stage == 0) - self.last_less * (stage == self.pipeline - 1)
+
+    def most_layers(self, layers: int) -> int:
+        """Of a model's layers, those of its longest stage."""
+        return (layers + self.first_less + self.last_less) // self.pipeline
 
     def layer_kinds(self, layers: int) -> list[tuple[Strategy, int]]:
         """(how, how many) of a stage's ``layers``: under ``block`` some are recomputed and the others are not."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.planner.command import uneven_stages
 
 LLAMA: dict[str, Any] = {
     "model.normalization": "RMSNorm",
@@ -92,6 +93,7 @@ def flags(case: Case) -> list[str]:
         f"--loss-chunks {strategy.loss_chunks}": strategy.loss_chunks,
         f"--num-virtual-stages-per-pipeline-rank {strategy.virtual}": strategy.virtual > 1,
     }
+    words += uneven_stages(shape.layers, strategy)
     return words + " ".join(text for text, wanted in options.items() if wanted).split()
 
 

@@ -19,6 +19,7 @@ PUBLISHED = {
     "llama2-7b": 6.738e9,
     "llama3-8b": 8.030e9,
     "llama3-70b": 70.55e9,
+    "llama3-405b": 405.85e9,
     "genslm-25b": 25e9,
     "genslm-33b": 33e9,
 }

@@ -63,12 +63,13 @@ addEventListener("load", () => {
 """
 
 
-def shape(stages: int, virtual: int, batches: int, message: float = 0.0) -> Json:
+def shape(stages: int, virtual: int, batches: int, message: float = 0.0, first: float = 1.0) -> Json:
+    """``first``: of the first stage's passes, the share of another's; a stage alone is the last."""
     return {"stages": stages, "virtual": virtual, "batches": batches, "passes": [1.0, 2.0], "last": [1.5, 3.0],
-            "message": message, "after": [["optimizer", 0.5]]}  # fmt: skip
+            "first": [first, 2 * first], "message": message, "after": [["optimizer", 0.5]]}  # fmt: skip
 
 
-SHAPES = [shape(1, 1, 3), shape(4, 1, 6, 0.25), shape(4, 1, 2), shape(2, 3, 6, 0.125), shape(4, 2, 8)]
+SHAPES = [shape(1, 1, 3), shape(4, 1, 6, 0.25), shape(4, 1, 2), shape(2, 3, 6, 0.125), shape(4, 2, 8, 0.0, 0.75)]
 
 
 def scheduled(step: Json) -> list[list[list[float]]]:
@@ -79,7 +80,8 @@ def scheduled(step: Json) -> list[list[list[float]]]:
     def took(stage: int, turn: Turn) -> tuple[float, float]:
         place, last = turn.chunk * stages + stage, stages * virtual - 1
         seconds = step["passes"][turn.backward] / virtual
-        seconds += (step["last"][turn.backward] - step["passes"][turn.backward]) * (place == last)
+        ends = {0: "first", last: "last"}
+        seconds += step[ends.get(place, "passes")][turn.backward] - step["passes"][turn.backward]
         seconds += step["message"] * (place != (0 if turn.backward else last))
         return seconds, seconds
 

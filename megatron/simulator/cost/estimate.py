@@ -95,26 +95,35 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
             f"global batch {workload.global_batch} is not a multiple of data {strategy.data} x micro-batch "
             f"{strategy.micro_batch}"
         )
-    held = states(shape, strategy, busiest_stage(strategy))
-    parts: Parts = {}
-    forward, backward = {}, {}  # of a layer, or the mean of two kinds
     sample = _sample(workload, strategy.slowest(workload) * strategy.busiest(workload))
-    for how, layers in strategy.layer_kinds(held.layers):
-        passes = priced_layer(sample, _of_a_layer(how), machine, program)
-        for mean, one in zip((forward, backward), passes):
-            add(parts, one, layers)
-            add(mean, one, layers / held.layers)
     first, last = priced_ends(sample, _of_the_ends(strategy), machine, program)
-    add(parts, last)
+
+    def on_stage(stage: int) -> tuple[States, Parts, Parts, Parts]:
+        """What it holds; parts of a micro-batch; both passes of a layer, or their mean over two kinds."""
+        held, parts, forward, backward = states(shape, strategy, stage), {}, {}, {}
+        for how, layers in strategy.layer_kinds(held.layers):
+            passes = priced_layer(sample, _of_a_layer(how), machine, program)
+            for mean, one in zip((forward, backward), passes):
+                add(parts, one, layers)
+                add(mean, one, layers / held.layers)
+        return held, add(parts, last) if stage == pipeline - 1 else parts, forward, backward
+
+    found = on_stage(busiest_stage(strategy))
+    others = (pipeline - 1) * (sum(found[1].values()) - sum(last.values()))
+    if strategy.uneven:
+        whole = [sum(on_stage(stage)[1].values()) for stage in (0, min(1, pipeline - 2), pipeline - 1)]
+        others = whole[0] + (pipeline - 2) * whole[1] + whole[2] - max(whole)
+        if whole[2] < max(whole):  # a stage before the last, with more layers and no loss
+            found = on_stage(0 if whole[0] == max(whole) else 1)
+    held, parts, forward, backward = found
     if pipeline == 1:
         add(parts, first)
     if strategy.zero >= 2:
         rooted = shape.tied or chunks_of(workload, strategy).loss > 0
         _sharded_layers(parts, sum(forward.values()), sum(backward.values()), strategy, held, machine, program, rooted)
-    once = sum(parts.values())
     total = add({}, parts, batches)
     if pipeline > 1:
-        _pipeline(total, once - sum(last.values()), workload, strategy, machine, program)
+        _pipeline(total, others, workload, strategy, machine, program)
     if strategy.zero <= 1 and strategy.group("dp").size > 1:
         total["dp"] = total.get("dp", 0.0) + _exposed_states(forward, backward, strategy, held, machine, program)
     for transfer in sum_shared_gradients(shape, strategy, held):
@@ -192,17 +201,20 @@ def _exposed_states(
 
 
 def _pipeline(
-    total: Parts, once: float, workload: Workload, strategy: Strategy, machine: Machine, program: Program
+    total: Parts, others: float, workload: Workload, strategy: Strategy, machine: Machine, program: Program
 ) -> None:
-    """1F1B: the other stages' first and last micro-batches, ``once`` on each of those, which have no loss; fewer layers
-    at a time with virtual stages."""
+    """1F1B: a micro-batch on the ``others``, before the busiest stage's first and after its last; fewer layers at a
+    time with virtual stages."""
     felt = 1 - machine.calibration.overlap if program.overlap and strategy.virtual > 1 else 1.0
     total["pp"] = total.get("pp", 0.0) + felt * transfer_seconds(stage_transfer(workload, strategy), machine)
-    total["bubble"] = (strategy.pipeline - 1) / strategy.virtual * once
+    total["bubble"] = others / strategy.virtual
 
 
 # What neither feels: they share their price.
-_ANY = {"data": 1, "pipeline": 1, "virtual": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}
+_ANY = {
+    "data": 1, "pipeline": 1, "virtual": 1, "first_less": 0, "last_less": 0,
+    "overlap_grad_reduce": True, "overlap_param_gather": True,
+}  # fmt: skip
 
 
 def _summing(strategy: Strategy) -> int:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.formulas.communication import whole_vectors
@@ -38,15 +38,18 @@ class States:
 
 def states(shape: Shape, strategy: Strategy, stage: int) -> States:
     """Raises ValueError where pipeline stages do not divide the layers."""
-    if shape.layers % strategy.pipeline:
+    if (shape.layers + strategy.first_less + strategy.last_less) % strategy.pipeline:
         raise ValueError(f"{strategy.pipeline} pipeline stages do not divide {shape.layers} layers")
-    return _states(shape, strategy.tensor, strategy.pipeline, stage, strategy.zero, strategy.group("dp").size,
+    layers = strategy.stage_layers(shape.layers, stage)
+    return _states(shape, strategy.tensor, strategy.pipeline, stage, layers, strategy.zero, strategy.group("dp").size,
                    strategy.overlap_grad_reduce)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _states(shape: Shape, tensor: int, pipeline: int, stage: int, zero: int, ranks: int, bucketed: bool) -> States:
-    held = stage_parameters(shape, tensor, pipeline, stage)
+def _states(
+    shape: Shape, tensor: int, pipeline: int, stage: int, layers: int, zero: int, ranks: int, bucketed: bool
+) -> States:
+    held = replace(stage_parameters(shape, tensor, pipeline, stage), layers=layers)
     table = numel(stage_parameters(shape, tensor, 1, 0).embedding[:1])
     if zero < 2:
         every, layer = model_states(held, zero, ranks, BF16, bucketed=bucketed).gradients // FP32, held.layer_numel

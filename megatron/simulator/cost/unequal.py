@@ -33,7 +33,7 @@ def step_waits(workload: Workload, strategy: Strategy, machine: Machine, program
     found, compute = Waits(), 0.0
     shared = strategy.group("dp").size
     times = strategy.micro_batches(workload) + (strategy.pipeline - 1) / strategy.virtual
-    for how, layers in strategy.layer_kinds(workload.shape.layers // strategy.pipeline):
+    for how, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
         for backward, plain in enumerate(layer(workload, how)):
             segments = as_run(plain, workload.shape, program)
             took = sum(part.count * kernel_seconds(one, machine) for part in segments for one in part.kernels)

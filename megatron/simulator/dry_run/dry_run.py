@@ -171,8 +171,8 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
     elif zigzag and config.attention.window_size:
         inside = neighbour
     kinds = {0: "first"}
-    if stages > 2:
-        kinds[stages // 2] = "middle"
+    if stages > 2:  # where the ends are shorter, the second is the fullest: it has the most micro-batches of those
+        kinds[1 if len(set(stage_layers(config))) > 1 else stages // 2] = "middle"
     if stages > 1:
         kinds[stages - 1] = "last"
     for stage, name in kinds.items():

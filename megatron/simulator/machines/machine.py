@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 from typing import TYPE_CHECKING
@@ -169,6 +169,7 @@ class Machine:
             None: rings at one rate, with the links' latency.
         dispatch: seconds in which the host launches a kernel or a transfer; 0: as fast as the device needs them.
         runtime: device memory of contexts and libraries, which ``reserved`` has room for.
+        uncertain: lowest and highest value of a share of ``calibration``, where those who measured disagree.
     """
 
     name: str
@@ -197,6 +198,7 @@ class Machine:
     collectives: Collectives | None = None
     dispatch: float = 0.0
     runtime: Runtime = Runtime()
+    uncertain: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         # Prices of transfers (cost/seconds.py): fewer to look up than in a cache that machines are keys of.
@@ -211,6 +213,12 @@ class Machine:
     ) -> str:
         """The kernel that ``name`` is here; see `kernels.choose_on`. Raises KernelUnavailable."""
         return _choose(self.capability, self.attention_kernel, name, dtype, head_dim, many_tiles=many_tiles, **needs)
+
+    def at_the_ends(self) -> tuple[Machine, Machine]:
+        """The slowest and the fastest that the uncertain shares leave possible; twice this one, where none is."""
+        shares = [{name: ends[at] for name, ends in self.uncertain.items()} for at in (0, 1)]
+        slow, fast = (replace(self, calibration=replace(self.calibration, **found)) for found in shares)
+        return slow, fast
 
     @property
     def is_gpu(self) -> bool:

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
 OPTIONAL = (
     "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel", "power",
-    "collectives", "dispatch", "runtime",
+    "collectives", "dispatch", "runtime", "uncertain",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
 KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
@@ -105,6 +105,9 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     sources = base.get("sources", {})
     if isinstance(sources, dict):  # what is replaced no longer comes from there
         base["sources"] = {key: text for key, text in sources.items() if not is_replaced(key, raw)}
+    doubts = base.get("uncertain", {})
+    if isinstance(doubts, dict):  # likewise the doubts about it
+        base["uncertain"] = {key: ends for key, ends in doubts.items() if not is_replaced(f"calibration.{key}", raw)}
     return merge(base, raw)
 
 
@@ -232,6 +235,23 @@ def record(kind: type, readers: dict[str, Callable], needed: tuple[str, ...] = (
     return read
 
 
+def ranges(path: Path, name: str, value: Any) -> dict[str, tuple[float, float]]:
+    """Of shares of ``calibration``, by name: [lowest, highest]."""
+    if not isinstance(value, dict):
+        raise Refusal(f"{path}: {name}: must be an object with [lowest, highest] by share, not {short(value)}")
+    refuse_unknown(path, f"{name}.", value, [f.name for f in fields(Calibration)])
+    found = {}
+    for key, item in value.items():
+        where = f"{path}: {name}.{key}"
+        if not isinstance(item, list) or len(item) != 2:
+            raise Refusal(f"{where}: must be [lowest, highest], not {short(item)}")
+        low, high = (share(path, f"{name}.{key}", end) for end in item)
+        if low > high:
+            raise Refusal(f"{where}: the lowest, {low:g}, is above the highest, {high:g}: exchange them")
+        found[key] = (low, high)
+    return found
+
+
 def limits(path: Path, name: str, value: Any) -> tuple[float, ...]:
     if not isinstance(value, list) or len(value) != 3:
         raise Refusal(f"{path}: {name}: must be three rates, in a node, on two nodes and on more, not {short(value)}")
@@ -313,4 +333,5 @@ READERS: dict[str, Callable] = {
     "dispatch": seconds,
     "runtime": record(Runtime, {f.name: seconds for f in fields(Runtime)}),
     "calibration": record(Calibration, {f.name: share for f in fields(Calibration)}),
+    "uncertain": ranges,
 }

@@ -16,6 +16,7 @@ def training_flags(workload: Workload, strategy: Strategy) -> list[str]:
     flags += ["--ulysses-parallel-size", str(s.ulysses), "--ring-parallel-size", str(s.ring)]
     if s.pipeline > 1:
         flags += ["--pipeline-model-parallel-size", str(s.pipeline)]
+    flags += uneven_stages(workload.shape.layers, s)
     if s.virtual > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(s.virtual)]
     flags += ["--zero-stage", str(s.zero)]
@@ -23,6 +24,16 @@ def training_flags(workload: Workload, strategy: Strategy) -> list[str]:
         flags += ["--overlap-grad-reduce"] * s.overlap_grad_reduce
         flags += ["--overlap-param-gather"] * (s.zero == 1 and s.overlap_grad_reduce and s.overlap_param_gather)
     return flags + _saving_flags(s)
+
+
+def uneven_stages(layers: int, s: Strategy) -> list[str]:
+    """An embedding and a loss that count as layers where that cuts the stages so; else how long the ends are."""
+    if max(s.first_less, s.last_less) <= 1:
+        flags = ["--account-for-embedding-in-pipeline-split"] * s.first_less
+        return flags + ["--account-for-loss-in-pipeline-split"] * s.last_less
+    ends = (("first", s.first_less, 0), ("last", s.last_less, s.pipeline - 1))
+    given = [(end, s.stage_layers(layers, stage)) for end, less, stage in ends if less]
+    return [word for end, count in given for word in (f"--decoder-{end}-pipeline-num-layers", str(count))]
 
 
 def _saving_flags(s: Strategy) -> list[str]:

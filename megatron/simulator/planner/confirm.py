@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.machines.machine_file import find
 from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.report import Report
 from megatron.simulator.planner.words import GIB
@@ -72,6 +73,11 @@ def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "dry_run.json"
         entry, *flags = report.program(plan.strategy)
+        if report.problem.node_words:  # the dry run knows whole nodes alone
+            used = {"extends": str(find(gpu).resolve()), "name": report.problem.machine.name}
+            used["gpus"] = report.problem.machine.gpus
+            gpu = str(Path(folder) / "machine.json")
+            Path(gpu).write_text(json.dumps(used))
         dry = ["--dry-run", "--world-size", str(report.problem.gpus), "--gpu", gpu, "--dry-run-json", str(file)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, str(ROOT / entry), *flags, *dry]

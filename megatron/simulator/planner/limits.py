@@ -78,10 +78,12 @@ def fewest_gpus(problem: Problem) -> int | None:
     of more than 32 nodes, in steps of a sixteenth. None: no number would, since a sequence or a model can be split no
     further."""
 
-    def fit(gpus: int) -> bool:
-        return fits(replace(problem, gpus=gpus))
+    node = problem.node or problem.machine.gpus
+    whole = replace(problem, machine=replace(problem.machine, gpus=node))
 
-    node = problem.machine.gpus
+    def fit(gpus: int) -> bool:
+        return fits(replace(whole, gpus=gpus))
+
     for gpus in range(problem.gpus + 1, node + 1):
         if fit(gpus):
             return gpus

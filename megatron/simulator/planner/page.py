@@ -95,7 +95,7 @@ def row(plan: Plan, problem: Problem) -> Json:
 def layers(plan: Plan, problem: Problem) -> list[Json]:
     """A layer's passes, and those of the model's ends: what each stream does, and when, in seconds."""
     s, workload = plan.strategy, problem.workload
-    stage_layers = workload.shape.layers // s.pipeline
+    stage_layers = s.most_layers(workload.shape.layers)
     drawn = []
     for how, number in s.layer_kinds(stage_layers):
         again = " recomputed" if how.recompute == "full" and s.recompute_method == "block" else ""

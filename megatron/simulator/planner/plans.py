@@ -23,6 +23,7 @@ class Problem:
 
     Attributes:
         spare: bytes of a device that a plan must leave.
+        node: GPUs that a node has, where ``machine.gpus`` of them are used; 0: all are.
     """
 
     workload: Workload
@@ -30,10 +31,17 @@ class Problem:
     machine: Machine
     limits: Limits = Limits()
     spare: float = 0.0
+    node: int = 0
 
     @property
     def gpus_per_node(self) -> int:
         return min(self.gpus, self.machine.gpus)
+
+    @property
+    def node_words(self) -> str:
+        """How many GPUs of a node are used, where it is not all."""
+        partly = self.gpus > self.machine.gpus and self.node > self.machine.gpus
+        return f", {self.machine.gpus} of a node's {self.node} in use" if partly else ""
 
     @property
     def host_room(self) -> float:

@@ -89,7 +89,7 @@ class Report:
         problem = self.problem
         title = (
             f"{self.name()} at {count(problem.workload.seq_length)} tokens on {problem.gpus} x {problem.machine.name}, "
-            f"global batch {problem.workload.global_batch}"
+            f"global batch {problem.workload.global_batch}{problem.node_words}"
         )
         table = Table(title=title, title_justify="left")
         for column in ("", "grid", "micro-batch", "ZeRO", "saves memory by"):

@@ -63,7 +63,8 @@ def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[
             if shape.heads // tensor % ulysses:
                 continue
             for pipeline in chosen(divisors(gpus // tensor // ulysses), limits.pipeline):
-                if shape.layers % pipeline:
+                less = fewer_layers(shape.layers, pipeline)
+                if less is None:
                     continue
                 for data in chosen(divisors(gpus // tensor // ulysses // pipeline), limits.data):
                     ring = gpus // tensor // ulysses // pipeline // data
@@ -73,20 +74,30 @@ def grids(workload: Workload, gpus: int, limits: Limits = Limits()) -> Iterator[
                         continue
                     sizes = (tensor, ulysses, ring, data, pipeline)
                     overlap = {name: limits.overlap for name in ("overlap_grad_reduce", "overlap_param_gather")}
-                    base = Strategy(*sizes, **overlap)
+                    base = Strategy(*sizes, **overlap, first_less=less[0], last_less=less[1])
                     yield from _schedules(base, workload, limits)
 
 
 def _schedules(base: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
     samples = workload.global_batch // base.data
-    layers = workload.shape.layers // base.pipeline
+    layers = base.most_layers(workload.shape.layers)
     for micro_batch in limits.micro_batch or MICRO_BATCHES:
         if samples % micro_batch:
             continue
         interleaved = base.pipeline > 1 and samples // micro_batch % base.pipeline == 0
         for virtual in chosen(divisors(layers), limits.virtual):
-            if virtual == 1 or interleaved:
+            # Longer stages than one layer's difference are told by --decoder-...-num-layers, which leave none virtual.
+            even = max(base.first_less, base.last_less) < (2 if layers > virtual else 1)
+            if virtual == 1 or (interleaved and even):
                 yield base.but(micro_batch=micro_batch, virtual=virtual)
+
+
+def fewer_layers(layers: int, pipeline: int) -> tuple[int, int] | None:
+    """Layers that the first and the last of ``pipeline`` stages have less than the others, so that all are held; the
+    last, which has the loss, lacks the odd one. None: a stage would have no layer."""
+    missing = -layers % pipeline
+    first, last = missing // 2, missing - missing // 2
+    return (first, last) if (layers + missing) // pipeline > last and pipeline <= layers else None
 
 
 def tensor_divides(shape: Shape, tensor: int) -> bool:
@@ -155,12 +166,12 @@ def whole_savings(grid: Strategy, workload: Workload, limits: Limits = Limits())
 
 def united_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """Full recompute of several layers together, with and without FPDT: none takes less time than layer by layer."""
-    layers = workload.shape.layers // grid.pipeline
+    layers = grid.most_layers(workload.shape.layers)
     if not allowed("full", limits.recompute):
         return
     losses, runs = _pieces(grid, workload, limits)
     for unit in UNITS:
-        if unit >= layers or layers // grid.virtual % unit:
+        if not _units_fit(unit, layers, grid):
             continue
         way = grid.but(recompute="full", recompute_layers=unit)
         if allowed(0, limits.fpdt_chunk):
@@ -169,12 +180,21 @@ def united_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()
         yield from _chunked(way, workload, limits)
 
 
+def _units_fit(unit: int, layers: int, grid: Strategy) -> bool:
+    """Whether every stage, the longest of ``layers``, is a whole number of units, and more than one."""
+    ends = {layers, layers - grid.first_less, layers - grid.last_less}
+    if grid.uneven and grid.virtual > 1:
+        return False
+    return unit < min(ends) and not any(stage // grid.virtual % unit for stage in ends)
+
+
 def _of_some(grid: Strategy, workload: Workload, limits: Limits, eighths: Iterable[int]) -> Iterator[Strategy]:
     """Full recompute of some layers alone."""
-    layers = workload.shape.layers // grid.pipeline
+    layers = grid.most_layers(workload.shape.layers)
     if allowed("block", limits.recompute) and grid.virtual == 1:
+        shortest = layers - max(grid.first_less, grid.last_less)
         for again in sorted({ceil(layers * part / 8) for part in eighths}):
-            if again < layers:
+            if again < shortest:
                 yield grid.but(recompute_method="block", recompute_layers=again)
 
 
@@ -196,17 +216,16 @@ def moved(way: Strategy, base: Strategy, workload: Workload) -> Strategy | None:
     if base.pipeline * base.virtual > 1:
         if way.stream_hidden:
             return None
-        layers = workload.shape.layers // base.pipeline
+        layers = base.most_layers(workload.shape.layers)
         if way.recompute == "full" and way.recompute_method == "block":
             again = ceil(way.recompute_layers / base.pipeline)
-            if base.virtual > 1 or again >= layers:
+            if base.virtual > 1 or again >= layers - max(base.first_less, base.last_less):
                 return None
             way = way.but(recompute_layers=again)
-        elif way.recompute_layers > 1 and (
-            way.recompute_layers >= layers or layers // base.virtual % way.recompute_layers
-        ):
+        elif way.recompute_layers > 1 and not _units_fit(way.recompute_layers, layers, base):
             return None
-    return way.but(data=base.data, pipeline=base.pipeline, virtual=base.virtual, zero=base.zero)
+    of_the_grid = ("data", "pipeline", "virtual", "zero", "first_less", "last_less")
+    return way.but(**{name: getattr(base, name) for name in of_the_grid})
 
 
 def within(grid: Strategy, limits: Limits) -> bool:

@@ -24,9 +24,9 @@ Json = dict[str, Any]
 
 
 def step_shape(plan: Plan, problem: Problem) -> Json:
-    """Seconds of ``plan``'s passes on a rank: ``passes``: forward and backward of a stage, ``last``: of the last one,
-    which has the loss, both whole, not of a virtual stage; ``message``; ``after``: what follows the last pass, by name.
-    """
+    """Seconds of ``plan``'s passes on a rank: ``passes``: forward and backward of a stage, ``first``: of the first one,
+    ``last``: of the last one, which has the loss, all whole, not of a virtual stage; ``message``; ``after``: what
+    follows the last pass, by name."""
     s, workload, machine, parts = plan.strategy, problem.workload, problem.machine, plan.estimate.parts
     batches = s.micro_batches(workload)
     after = _once(workload, s, machine)
@@ -35,29 +35,38 @@ def step_shape(plan: Plan, problem: Problem) -> Json:
     message = max(0.0, parts.get("pp", 0.0) - after.get("pp", 0.0)) / (batches * (2 * s.virtual - 1))
     outside = ("bubble", "optimizer", "pp", *(["dp"] if s.zero <= 1 else []))
     busy = sum(seconds for name, seconds in parts.items() if name not in outside) - after.get("tp", 0.0)
-    stage, last = passes(workload, s, machine)
-    scale = busy / batches / sum(last)
+    first, stage, last = passes(workload, s, machine)
+    scale = busy / batches / max(sum(last), sum(stage) if s.uneven else 0.0)
     after["optimizer"] = parts.get("optimizer", 0.0)
     return {
         "stages": s.pipeline,
         "virtual": s.virtual,
         "batches": batches,
         "passes": [scale * seconds for seconds in stage],
+        "first": [scale * seconds for seconds in first],
         "last": [scale * seconds for seconds in last],
         "message": message if s.pipeline > 1 else 0.0,
         "after": [[name, seconds] for name, seconds in after.items() if seconds > 0],
     }
 
 
-def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[float], list[float]]:
-    """Seconds of a micro-batch, forward and backward, on a stage of layers alone and on the last one; as in the
-    estimate, the embedding counts where one stage has it all."""
-    stage, chunks = [0.0, 0.0], chunks_of(workload, s)
-    for how, number in s.layer_kinds(workload.shape.layers // s.pipeline):
-        for at, segments in enumerate(layer(workload, how)):
-            stage[at] += number * _seconds(segments, machine)
+def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of a micro-batch, forward and backward, on the first stage, on one in the middle and on the last; as in
+    the estimate, the embedding counts where one stage has it all."""
+    chunks = chunks_of(workload, s)
+
+    def of(layers: int) -> list[float]:
+        found = [0.0, 0.0]
+        for how, number in s.layer_kinds(layers):
+            for at, segments in enumerate(layer(workload, how)):
+                found[at] += number * _seconds(segments, machine)
+        return found
+
+    stage = of(s.most_layers(workload.shape.layers))
+    first, last = (
+        of(s.stage_layers(workload.shape.layers, at)) if s.uneven else list(stage) for at in (0, s.pipeline - 1)
+    )
     tokens = workload.seq_length * s.micro_batch // s.context
-    last = list(stage)
     for at, segments in enumerate(
         (loss(workload.shape, s, tokens, chunks.loss), loss_grad(workload.shape, s, tokens, chunks.loss))
     ):
@@ -65,7 +74,7 @@ def passes(workload: Workload, s: Strategy, machine: Machine) -> tuple[list[floa
     if s.pipeline == 1:
         for at, make in enumerate((embedding, embedding_grad)):
             last[at] += _seconds(make(workload.shape, s, tokens), machine)
-    return stage, last
+    return first, stage, last
 
 
 def _seconds(segments: list[Segment], machine: Machine) -> float:

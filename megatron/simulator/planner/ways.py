@@ -94,7 +94,9 @@ def from_the_fastest(
     on their way back, not than one whose FFN is: groups of ways wait for that. Units of several layers wait until
     layer by layer is to be recomputed.
     """
-    alike = base.but(data=base.data if workload.spread else 1, pipeline=1, virtual=1, zero=1)
+    alike = base.but(
+        data=base.data if workload.spread else 1, pipeline=1, virtual=1, zero=1, first_less=0, last_less=0
+    )
     groups, places = [_ranked(workload, alike, machine, limits, plain_savings, orders)], [0]
     first = groups[0].at(0)
     least = first[0] if first else 0.0

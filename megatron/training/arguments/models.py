@@ -55,6 +55,7 @@ def shape(name: str) -> dict[str, Any]:
         "llama2-7b": LLAMA | _size(32, 4096, 32, 11008) | {"max_position_embeddings": 4096},
         "llama3-8b": LLAMA | _size(32, 4096, 32, 14336) | _llama3(),
         "llama3-70b": LLAMA | _size(80, 8192, 64, 28672) | _llama3(),
+        "llama3-405b": LLAMA | _size(126, 16384, 128, 53248) | _llama3(),
         "genslm-25b": GPT | _size(64, 5760, 80),
         "genslm-33b": GPT | _size(80, 5760, 80),
     }
