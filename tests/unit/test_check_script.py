@@ -130,7 +130,7 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     )
     code, text = check(capsys, "count.sh")
     assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
-    assert "python -c 'import torch; print(torch.__version__)': what it prints is unknown here, and was taken" in text
+    assert "python -c 'import torch; print(torch.__version__)': what it prints is unknown here" in text
     assert not (desk / "made").exists() and text.count("what it prints is unknown") == 2
     code, text = check(capsys, "--trust-script", "count.sh")  # without the kernel's confinement nobody's code runs
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
@@ -151,7 +151,7 @@ torchrun --nproc_per_node $GPUS pretrain_gpt.py $GPT_ARGS "${ARRAY[@]}" --bf16 $
     names = {"--tensor-model-parallel-size": "TP", "--pipeline-model-parallel-size": "PP", "--num-layers": "LAYERS",
              "--nproc_per_node": "GPUS", "--seq-length": "LENGTH", "--lr": "RATE"}  # fmt: skip
     for flag, name in names.items():
-        assert f"{flag}: the script's variable {name} is empty: set it, for example by {name}=VALUE before" in text, flag
+        assert f"{flag}: the script's variable {name} is empty: set it, for example by {name}=VALUE" in text, flag
     assert "--hidden-size: the script's argument $1 is empty: give it after the script's name" in text
     assert "expected one argument" not in text and "NOTHING" not in text and "has no value" not in text
 

@@ -45,7 +45,7 @@ def check_data(config: Config) -> None:
     if data.tokenizer_type is None and data.tokenizer_model and not os.path.splitext(data.tokenizer_model)[1]:
         data.tokenizer_type = "HuggingFaceTokenizer"  # forks that have no other tokenizer leave its type out
         config.notes.append(
-            f"--tokenizer-model {data.tokenizer_model}: read by --tokenizer-type HuggingFaceTokenizer, since none is given"
+            f"--tokenizer-model {data.tokenizer_model} without --tokenizer-type: read by HuggingFaceTokenizer"
         )
     if data.tokenizer_type == "NullTokenizer" and model.vocab_size is None and model.model:
         model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
