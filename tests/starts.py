@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A published recipe started with stand-ins for its files: tokenizer, data, then one simulated step of its real shape.
+"""A published recipe started with stand-ins for its files: tokenizer, data, then one simulated step.
 
 Stand-ins lie in a temporary folder under the names that the recipe asks for: a tokenizer of its type with some 300 ids,
-``.bin`` and ``.idx`` of 3,000 short documents, chats. Samples are of 32 tokens, so that these hold some.
+``.bin`` and ``.idx`` of 3,000 short documents, chats. Samples are of 32 tokens, so that these hold some. The step is the
+last rank's, of as many layers and micro-batches as its grid needs; lengths and widths are the recipe's.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
     Raises:
         Refusal: the program does not start.
     """
-    from megatron.simulator.dry_run.dry_run import dry_run
+    from megatron.simulator.dry_run.dry_run import run_job, with_layers
     from megatron.training.data.datasets import build_datasets
 
     words = [_inside(word) for word in shlex.split(recipe["flags"])]
@@ -66,8 +67,13 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
                 assert len(sample["tokens"]) == LENGTH and int(sample["tokens"].max()) < vocab_size
         if step:
             simulated = parse([*words, "--dry-run"], defaults, processes)
-            result = dry_run(simulated, processes, vocab_size=vocab_size)
-            assert result.ranks, "no stage was simulated"
+            parallel = simulated.parallel
+            simulated = with_layers(simulated, parallel.num_virtual_stages_per_pipeline_rank or 1)
+            ranks = processes // (parallel.tensor_model_parallel_size * (parallel.context_parallel_size or 1))
+            batches = ranks // parallel.pipeline_model_parallel_size * simulated.data.micro_batch_size
+            simulated.data.rampup_batch_size = None
+            simulated.data.global_batch_size = batches * parallel.pipeline_model_parallel_size
+            run_job((simulated, processes, processes - 1, vocab_size, None, False))
 
 
 @contextmanager
@@ -116,7 +122,8 @@ def place(config: Config, stand_ins: Path) -> Tokenizer:
         _link(stand_ins / "vocab.json", data.vocab_file)
         _link(stand_ins / "merges.txt", data.merge_file)
     elif data.tokenizer_model:
-        source = dict.fromkeys(SENTENCEPIECE, "sp.model") | {"HuggingFaceTokenizer": "hf", "TikTokenizer": "tiktoken.json"}
+        source = {"HuggingFaceTokenizer": "hf", "TikTokenizer": "tiktoken.json"}
+        source |= dict.fromkeys(SENTENCEPIECE, "sp.model")
         _link(stand_ins / source.get(kind, "hf/tokenizer.json"), data.tokenizer_model)
     if kind == "TikTokenizer":
         data.tiktoken_num_special_tokens = 100

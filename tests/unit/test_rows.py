@@ -149,16 +149,16 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
-    """Two row groups of 64 MiB, unpacked, of which Arrow holds some batches of rows at a time."""
+    """Four row groups of 16 MiB, unpacked, of which Arrow holds some batches of rows at a time."""
     pyarrow = pytest.importorskip("pyarrow")
-    rows = [{"text": chr(97 + n % 26) * (1 << 19), "other": n} for n in range(256)]
-    path = write_parquet(tmp_path / "rows.parquet", rows, row_group_size=128, use_dictionary=False)
+    rows = [{"text": chr(97 + n % 26) * (1 << 18), "other": n} for n in range(256)]
+    path = write_parquet(tmp_path / "rows.parquet", rows, row_group_size=64, use_dictionary=False)
     del rows
     before, most, count = pyarrow.total_allocated_bytes(), 0, 0
     for record in Reader([path], ("text",)):
         most, count = max(most, pyarrow.total_allocated_bytes() - before), count + 1
-        assert json.loads(record.content) == {"text": chr(97 + (count - 1) % 26) * (1 << 19)}
-    assert count == 256 and most < 96 << 20, f"{most / 2**20:.0f} MiB"
+        assert json.loads(record.content) == {"text": chr(97 + (count - 1) % 26) * (1 << 18)}
+    assert count == 256 and most < 32 << 20, f"{most / 2**20:.0f} MiB"
 
 
 # ---- forms
