@@ -2,7 +2,7 @@
 """A published recipe started with stand-ins for its files: tokenizer, data, then one simulated step.
 
 Stand-ins lie in a temporary folder under the names that the recipe asks for: a tokenizer of its type with some 300 ids,
-``.bin`` and ``.idx`` of 3,000 short documents, chats. Samples are of 32 tokens, so that these hold some. The step is the
+`.bin` and `.idx` of 3,000 short documents, chats. Samples are of 32 tokens, so that these hold some. The step is the
 last rank's, of as many layers and micro-batches as its grid needs; lengths and widths are the recipe's.
 """
 
@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,14 +24,14 @@ import numpy as np
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
+from megatron.training.arguments.settings.training import END_OF_TEXT
 from megatron.training.arguments.weighted_paths import portion
 from megatron.training.data import files as data_files
-from megatron.training.data.tokenizer import SENTENCEPIECE, Tokenizer, build_tokenizer, check_vocab
+from megatron.training.data.tokenizer import FIM_TOKENS, SENTENCEPIECE, Tokenizer, build_tokenizer, check_vocab
 from tests.chats import make_tokenizer, write_chats
 from tests.recipes import LLAMA
 
 LENGTH, DOCUMENTS, TOKENS = 32, 3000, 40
-END = "<|endoftext|>"
 LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -106,7 +107,8 @@ def make(folder: Path) -> Path:
     )  # fmt: skip
     alphabet = sorted(json.loads((folder / "hf" / "tokenizer.json").read_text())["model"]["vocab"])
     letters = [letter for letter in alphabet if len(letter) == 1]
-    (folder / "vocab.json").write_text(json.dumps({text: n for n, text in enumerate([*letters, END])}))
+    entries = [*letters, *FIM_TOKENS, END_OF_TEXT]
+    (folder / "vocab.json").write_text(json.dumps({entry: number for number, entry in enumerate(entries)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     codes = [base64.b64encode(bytes([n])).decode() for n in range(256)]
     tokens = [{"rank": n, "token_bytes": code, "token_str": str(n)} for n, code in enumerate(codes)]
@@ -128,6 +130,8 @@ def place(config: Config, stand_ins: Path) -> Tokenizer:
     if kind == "TikTokenizer":
         data.tiktoken_num_special_tokens = 100
     tokenizer = build_tokenizer(data, config.model.vocab_size)
+    if config.model.vocab_size and kind != "NullTokenizer":  # the recipe's own file has so many
+        tokenizer = replace(tokenizer, vocab_size=config.model.vocab_size)
     if data.sft:
         for prefix in (word for name in LISTS for word in getattr(data, name) or ()):
             _link(stand_ins / "chats.jsonl", prefix)
@@ -153,6 +157,8 @@ def _lists(data: DataConfig) -> dict[str, str]:
     if data.per_split_data_args_path:
         words = {name: ["1", "listed"] for name in ("train", "valid", "test")}
         found[data.per_split_data_args_path] = json.dumps(words)
+    for split, more in (("train", ""), ("valid", ' "B: 1 0.9:1 listed, 2 0:1 other"'), ("test", "")):
+        found[getattr(data, f"{split}_weighted_split_paths_path")] = f'"A: 1 0:0.9 listed"{more}'
     return {path: text for path, text in found.items() if path and not os.path.exists(path)}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is taken, starts: published recipes go through tokenizer, data and one simulated step, with stand-ins for files."""
+"""What is taken, starts: published recipes go through tokenizer, data and a simulated step, on stand-ins for files."""
 
 from __future__ import annotations
 

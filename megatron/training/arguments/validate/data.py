@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+from megatron.training.arguments.blends import parse_blend, parse_split
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.validate.attention import sees_ahead
@@ -38,6 +39,10 @@ def check_data(config: Config) -> None:
         raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
     if data.split is not None:
         data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
+        parse_split(data.split)
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        if (words := getattr(data, name)) is not None:
+            parse_blend(words, f"--{name.replace('_', '-')}")
     if data.tokenizer_type is None and data.vocab_file and data.merge_file:
         data.tokenizer_type = "GPT2BPETokenizer"  # as in Megatron's pretrain_gpt.py
     if data.tokenizer_type is None and data.mock_data and (model.vocab_size or model.model):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron.training.arguments.blends import parse_split
 from megatron.training.arguments.config import Config
 from megatron.training.data import files as data_files
 from megatron.training.data.chats.pack import epoch
@@ -184,7 +185,7 @@ def _sources(config: Config, samples: tuple[int, int, int]) -> list[Source]:
     blend, blends = data_files.parse_blends(config.data)
     shares = [(0.0, 1.0)] * 3
     if blend:
-        parts = [float(part) for part in data_files.parse_split(config.data.split).split(",")]
+        parts = [float(part) for part in parse_split(config.data.split).split(",")]
         bounds = np.cumsum([0.0, *parts, *[0.0] * (3 - len(parts))]) / sum(parts)
         shares = list(zip(bounds[:-1], bounds[1:]))
     found: list[Source] = []
