@@ -6,7 +6,8 @@
     python tools/check_script.py --processes 64 train_llama.sh 8B /data   # what follows the script is the script's
 
 The script runs in bash with stand-ins for every program: torchrun, deepspeed, srun, python and whatever else it calls
-are written down, not started; what it would write goes to a folder that is thrown away. The kernel (Landlock, seccomp)
+are written down, not started; what it would write goes to a folder that is thrown away; jobs that it submits by sbatch
+are followed. The kernel (Landlock, seccomp)
 sees to that whatever the script tries: it can read files, and nothing else. Its training commands are then read as
 pretrain_gpt.py would read them. Exit code 0: all are taken; 2: one is refused; 1: the script starts none.
 """

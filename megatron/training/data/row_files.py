@@ -137,8 +137,8 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[int, bytes
             for batch in file.iter_batches(BATCH_ROWS, columns=chosen, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, json.dumps(_without_nulls(row), default=_plain).encode(), number / total
-    except pyarrow.ArrowException as error:
+                    yield number, json.dumps(_without_nulls(row), default=_plain).encode(), number / max(total, 1)
+    except (pyarrow.ArrowException, OverflowError, RecursionError) as error:
         raise ValueError(one_line(error, 200)) from None
 
 
