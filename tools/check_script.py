@@ -7,9 +7,9 @@
 
 The script runs in bash with stand-ins for every program: torchrun, deepspeed, srun, python and whatever else it calls
 are written down, not started; what it would write goes to a folder that is thrown away; jobs that it submits by sbatch
-are followed. The kernel (Landlock, seccomp)
-sees to that whatever the script tries: it can read files, and nothing else. Its training commands are then read as
-pretrain_gpt.py would read them. Exit code 0: all are taken; 2: one is refused; 1: the script starts none.
+are followed. The kernel (Landlock, seccomp) sees to that whatever the script tries: it can read files, and nothing
+else. Its training commands are then read as pretrain_gpt.py would read them. Exit code 0: all are taken; 2: one is
+refused; 1: the script starts none.
 """
 
 from __future__ import annotations
