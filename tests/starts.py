@@ -31,6 +31,7 @@ from megatron.training.data.tokenizer import FIM_TOKENS, SENTENCEPIECE, Tokenize
 from tests.chats import make_tokenizer, write_chats
 from tests.recipes import LLAMA
 
+GPU = "H100-80G"  # whose kernels are one call each, and so the quickest to simulate
 LENGTH, DOCUMENTS, TOKENS = 32, 3000, 40
 LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -45,7 +46,8 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
     Raises:
         Refusal: the program does not start.
     """
-    from megatron.simulator.dry_run.dry_run import run_job, with_layers
+    from megatron.simulator.dry_run.dry_run import run_job, stage_layers, with_layers
+    from megatron.simulator.machines.machine_file import load
     from megatron.training.data.datasets import build_datasets
 
     words = [_inside(word) for word in shlex.split(recipe["flags"])]
@@ -67,14 +69,15 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
                 sample = dataset[0]
                 assert len(sample["tokens"]) == LENGTH and int(sample["tokens"].max()) < vocab_size
         if step:
-            simulated = parse([*words, "--dry-run"], defaults, processes)
+            simulated = parse([*words, "--dry-run", "--gpu", GPU], defaults, processes)
             parallel = simulated.parallel
-            simulated = with_layers(simulated, parallel.num_virtual_stages_per_pipeline_rank or 1)
+            if len(set(stage_layers(simulated))) == 1:
+                simulated = with_layers(simulated, parallel.num_virtual_stages_per_pipeline_rank or 1)
             ranks = processes // (parallel.tensor_model_parallel_size * (parallel.context_parallel_size or 1))
             batches = ranks // parallel.pipeline_model_parallel_size * simulated.data.micro_batch_size
             simulated.data.rampup_batch_size = None
             simulated.data.global_batch_size = batches * parallel.pipeline_model_parallel_size
-            run_job((simulated, processes, processes - 1, vocab_size, None, False))
+            run_job((simulated, processes, processes - 1, vocab_size, load(GPU), False))
 
 
 @contextmanager
