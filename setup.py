@@ -8,6 +8,7 @@ from setuptools import find_namespace_packages, setup
 TRITON = ['triton>=3,<3.10; sys_platform == "linux"']
 TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", *TRITON]
 HUGGING_FACE = ["accelerate>=1", "peft>=0.18"]  # transformers.Trainer, LoRA
+PARQUET = ["pyarrow>=18,<27"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
 setup(
@@ -57,9 +58,10 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
         "triton": TRITON,
+        "parquet": PARQUET,  # data in Parquet files
         "huggingface": ["accelerate>=1"],  # transformers.Trainer needs it, and nothing else here
         "test": TEST,
         "docs": DOCS,
-        "dev": [*TEST, *HUGGING_FACE, *DOCS, "ruff>=0.6"],
+        "dev": [*TEST, *HUGGING_FACE, *PARQUET, *DOCS, "ruff>=0.6"],
     },
 )

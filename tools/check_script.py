@@ -6,15 +6,17 @@
     python tools/check_script.py --processes 64 train_llama.sh 8B /data   # what follows the script is the script's
 
 The script runs in bash with stand-ins for every program: torchrun, deepspeed, srun, python and whatever else it calls
-are written down, not started; what it would write goes to a folder that is thrown away. The kernel (Landlock, seccomp)
-sees to that whatever the script tries: it can read files, and nothing else. Its training commands are then read as
-pretrain_gpt.py would read them. Exit code 0: all are taken; 2: one is refused; 1: the script starts none.
+are written down, not started; what it would write goes to a folder that is thrown away; jobs that it submits by sbatch
+are followed. The kernel (Landlock, seccomp) sees to that whatever the script tries: it can read files, and nothing
+else. Its training commands are then read as pretrain_gpt.py would read them. Exit code 0: all are taken; 2: one is
+refused; 1: the script starts none.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -33,7 +35,7 @@ from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record
 
 EXIT_NOTHING, EXIT_REFUSED = 1, 2
-SILENT = ("cd", "mkdir", "tee", "source", "export", "bash", "sh")  # called by most scripts, and of no interest
+SILENT = ("cd", "mkdir", "tee", "source", "export", "bash", "sh", "sbatch")  # of no interest
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +73,7 @@ def check(script: Path, args: argparse.Namespace) -> int:
         )
         launches = []
         for call in done.calls:
-            if found := launch(call.words, int(job["SLURM_NTASKS"]) if job else None):
+            if found := launch(call.words, call.tasks):
                 if (found, call.cwd) not in launches:
                     launches.append((found, call.cwd))
         for found, cwd in launches:
@@ -104,6 +106,9 @@ def tell(found: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
     launcher = " ".join(Path(word).name if "/" in word else word for word in found.launcher)
     stated = f"{count} processes" if processes or found.processes else f"processes left open: read for {count}"
     print(f"{' '.join([launcher, Path(found.program).name]).strip()} ... ({stated})")
+    for flag, after in zip(found.launcher, [*found.launcher[1:], "-"]):
+        if flag in done.empty and after.startswith("-"):
+            print(f"{flag}: {empty(flag, done)}, and the number of processes is a guess")
     name = Path(found.program).name
     if not name.startswith(("pretrain_gpt", "pretrain_llama")):
         print(f"{name} is another program: its flags are read as pretrain_gpt.py's, whatever else it does")
@@ -139,9 +144,19 @@ def refusals(refusal: Refusal, found: Launch, done: Record) -> None:
     lines = refusal.lines if isinstance(refusal, Refusals) else [str(refusal)]
     print("refused" if len(lines) == 1 else f"refused, for {len(lines)} reasons")
     for line in lines:
-        print(f"  - {unwritten(line, done)}")
+        flag = line.partition(" ")[0].rstrip(":")
+        blamed = flag in done.empty and re.match(rf"{flag}(: expected | has no value|: invalid )", line)
+        print(f"  - {flag}: {empty(flag, done)}" if blamed else f"  - {unwritten(line, done)}")
     if isinstance(refusal, Refusals) and refusal.command is not None:
         print(f"taken would be, {refusal.changes}\n  {command(found, unwritten(refusal.command, done))}")
+
+
+def empty(flag: str, done: Record) -> str:
+    """Which variable of the script left a flag without a value, and the way out."""
+    name = done.empty[flag]
+    if name.isdecimal():
+        return f"the script's argument ${name} is empty: give it after the script's name"
+    return f"the script's variable {name} is empty: set it, for example by {name}=VALUE before this command"
 
 
 def written(word: str, cwd: Path, done: Record) -> str:
@@ -174,7 +189,7 @@ def others(done: Record) -> None:
         print(f"not run: {', '.join(named)}")
     asked = [call.words for call in done.calls if call.words[0].startswith("python") and "-c" in call.words[:3]]
     for words in asked:
-        print(f"  {shlex.join(words)[:120]}: what it prints was taken as empty")
+        print(f"  {shlex.join(words)[:120]}: what it prints is unknown here, and was taken as empty")
 
 
 def nothing(script: Path, done: Record) -> None:

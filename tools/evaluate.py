@@ -6,7 +6,8 @@
         --seq-length 16384 --eval-tasks needle loss-by-position --valid-data-path my/valid_text_document \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model my/tokenizer
 
-Flags are those of the training program; the model's shape comes from the checkpoint, ours or a Hugging Face folder.
+Flags are those of the training program. The model's shape comes from the checkpoint, ours, Megatron-LM's or a Hugging
+Face folder; so do the length, the tokenizer and the validation data, as far as it names them and no flag does.
 """
 
 from __future__ import annotations
@@ -15,22 +16,33 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.words import options
+from megatron.training.pretrain import EXIT_REFUSED, tell
 from megatron.training.pretrain import main as program
+from megatron.training.refusal import Refusal
 
 DEFAULTS = {
     "checkpoint.use_checkpoint_args": True,
     "data.micro_batch_size": 1,
     "run.skip_train": True,
 }
+LOADS = ("--load", "--pretrained-checkpoint")
+TOKENIZER = {"--tokenizer-type", "--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file", "--vocab-file",
+             "--merge-file", "--vocab-size"}  # fmt: skip
 DATA = {"--data-path", "--mock-data", "--data-args-path", "--data-file-list", "--per-split-data-args-path"} | {
     f"--{split}-{source}"
     for split in ("train", "valid", "test")
     for source in ("data-path", "weighted-split-paths", "weighted-split-paths-path")
 }
+TAKEN = {f"data.{name[2:].replace('-', '_')}" for name in TOKENIZER} | {
+    "data.tiktoken_pattern", "data.tiktoken_num_special_tokens", "model.vocab_size",
+}  # fmt: skip
 
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
@@ -39,8 +51,41 @@ def defaults(argv: Sequence[str]) -> dict[str, Any]:
     return DEFAULTS | ({} if reads else {"data.mock_data": True})
 
 
-def evaluate(config: Config, runtime: Any, beats: Any) -> int:
-    """Load, evaluate, write; returns the exit code."""
+def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Settings that the checkpoint brings where no flag does, and a line on each.
+
+    Raises:
+        Refusal: its settings are none that flags could have given.
+    """
+    from megatron.inference.start import read_saved
+    from megatron.training.checkpoint.arguments_of import held_out_data, length_of
+    from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
+
+    given = {flag: values for flag, *values in options(argv)}
+    folder = next((given[name] for name in LOADS if given.get(name)), [""])[0]
+    step = given.get("--ckpt-step", [""])
+    number = int(step[0]) if step and step[0].isdecimal() else None
+    found = checkpoint_path(Path(folder), number)
+    if not folder or found is None:  # said later, with what it means
+        return {}, []
+    taken, told = {}, []
+    if "--seq-length" not in given and (length := length_of(folder, number)):
+        taken["data.seq_length"] = length
+        told.append(f"--seq-length {length}, the longest of the checkpoint")
+    if not given.keys() & TOKENIZER:
+        said = {name: value for name, value in read_saved(found, Path(folder)).settings.items() if name in TAKEN}
+        if said.get("data.tokenizer_type"):
+            taken |= said
+            told.append(f"--tokenizer-type {said['data.tokenizer_type']}, the checkpoint's")
+    if "loss-by-position" in argv and not given.keys() & DATA:
+        if data := held_out_data(found):
+            taken |= data
+            told.append("data: " + ", ".join(f"--{name[5:].replace('_', '-')} {data[name]}" for name in data))
+    return taken, told
+
+
+def evaluate(config: Config, runtime: Any, beats: Any, told: Sequence[str] = ()) -> int:
+    """Load, evaluate, write; returns the exit code. ``told``: what the checkpoint brought."""
     from megatron.training.evaluation.model import prepare_evaluation
     from megatron.training.evaluation.report import lines, tables, write
     from megatron.training.evaluation.score import Subject
@@ -50,7 +95,7 @@ def evaluate(config: Config, runtime: Any, beats: Any) -> int:
     begin = time.perf_counter()
     plan, chunks, dataset = prepare_evaluation(config, runtime)
     tell: Callable[..., None] = print if runtime.is_rank_zero else lambda *_, **__: None
-    for note in (*config.notes, f"{runtime.grid}, {config.data.seq_length} tokens a row"):
+    for note in (*told, *config.notes, f"{runtime.grid}, {config.data.seq_length} tokens a row"):
         tell(f" > {note}", flush=True)
     found = evaluate_tasks(plan, Subject(config, runtime, chunks, bar if runtime.is_rank_zero else None), dataset)
     about = {
@@ -84,11 +129,18 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code, as pretrain_gpt.py does."""
     given = list(sys.argv[1:] if argv is None else argv)
     names = {word.split("=")[0] for word in given}
-    if not names & {"--load", "--pretrained-checkpoint", "--help", "-h"}:  # before the shape is missed, which it brings
+    if not names & {*LOADS, "--help", "-h"}:  # before the shape is missed, which it brings
         if os.environ.get("RANK", "0") == "0":
             print("error: missing: --load DIR, the checkpoint or the Hugging Face folder to evaluate", file=sys.stderr)
         return 2
-    return program(given, defaults(given), work=evaluate)
+    taken, told = {}, []
+    try:
+        if not names & {"--help", "-h"}:
+            taken, told = of_checkpoint(given)
+    except Refusal as refusal:
+        tell(refusal)
+        return EXIT_REFUSED
+    return program(given, defaults(given) | taken, work=partial(evaluate, told=told))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,10 @@ mawk nproc od paste printf readlink realpath rev sed seq sort stat tac tail test
 whoami""".split()
 # Programs that a script may start by way of another program (exec, xargs), where the shell cannot step in.
 STARTERS = """torchrun deepspeed srun mpirun mpiexec aprun jsrun python python3 accelerate ft_launcher numactl nohup
-timeout time nice ionice stdbuf docker podman singularity apptainer enroot sudo env tee""".split()
+timeout time nice ionice stdbuf docker podman singularity apptainer enroot sudo env tee sbatch""".split()
 SECONDS = 60  # a script that only starts something takes far less
 WITHIN = "\x1f"
+EMPTY = ":empty"  # in the record: a flag, and the empty variable that follows it
 
 
 class Call(NamedTuple):
@@ -41,6 +42,7 @@ class Call(NamedTuple):
 
     words: list[str]
     cwd: Path
+    tasks: int | None = None  # of the Slurm job that it belongs to
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Record:
 
     folder: Path  # what was written: a file /a/b is there as files/a/b
     calls: list[Call] = field(default_factory=list)
+    empty: dict[str, str] = field(default_factory=dict)  # flags, and the variables without a value that follow them
     output: str = ""
     returncode: int | None = None  # None: it was stopped after SECONDS
 
@@ -70,7 +73,7 @@ def record(
     programs.mkdir(parents=True)
     (files / "tmp").mkdir(parents=True)
     log.touch()
-    setup.write_text(SETUP)
+    shutil.copy(Path(__file__).with_name("launch_setup.sh"), setup)
     bash = shutil.which("bash") or "/bin/bash"
     for name in READERS:
         if found := shutil.which(name):
@@ -79,6 +82,7 @@ def record(
         _program(programs / name, f'#!{bash}\n_called "${{0##*/}}" "$@"\n')
     for name in ("bash", "sh"):
         _program(programs / name, f'#!{bash}\n_shell "$@"\n')
+    python = [sys.executable, "-I", "-S"]
     environment = {
         **environment,
         "PATH": str(programs),
@@ -87,11 +91,12 @@ def record(
         "CHECK_FILES": str(files),
         "TMPDIR": str(files / "tmp"),  # of bash's own here-documents
         "CHECK_BASH": bash,
+        "CHECK_CHAIN": str(script),  # of jobs that are submitted within one another
         "CHECK_BIN": str(programs),
         "CHECK_MKDIR": shutil.which("mkdir") or "/bin/mkdir",
-        "CHECK_FILTER": shlex.join(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("launch_redirect.py").resolve())]
-        ),
+        "CHECK_FILTER": shlex.join([*python, str(Path(__file__).with_name("launch_redirect.py").resolve())]),
+        "CHECK_SBATCH": shlex.join([*python, str(Path(__file__).with_name("launch_sbatch.py").resolve())]),
+        "CHECK_PYTHON": shlex.join(python) if confined else "",  # nobody's code runs where the kernel does not hold it
     }
     done = Record(folder)
     with (folder / "output").open("w+", errors="replace") as output:
@@ -118,7 +123,7 @@ def record(
             running.wait()
     done.output = (folder / "output").read_text(errors="replace")
     try:
-        done.calls = _read(log)
+        _read(log, done)
     except (ValueError, IndexError):
         raise Refusal(f"{script} wrote into the record of its own calls: read it before you start it") from None
     return done
@@ -129,122 +134,17 @@ def _program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def _read(log: Path) -> list[Call]:
+def _read(log: Path, done: Record) -> None:
     """The log holds, for each call, the number of its words and the words, all ended by a zero byte."""
     parts = log.read_bytes().decode(errors="replace").split("\0")[:-1]
-    found = []
     while parts:
         size = int(parts[0])
-        if not 2 <= size < len(parts):
+        if not 4 <= size < len(parts):
             raise ValueError("not a record of calls")
-        cwd, outer, *words = parts[1 : size + 1]
-        found.append(Call([*(word for word in outer.split(WITHIN) if word), *words], Path(cwd)))
+        cwd, outer, tasks, *words = parts[1 : size + 1]
         parts = parts[size + 1 :]
-    return found
-
-
-# A newline follows upon what $(...) has read, which cuts it off: a backslash at a script's end goes on to nothing then.
-# The shell's side. Functions step in before programs; what is no program ends in command_not_found_handle.
-SETUP = r"""
-set -CT
-_log() { { printf '%s\0' "$(( $# + 2 ))" "$PWD" "${CHECK_OUTER:-}" "$@"; } >> "$CHECK_LOG"; }
-_called() {
-    _log "$@"
-    case "${1##*/}" in
-        nvidia-smi|rocm-smi) for _gpu in 0 1 2 3 4 5 6 7; do echo "GPU $_gpu"; done ;;
-        scontrol) echo localhost ;;
-        tee) cat ;;
-        srun|mpirun|mpiexec|docker|podman|singularity|apptainer|enroot) _within "$@" ;;
-        numactl|nohup|timeout|time|nice|ionice|stdbuf|sudo|env) _within "$@" ;;
-    esac
-    return 0
-}
-_within() {
-    local outer="" word
-    while [ $# -gt 0 ]; do
-        case "${1##*/}" in
-            bash|sh) shift; CHECK_OUTER="${CHECK_OUTER:-}$outer" _shell "$@"; return 0 ;;
-            *.sh) if [ -f "$1" ]; then CHECK_OUTER="${CHECK_OUTER:-}$outer" _shell "$@"; return 0; fi ;;
-        esac
-        outer="$outer$1"$'\x1f'
-        shift
-    done
-}
-_filter() { builtin eval "command $CHECK_FILTER \"\$@\""; }
-_shell() {
-    export CHECK_OUTER
-    local text flags=()
-    while [ $# -gt 0 ]; do
-        case "$1" in
-            -c|-lc|-ic|-exc|-xc|-ec) text=$(printf '%s\n' "$2" | _filter); shift 2
-                command "$CHECK_BASH" "${flags[@]}" -c "$text"$'\n' "$@"; return ;;
-            -l|-i|--login|-) shift ;;
-            -o) flags+=("$1" "$2"); shift 2 ;;
-            -*) flags+=("$1"); shift ;;
-            *) break ;;
-        esac
-    done
-    [ $# -gt 0 ] || return 0
-    text=$(_filter < "$1") || return 0
-    command "$CHECK_BASH" "${flags[@]}" -c "$text"$'\n' "$@"
-}
-_elsewhere() {
-    case "$1" in
-        /dev/null|/dev/std*|/dev/fd/*|/dev/tty|"$CHECK_FILES"*|"") printf '%s' "$1"; return ;;
-        /*) set -- "$CHECK_FILES$1" ;;
-        *) set -- "$CHECK_FILES$PWD/$1" ;;
-    esac
-    command "$CHECK_MKDIR" -p "${1%/*}"
-    printf '%s' "$1"
-}
-_back() { case "$1" in /*) [ -f "$CHECK_FILES$1" ] && echo "$CHECK_FILES$1" || echo "$1" ;;
-          *) [ -f "$CHECK_FILES$PWD/$1" ] && echo "$CHECK_FILES$PWD/$1" || echo "$1" ;; esac; }
-cat() {
-    local words=() word
-    for word in "$@"; do words+=("$(_back "$word")"); done
-    command cat "${words[@]}"
-}
-sed() { case " $* " in *" -i"*|*" --in-place"*) _called sed "$@" ;; *) command sed "$@" ;; esac; }
-command_not_found_handle() { _called "$@"; }
-_by_path() {
-    case "$1" in
-        */bash|*/sh) shift; _shell "$@" ;;
-        */*) if [ -L "$CHECK_BIN/${1##*/}" ]; then
-                 command "$CHECK_BIN/${1##*/}" "${@:2}"
-                 return
-             fi ;;&
-        *) if [ -f "$1" ] && IFS= read -r -n 2 _mark < "$1" && [ "$_mark" = "#!" ] && [[ "$1" == *.sh ]]; then
-               _shell "$@"
-           else
-               _called "$@"
-           fi ;;
-    esac
-}
-_exec() { "$@"; builtin exit $?; }
-# A command that is named with its path is no matter of PATH: a function of that name steps in before it runs.
-_before() {
-    { local -; set +x; } 2> /dev/null
-    local word text=$1 assigned="^[A-Za-z_][A-Za-z_0-9]*=([^[:space:]\"']*|'[^']*'|\"[^\"]*\")[[:space:]]+(.*)$"
-    while [[ $text =~ $assigned ]]; do text=${BASH_REMATCH[2]}; done
-    word=${text%%[[:space:]]*}
-    [[ "$word" =~ ^\"?[A-Za-z0-9_.+/@*\$\{\}-]+\"?$ && "${word%\"}" == "${word#\"}" || "$word" == \"*\" ]] || return 0
-    case "$word" in _*|command|builtin) return 0 ;; */*|*'$'*) ;; *) return 0 ;; esac
-    set -- "${CHECK_ARGS[@]}"
-    builtin eval "word=($word)" 2> /dev/null || return 0
-    [[ "$word" =~ ^[A-Za-z0-9_.+/-]*/[A-Za-z0-9_.+-]+$ ]] || return 0
-    builtin eval "function $word { _by_path $word \"\$@\"; }"
-}
-trap '{ CHECK_ARGS=("$@"); _before "$BASH_COMMAND"; } 2> /dev/null' DEBUG
-eval() { builtin eval "$(printf '%s\n' "$*" | _filter)"; }
-source() {
-    [ -f "$1" ] || { _called source "$@"; return 0; }
-    builtin eval "$(_filter "$1" < "$1")"$'\n'
-}
-.() { source "$@"; }
-cd() { builtin cd "$@" 2> /dev/null || _log cd "$@"; }
-pushd() { cd "$@"; }
-popd() { :; }
-kill() { :; }
-sleep() { :; }
-ulimit() { :; }
-"""
+        if words[0] == EMPTY:
+            done.empty[words[1]] = words[2]
+            continue
+        words = [*(word for word in outer.split(WITHIN) if word), *words]
+        done.calls.append(Call(words, Path(cwd), int(tasks) if tasks.isdecimal() and len(tasks) < 10 else None))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenize JSON lines, .txt and FASTA files (plain, .gz, .zst) into Megatron's PREFIX_KEY_document.bin/.idx.
+"""Tokenize JSON lines, JSON arrays, .txt, FASTA (plain, .gz, .zst) and Parquet into PREFIX_KEY_document.bin/.idx.
 
     python tools/preprocess_data.py --input data/*.jsonl.gz --output-prefix my/corpus --append-eod \\
         --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --workers 8
 
-A document is a line's "text", a whole .txt file, or a record of a FASTA file. Documents keep the order of the input
-whatever --workers is, and the outputs appear under their names only when they are complete.
+A document is the "text" of a line or a row, a whole .txt file, or a record of a FASTA file. Documents keep the
+order of the input whatever --workers is, and the outputs appear under their names only when they are complete.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
     dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
     settings = Settings(tokenizer_flags, args.vocab_size, np.dtype(dtype).name, keys, args.append_eod, args.codon_frame)
     prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
-    reader, total, start = Reader(paths), Encoded(), time.monotonic()
+    reader, total, start = Reader(paths, keys), Encoded(), time.monotonic()
     documents, tokens = dict.fromkeys(settings.keys, 0), dict.fromkeys(settings.keys, 0)
     with whole_files([f"{p}.{end}" for p in prefixes for end in ("bin", "idx")], args.overwrite) as names:
         with ExitStack() as stack:

@@ -183,7 +183,8 @@ def read_saved(path: Path, folder: Path) -> Saved:
     taken = {f"attention.{name}": attention[name] for name in MASK if attention.get(name) is not None}
     tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
     if "data.tokenizer_type" in tokenizer:
-        tokenizer["model.vocab_size"] = found.get("model", {}).get("vocab_size")
+        size = (found.get("model") or {}).get("vocab_size")
+        tokenizer |= {} if size is None else {"model.vocab_size": size}  # else the tokenizer's own
     else:
         tokenizer = _tokenizer_in(folder / "hf")
     dtype = "bf16" if optimizer.get("bf16") else "fp16" if optimizer.get("fp16") else "fp32"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import io
 import json
 import shlex
@@ -88,6 +89,24 @@ def json_lines(random: Random, data: bytes) -> bytes:
     at = random.choice([number for number, line in enumerate(lines) if line])
     lines[at] = mutations.json_text(random, lines[at])
     return b"\n".join(lines)
+
+
+def array_text(random: Random, data: bytes) -> bytes:
+    """A JSON array changed as JSON, or as a text."""
+    return text(random, data) if random.random() < 0.4 else mutations.json_text(random, data)
+
+
+def parquet() -> list[bytes]:
+    """A Parquet file with and without compression."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table, found = pyarrow.Table.from_pylist([{"text": "abc", "n": [1]}, {"text": "", "n": None}] * 9), []
+    for compression in ("none", "snappy"):
+        stream = io.BytesIO()
+        parquet.write_table(table, stream, compression=compression, row_group_size=5)
+        found.append(stream.getvalue())
+    return found
 
 
 def packed_lines(random: Random, data: bytes) -> bytes:
@@ -431,6 +450,12 @@ CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant",
 "content": null, "tool_calls": [{"function": {"name": "f"}}]}, {"role": "tool", "content": "1"}, \
 {"role": "assistant", "content": "c"}], "chat_template_kwargs": {"think": true}}
 """
+HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
+ARRAY = b'[{"text": "abc", "n": [1, -2.5e3, null]},\n {"text": "d\\u00e9 \\ud83d\\ude00"}, {"text": " "}]\n'
+FORMS = b"""{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}
+{"prompt": "a", "completion": "b"}
+"""
 FASTA = b">chr1 a\nACGTN\nacgu\n>chr2\nNNNN\n"
 PROMPTS = b'{"prompt": "abc"}\n{"tokens": [1, 2, 3]}\n{"text": "x"}\n'
 PER_SPLIT = {"train": ["1", "a", "2", "b"], "valid": "c", "test": None}
@@ -482,6 +507,9 @@ READERS = [
     reader("memory_profile", as_json(PROFILE), bare_json, in_line(profile)),
     reader("script", SCRIPT, text, script),
     reader("json_lines", LINES, json_lines, encoded("text.jsonl"), "text.jsonl"),
+    reader("json_array", ARRAY, array_text, encoded("text.json"), "text.json"),
+    *([reader("parquet", parquet, mutations.any_bytes, encoded("text.parquet"), "text.parquet")] * HAS_PYARROW),
+    reader("forms", FORMS, json_lines, lambda folder: list(read_chats("chats.jsonl", "--data-path")), "chats.jsonl"),
     reader("packed_lines", lambda: [gzip.compress(LINES, mtime=0)], packed_lines, encoded("text.jsonl.gz"),
            "text.jsonl.gz"),
     reader("plain_text", b"a text\nof two lines\n", text, encoded("text.txt"), "text.txt"),

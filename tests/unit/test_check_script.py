@@ -79,6 +79,104 @@ def test_another_program_is_named(desk: Path, capsys: pytest.CaptureFixture[str]
     assert code == 2 and "finetune_llama.py is another program: its flags are read as pretrain_gpt.py's" in text
 
 
+MODEL = "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 " \
+        "--train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --num-layers"  # fmt: skip
+
+
+def test_jobs_that_a_script_writes_and_submits_are_followed(desk: Path, capsys: pytest.CaptureFixture[str]):
+    (desk / "jobs.sh").write_text(
+        f"""#!/bin/bash
+LAYERS=6
+cat > generated.sbatch <<X
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+. ./more.sh
+srun python pretrain_gpt.py {MODEL} $LAYERS \\$MORE
+X
+echo "MORE=--bf16" > more.sh
+job=$(sbatch --parsable -J name -p gpu generated.sbatch)
+[ "$job" = 1 ] && sbatch --wrap "torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL} 4"
+sbatch -N 3 <<X
+#SBATCH --ntasks-per-node=2
+srun pretrain_gpt.py {MODEL} 5
+X
+echo "torchrun pretrain_gpt.py {MODEL} 7" | tee written.sh
+chmod +x written.sh; bash written.sh
+sbatch nowhere.sbatch; sbatch $0
+"""
+    )
+    code, text = check(capsys, "jobs.sh")
+    assert code == 0, text
+    assert text.count("\ntaken") == 4
+    assert all(f"({processes} processes)" in text for processes in (8, 6, 2))
+    for layers in ("6 --bf16", "4", "5", "7"):
+        assert f"--vocab-size 99 --num-layers {layers}\n" in text
+    assert "not run: chmod\n" in text
+
+
+def test_what_python_prints_is_used_or_said_to_be_unknown(desk: Path, capsys: pytest.CaptureFixture[str]):
+    (desk / "count.sh").write_text(
+        f"""N=$(python3 -c "print(2 * 3)")
+M=$(python - <<X
+import math
+print(math.isqrt(16))
+X
+)
+python -c "import torch; print(torch.__version__)" || exit 1
+python3 -c "open('made', 'w')"
+torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
+"""
+    )
+    code, text = check(capsys, "count.sh")
+    assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
+    assert "python -c 'import torch; print(torch.__version__)': what it prints is unknown here" in text
+    assert not (desk / "made").exists() and text.count("what it prints is unknown") == 2
+    code, text = check(capsys, "--trust-script", "count.sh")  # without the kernel's confinement nobody's code runs
+    assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
+
+
+def test_an_empty_variable_is_named(desk: Path, capsys: pytest.CaptureFixture[str]):
+    (desk / "empty.sh").write_text(
+        """GPT_ARGS="
+    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size "$PP"
+    --hidden-size $1 --num-layers=$LAYERS
+"
+ARRAY=(--seq-length $LENGTH --lr "$RATE")
+torchrun --nproc_per_node $GPUS pretrain_gpt.py $GPT_ARGS "${ARRAY[@]}" --bf16 $NOTHING
+"""
+    )
+    code, text = check(capsys, "empty.sh")
+    assert code == 2
+    names = {"--tensor-model-parallel-size": "TP", "--pipeline-model-parallel-size": "PP", "--num-layers": "LAYERS",
+             "--nproc_per_node": "GPUS", "--seq-length": "LENGTH", "--lr": "RATE"}  # fmt: skip
+    for flag, name in names.items():
+        assert f"{flag}: the script's variable {name} is empty: set it, for example by {name}=VALUE" in text, flag
+    assert "--hidden-size: the script's argument $1 is empty: give it after the script's name" in text
+    assert "expected one argument" not in text and "NOTHING" not in text and "has no value" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--data-path x --tokenizer-type PretrainedFromHF --vocab-file x",
+         "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a folder, and reads no --vocab-file"),
+        ("--data-path x --tokenizer-type Llama2Tokenizer", "--tokenizer-type Llama2Tokenizer needs --tokenizer-model"),
+        ("--data-path x --tokenizer-type GPT2BPETokenizer --vocab-file x", "needs --merge-file, a file: add it"),
+        ("--data-path x", "--tokenizer-type is missing"),
+        ("--data-path 1 x 2 y --split 9,-1 --tokenizer-type ByteLevelTokenizer", "--split 9,-1: give up to three"),
+        ("--data-path 1 x y 2 --tokenizer-type ByteLevelTokenizer", "--data-path: give prefixes alone, or a weight"),
+        ("--mock-data --tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer needs --vocab-size"),
+    ],
+)  # fmt: skip
+def test_what_the_program_would_refuse_once_data_are_there(
+    flags: str, expected: str, desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    (desk / "data.sh").write_text(f"python pretrain_gpt.py {MODEL.replace('--mock-data --vocab-size 99', flags)} 2")
+    code, text = check(capsys, "data.sh")
+    assert code == 2 and expected in text
+
+
 # ---- nothing is started, nothing is written
 
 

@@ -80,6 +80,25 @@ def test_sizes_that_flags_give_count_and_kinds_that_the_checkpoint_gives(tmp_pat
     assert "rotary-base 10000 -> 5000" in notes[1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "base", "kind"),
+    [("--rotary-base 20000", 20000, "rope"),
+     ("--position-embedding-type yarn --yarn-rotary-scaling-factor 4", 5000, "yarn")],
+)  # fmt: skip
+def test_a_longer_context_needs_its_positions_alone(tmp_path, flags, base, kind):
+    """The rest of the shape comes from the checkpoint. A run of its length, or that goes on, keeps its positions."""
+    checkpoint_of(tmp_path, {"args": THEIRS})
+    model, length, notes = model_of(f"--load {tmp_path} --finetune --seq-length 384 {flags}")
+    assert (model.rotary_base, model.position_embedding_type, length) == (base, kind, 384)
+    assert (model.num_layers, model.hidden_size, model.max_position_embeddings) == (3, 64, 384)
+    assert "96 to 384 tokens, by the flags: " in notes[-1]
+    if kind == "yarn":
+        assert model.yarn_original_max_position_embeddings == 96
+    for other in ("--finetune --seq-length 96", "--seq-length 384"):
+        model, _, notes = model_of(f"--load {tmp_path} {other} --rotary-base 20000")
+        assert model.rotary_base == 5000 and "rotary-base 20000 -> 5000" in notes[-1]
+
+
 def test_a_checkpoint_of_ours_gives_its_model_too(tmp_path):
     ours = parse(
         f"{RUN} --model llama3-8b --num-layers 2 --seq-length 64".replace("--use-checkpoint-args", "").split(), None, 1

@@ -14,7 +14,7 @@ from megatron.training.refusal import Refusal
 
 RUN = (
     "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 192 --max-position-embeddings 192 "
-    "--micro-batch-size 1 --attention-dropout 0 --train-iters 20 --lr 1e-3 --mock-data"
+    "--micro-batch-size 1 --attention-dropout 0 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 99"
 )
 
 

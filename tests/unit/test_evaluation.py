@@ -38,8 +38,10 @@ COMMON = "ruler-common-words"
 
 
 def plan_of(kind: str, flags: str = "", vocab_size: int | None = None):
-    config = parse(f"{BASE} --tokenizer-type {kind} {flags}".split(), world_size=1)
-    return make_plan(config, build_tokenizer(config.data, vocab_size or TOKENIZERS[kind]))
+    size = vocab_size or TOKENIZERS[kind]
+    words = f"{BASE} --tokenizer-type {kind} {flags} {f'--vocab-size {size}' if size else ''}".split()
+    config = parse(words, world_size=1)
+    return make_plan(config, build_tokenizer(config.data, size))
 
 
 def answers(plan, spec: Spec) -> np.ndarray:

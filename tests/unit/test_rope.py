@@ -239,7 +239,8 @@ def test_model_settings_become_a_rope() -> None:
     from megatron.training.model.build import rope
 
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    shape += "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --attention-dropout 0 --rotary-base 500"
+    shape += "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9 --attention-dropout 0 "
+    shape += "--rotary-base 500"
 
     def of(flags: str) -> Rope | None:
         return rope(parse(f"{shape} {flags}".split(), world_size=1).model)

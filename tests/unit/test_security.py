@@ -31,6 +31,7 @@ from megatron.training.arguments.config import CheckpointConfig, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.in_memory import copies
 from megatron.training.data import files as data_files
+from megatron.training.data import packed as packed_files
 from megatron.training.data import text_files, tokenizer
 from megatron.training.data.chats.read import Chat
 from megatron.training.data.chats.template import ChatTemplate
@@ -289,8 +290,8 @@ def test_15_packed_files_are_unpacked_in_parts():
     import zstandard
 
     packed = zstandard.ZstdCompressor(level=1).compress(bytes(400 << 20))
-    stream = text_files._Zstd(io.BytesIO(packed))
-    assert stream.readinto(bytearray(10)) == 10 and len(packed) > text_files.ZSTD_PART
+    stream = packed_files.Zstd(io.BytesIO(packed))
+    assert stream.readinto(bytearray(10)) == 10 and len(packed) > packed_files.ZSTD_PART
     assert len(stream.ready) < 160 << 20
 
 

@@ -22,7 +22,7 @@ from tests.properties import examples
 
 SMALL = (
     "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 192 --max-position-embeddings 192 "
-    "--micro-batch-size 1 --attention-dropout 0 --train-iters 20 --lr 1e-3 --mock-data"
+    "--micro-batch-size 1 --attention-dropout 0 --train-iters 20 --lr 1e-3 --mock-data --vocab-size 99"
 )
 
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor"
@@ -216,8 +216,9 @@ def test_rope_may_go_beyond_the_length_it_was_made_for():
 def test_tokenizer_defaults():
     assert build("--vocab-file a --merge-file b").data.tokenizer_type == "GPT2BPETokenizer"
     assert build("--vocab-size 100").data.tokenizer_type == "NullTokenizer"
-    assert build("").data.tokenizer_type is None  # the tokenizer's own refusal names what is missing
-    assert build("--tokenizer-type ByteLevelTokenizer").model.vocab_size is None
+    with pytest.raises(Refusal, match="--tokenizer-type is missing"):
+        build("", without="--vocab-size")
+    assert build("--tokenizer-type ByteLevelTokenizer", without="--vocab-size").model.vocab_size is None
 
 
 def test_full_mask_goes_with_zigzag():

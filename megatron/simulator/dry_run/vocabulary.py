@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import vocabulary
+from megatron.training.arguments.validate.data import WITHOUT_FILES
 from megatron.training.data.tokenizer import SENTENCEPIECE, build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
 
@@ -31,7 +32,6 @@ BY_NAME: tuple[tuple[str, int], ...] = (
 )
 BY_TYPE = {"GPT2BPETokenizer": 50257, **dict.fromkeys(SENTENCEPIECE, 32000)}
 LONGEST_TIKTOKEN = 2**17  # what core takes of a tiktoken vocabulary unless told otherwise
-WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
 
 
 def vocabulary_of(config: Config) -> tuple[int, str | None]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a checkpoint is of, for ``--use-checkpoint-args``: without process groups, before anything else."""
+"""The model that a checkpoint is of, its length and its data: without process groups, before anything else.
+
+For ``--use-checkpoint-args``, and for tools that read a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,36 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
     if length is not None and type(length) is not int:
         raise Refusal(f"checkpoint {path} does not say its --seq-length")
     return model if length is None else model | {"seq_length": length}
+
+
+def length_of(folder: str | Path, step: int | None = None) -> int | None:
+    """The length a checkpoint was trained at; of a Hugging Face folder, the longest that it is made for.
+
+    Raises:
+        Refusal: as `shape_of`.
+    """
+    shape = shape_of(folder, step) or {}
+    return shape.get("seq_length") or shape.get("max_position_embeddings")
+
+
+def held_out_data(path: Path) -> dict[str, Any]:
+    """Where the data of a run of ours were, as {"data.field": value}; nothing where the checkpoint is of another form.
+
+    Args:
+        path: of the checkpoint itself.
+
+    Raises:
+        Refusal: it cannot be read.
+    """
+    if is_hugging_face(path):
+        return {}
+    data = (glance(path, COMMON).common().get("config") or {}).get("data") or {}
+    plain = {"split": str, "mock_data": bool, "sft": bool}
+    found = {name: value for name, kind in plain.items() if isinstance(value := data.get(name), kind) and value}
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        if isinstance(value := data.get(name), list) and all(isinstance(word, str) for word in value):
+            found[name] = value
+    return {f"data.{name}": value for name, value in found.items()}
 
 
 def _first_whole(path: Path, skip: bool) -> Checked:

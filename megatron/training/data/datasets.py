@@ -21,6 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
+from megatron.training.arguments.blends import Blend, parse_split
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.weighted_paths import portion
 from megatron.training.data import files as data_files
@@ -59,7 +60,7 @@ def build_datasets(
         "sequence_length": data.seq_length,
         "blend": blend,
         "blend_per_split": blends,
-        "split": data_files.parse_split(data.split) if blend else None,
+        "split": parse_split(data.split) if blend else None,
         "eod_mask_loss": data.eod_mask_loss,
     }
     core = LocalConfig(
@@ -104,7 +105,7 @@ class LocalConfig(GPTDatasetConfig):
     fim: Fim | None = None
 
 
-def _sources(core: LocalConfig, split: int) -> tuple[data_files.Blend | None, tuple[float, float] | None, str]:
+def _sources(core: LocalConfig, split: int) -> tuple[Blend | None, tuple[float, float] | None, str]:
     """The blend of a split, the share of its documents, and the flag that gave it."""
     if core.blend:
         return core.blend, core.split_matrix[split], "--data-path"
@@ -112,7 +113,7 @@ def _sources(core: LocalConfig, split: int) -> tuple[data_files.Blend | None, tu
     return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-{flag}"
 
 
-def _portions(blend: data_files.Blend | None) -> bool:
+def _portions(blend: Blend | None) -> bool:
     """Whether prefixes of a blend come with portions of their documents."""
     return blend is not None and any(portion(prefix)[1] for prefix in blend[0])
 

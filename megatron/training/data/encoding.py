@@ -85,7 +85,9 @@ def encode(settings: Settings, records: list[Record]) -> Encoded:
 
 
 def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type) -> np.ndarray:
-    """The tokens of a document, in the type of the file."""
+    """The tokens of a document, in the type of the file; blanks alone are none."""
+    if not text.strip():
+        return np.empty(0, dtype)
     try:
         ids = tokenizer.array(text[settings.codon_frame :])
     except MemoryError:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import os
-import re
 import struct
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.training.arguments.blends import Blend, parse_blend
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.weighted_paths import weighted_groups
 from megatron.training.data.reading import DataError, FileArray, OpenFile, TokenFile, check_ids
@@ -30,8 +29,6 @@ MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
 LONGEST_HEADER = 10_000  # bytes of a .npy; numpy parses no longer ones
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 FORM = 2  # of index caches: a folder with a list of its files
-
-Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
 
 
 @dataclass(frozen=True)
@@ -55,22 +52,6 @@ class DataFile:
     def open(self) -> TokenFile:
         """The documents."""
         return TokenFile(self.prefix, self.dtype, self.lengths(), self.starts())
-
-
-def parse_blend(values: list[str], flag: str) -> Blend:
-    """Prefixes, or weights and prefixes in turn, as Megatron reads them."""
-    from megatron.core.datasets.utils import get_blend_from_list
-
-    if not values:
-        raise Refusal(f"{flag} is empty: give a prefix, or weights and prefixes")
-    try:
-        prefixes, weights = get_blend_from_list(values)
-    except AssertionError:  # some are numbers, and some are not
-        raise Refusal(f"{flag}: give prefixes alone, or a weight before each prefix: 1 PREFIX 2.5 PREFIX") from None
-    for prefix, weight in zip(prefixes, weights or []):
-        if not (math.isfinite(weight) and weight > 0):
-            raise Refusal(f"{flag}: weight {weight:g} of {prefix} must be above 0")
-    return prefixes, weights
 
 
 def named_sets(data: DataConfig, split: str) -> list[str]:
@@ -141,16 +122,6 @@ def _text(path: str, flag: str) -> str:
         raise Refusal(f"{flag} {path}: {(error.strerror or 'cannot be read').lower()}") from None
     except ValueError as error:
         raise Refusal(f"{flag} {path}: no text: {reason(error)}") from None
-
-
-def parse_split(split: str | None) -> str:
-    """Megatron's train,valid,test shares; core would read "9,-1" as 9,1 and "0,0,0" as NaN."""
-    if split is None:
-        return "969,30,1"
-    number = r"\s*(\d+\.?\d*|\.\d+)\s*"
-    if not re.fullmatch(f"{number}(,{number}){{0,2}}", split) or not any(map(float, split.split(","))):
-        raise Refusal(f"--split {split}: give up to three shares, for example 969,30,1")
-    return split
 
 
 def open_prefix(prefix: str, flag: str) -> DataFile:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text as it comes: JSON lines, .txt and FASTA, plain or .gz or .zst; and files that appear whole or not at all."""
+"""Text as it comes: rows of JSON or Parquet, .txt, FASTA, plain or packed; files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import codecs
 import contextlib
 import errno
 import glob
-import gzip
-import io
 import itertools
 import json
 import os
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from megatron.training.data import genome
+from megatron.training.data import genome, row_files
+from megatron.training.data.packed import PACKED, unpacked
+from megatron.training.data.row_forms import advice
 from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
-PACKED = (".gz", ".zst")
-ZSTD_PART = 1 << 12  # bytes of a .zst that are unpacked at a time: four of them can stand for 128 KiB
 LONGEST = 1 << 31  # bytes of a document, unpacked: as many tokens are the most that an index can count
 
 
 class Record(NamedTuple):
-    """One line of a JSON-lines file, one whole .txt file (``line`` 0), or one record of a FASTA file."""
+    """One line of a JSON-lines file, one whole .txt file (``line`` 0), one record of a FASTA file; or a row of another
+    file, as JSON, where ``line`` is its number."""
 
     path: str
     line: int
     content: bytes | bytearray
+    unit: str = "line"
 
     def where(self) -> str:
         """For messages."""
-        return f"{self.path}, line {self.line}" if self.line else self.path
+        return f"{self.path}, {self.unit} {self.line}" if self.line else self.path
 
 
 class BadRecord(ValueError):
@@ -88,10 +88,14 @@ def _kind(path: str) -> str:
 
 
 class Reader:
-    """The records of some files in order; ``bytes_read`` of ``bytes_total`` bytes on disk are done."""
+    """The records of some files in order; ``bytes_read`` of ``bytes_total`` bytes on disk are done.
 
-    def __init__(self, paths: list[str]) -> None:
-        self.paths = paths
+    Args:
+        columns: of Parquet files that are needed; default all.
+    """
+
+    def __init__(self, paths: list[str], columns: Sequence[str] = ()) -> None:
+        self.paths, self.columns = paths, columns
         self.bytes_total = sum(os.path.getsize(path) for path in paths)
         self.bytes_read = 0
 
@@ -99,18 +103,22 @@ class Reader:
         before = 0
         for path in self.paths:
             try:
-                with open(path, "rb") as raw, _unpacked(path, raw) as stream:
+                with open(path, "rb") as raw, unpacked(path, raw) as stream:
                     size = os.path.getsize(path)  # 0 for a pipe, which cannot tell its position
                     if is_plain_text(path):
                         content = read_most(stream, LONGEST)
                         self.bytes_read = before + size
                         yield Record(path, 0, content)
+                    elif not is_fasta(path) and _head(stream).startswith(row_files.PARQUET):
+                        for number, content, share in self._parquet(path):
+                            self.bytes_read = before + int(share * size)
+                            yield Record(path, number, content, "row")
                     else:
-                        records = _fasta if is_fasta(path) else _lines
-                        for number, content in records(stream, 1):
-                            _check_length(content, f"{path}: line {number}")
+                        unit, records = _records(path, stream)
+                        for number, content in records:
+                            _check_length(content, f"{path}: {unit} {number}")
                             self.bytes_read = before + (raw.tell() if size else 0)
-                            yield Record(path, number, content)
+                            yield Record(path, number, content, unit)
                     before += size
             except MemoryError:
                 raise no_memory(f"--input {path} after {self.bytes_read:,} bytes") from None
@@ -118,6 +126,35 @@ class Reader:
                 raise  # it is a ValueError as well
             except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
+
+    def _parquet(self, path: str) -> Iterator[tuple[int, bytes, float]]:
+        if path.endswith(PACKED):
+            raise Refusal(f"--input {path}: Parquet is packed by itself: unpack it")
+        return row_files.parquet_rows(path, self.columns)
+
+
+def unit_of(path: str) -> str:
+    """What a record of a file is counted as, in messages: a line, or a row."""
+    with contextlib.suppress(OSError, EOFError, ValueError, zlib.error), open(path, "rb") as raw:
+        with unpacked(path, raw) as stream:
+            head = _head(stream)
+            return "row" if head.startswith(row_files.PARQUET) or row_files.is_array(head) else "line"
+    return "line"
+
+
+def _head(stream: Any) -> bytes:
+    """What a stream begins with; it stays there."""
+    return stream.peek(1 << 12)
+
+
+def _records(path: str, stream: IO[bytes]) -> tuple[str, Iterator[tuple[int, bytes | bytearray]]]:
+    """What is counted in a file, and the records."""
+    if is_fasta(path):
+        return "line", _fasta(stream, 1)
+    head = _head(stream)
+    if what := row_files.foreign(head):
+        raise Refusal(f"--input {path}: {what}")
+    return ("row", row_files.array_rows(stream, LONGEST)) if row_files.is_array(head) else ("line", _lines(stream, 1))
 
 
 def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
@@ -182,7 +219,7 @@ def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
         raise BadRecord("not a JSON object")
     for key in keys:
         if key not in fields:
-            raise BadRecord(f'no key "{key}"')
+            raise BadRecord(f'no key "{key}"{advice(fields)}')
         if not isinstance(fields[key], str):
             raise BadRecord(f'key "{key}" is not a string')
         try:
@@ -233,48 +270,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "the disk is full"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def _unpacked(path: str, raw: IO[bytes]) -> IO[bytes]:
-    """The stream of a file's content."""
-    if path.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.endswith(".zst"):
-        return io.BufferedReader(_Zstd(raw), 1 << 20)
-    return raw
-
-
-class _Zstd(io.RawIOBase):
-    """A .zst of any number of frames. zstandard's own stream ends in silence where a file is cut off."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise Refusal("--input of .zst files needs the package zstandard: pip install zstandard") from None
-        self.raw, self.error, self.new = raw, zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
-        self.frame: Any = None
-        self.packed = self.ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            self.packed = self.packed or self.raw.read(1 << 15)
-            if not self.packed:
-                if self.frame is not None:
-                    raise EOFError("cut off in the middle of a zstd frame")
-                return 0
-            self.frame = self.frame or self.new()
-            part, rest = self.packed[:ZSTD_PART], self.packed[ZSTD_PART:]
-            try:
-                self.ready = self.frame.decompress(part)
-            except self.error as error:
-                raise OSError(f"not zstd: {error}") from error
-            self.packed = self.frame.unused_data + rest if self.frame.eof else rest
-            if self.frame.eof:
-                self.frame = None
-        count = min(len(self.ready), len(buffer))
-        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+import os
+
+from megatron.training.arguments.blends import parse_blend, parse_split
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.validate.attention import sees_ahead
 from megatron.training.arguments.weighted_paths import WEIGHTED, weighted_groups
 from megatron.training.refusal import Refusal
+
+BPE = {"vocab_file": "a file", "merge_file": "a file"}
+READS = {"GPT2BPETokenizer": BPE, "QwenTokenizer": BPE, "HuggingFaceTokenizer": {"tokenizer_model": "a folder"}}
+WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
 
 
 def check_data(config: Config) -> None:
@@ -32,12 +39,44 @@ def check_data(config: Config) -> None:
         raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
     if data.split is not None:
         data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
+        parse_split(data.split)
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        if (words := getattr(data, name)) is not None:
+            parse_blend(words, f"--{name.replace('_', '-')}")
     if data.tokenizer_type is None and data.vocab_file and data.merge_file:
         data.tokenizer_type = "GPT2BPETokenizer"  # as in Megatron's pretrain_gpt.py
     if data.tokenizer_type is None and data.mock_data and (model.vocab_size or model.model):
         data.tokenizer_type = "NullTokenizer"
+    if data.tokenizer_type is None and data.tokenizer_model and not os.path.splitext(data.tokenizer_model)[1]:
+        data.tokenizer_type = "HuggingFaceTokenizer"  # forks that have no other tokenizer leave its type out
+        config.notes.append(
+            f"--tokenizer-model {data.tokenizer_model} without --tokenizer-type: read by HuggingFaceTokenizer"
+        )
     if data.tokenizer_type == "NullTokenizer" and model.vocab_size is None and model.model:
         model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
+    if not config.simulation.dry_run:
+        check_tokenizer(data, model.vocab_size)
+
+
+def check_tokenizer(data: DataConfig, vocab_size: int | None) -> None:
+    """Refuse a tokenizer that lacks what it is read from, before anyone looks whether the files are there.
+
+    Raises:
+        Refusal: it names the flag that is missing, and one that gives a file to a tokenizer that reads another.
+    """
+    kind = data.tokenizer_type
+    if kind is None:
+        raise Refusal(
+            "--tokenizer-type is missing; without text to tokenize: --tokenizer-type NullTokenizer --vocab-size N"
+        )
+    if kind == "NullTokenizer" and not vocab_size:
+        raise Refusal("--tokenizer-type NullTokenizer needs --vocab-size")
+    for name, what in READS.get(kind, {} if kind in WITHOUT_FILES else {"tokenizer_model": "a file"}).items():
+        if not getattr(data, name):
+            flag = f"--{name.replace('_', '-')}"
+            other = next((n for n in ("vocab_file", "merge_file", "tokenizer_model") if getattr(data, n)), None)
+            given = f", and reads no --{other.replace('_', '-')}" if other and other not in READS.get(kind, {}) else ""
+            raise Refusal(f"--tokenizer-type {kind} needs {flag}, {what}{given}: add it")
 
 
 def _check_fim(data: DataConfig) -> None:

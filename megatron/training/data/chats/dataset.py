@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from megatron.training.arguments.blends import parse_split
 from megatron.training.arguments.config import Config
 from megatron.training.data import files as data_files
 from megatron.training.data.chats.pack import epoch
 from megatron.training.data.chats.store import Store, folder_of, keep, kept, render
 from megatron.training.data.chats.template import ChatTemplate
 from megatron.training.data.reading import check_ids
+from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
 
@@ -56,8 +58,9 @@ class Conversations:
             store, number = stores[self.file[long[0]]], self.number[long[0]]
             more = f" and {len(long) - 1} more" if len(long) > 1 else ""
             raise Refusal(
-                f"{store.path}, line {store.lines[number]}: a conversation of {self.lengths[long[0]]} tokens{more}, "
-                f"where --seq-length {longest - 1} has room for {longest}: raise it, or give --sft-over-length "
+                f"{store.path}, {unit_of(store.path)} {store.lines[number]}: a conversation of "
+                f"{self.lengths[long[0]]} tokens{more}, where --seq-length {longest - 1} has room for {longest}: raise "
+                "it, or give --sft-over-length "
                 "truncate or skip"
             )
         self.lengths = np.minimum(self.lengths, longest)
@@ -79,7 +82,7 @@ class Conversations:
     def where(self, index: int) -> str:
         """Names a conversation in messages."""
         store = self.stores[self.file[index]]
-        return f"{store.path}, line {store.lines[self.number[index]]}"
+        return f"{store.path}, {unit_of(store.path)} {store.lines[self.number[index]]}"
 
 
 class ChatDataset(Dataset):
@@ -182,7 +185,7 @@ def _sources(config: Config, samples: tuple[int, int, int]) -> list[Source]:
     blend, blends = data_files.parse_blends(config.data)
     shares = [(0.0, 1.0)] * 3
     if blend:
-        parts = [float(part) for part in data_files.parse_split(config.data.split).split(",")]
+        parts = [float(part) for part in parse_split(config.data.split).split(",")]
         bounds = np.cumsum([0.0, *parts, *[0.0] * (3 - len(parts))]) / sum(parts)
         shares = list(zip(bounds[:-1], bounds[1:]))
     found: list[Source] = []
@@ -197,7 +200,9 @@ def _sources(config: Config, samples: tuple[int, int, int]) -> list[Source]:
         paths = one[0] if one and count and (share[0] < share[1] or split == "train") else None
         for path in paths or ():
             if not os.path.isfile(path):
-                raise Refusal(f"{flag} {path}: no such file; --sft reads a file of chats, a JSON object a line")
+                raise Refusal(
+                    f"{flag} {path}: no such file; --sft reads a file of chats: JSON lines, a JSON array or Parquet"
+                )
         found.append((paths, flag, share))
     return found
 

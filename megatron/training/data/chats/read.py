@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations from JSON lines, and what is wrong with them, by file and line.
+"""Conversations from JSON lines, JSON arrays and Parquet, and what is wrong with them, by file and line or row.
 
-A line is an object with ``messages``, a list of {role, content}; beside it may stand ``system`` (a text that comes
-first), ``tools`` (what a template shows of tools) and ``chat_template_kwargs`` (variables of a template). As in
-Megatron-LM (megatron/training/datasets/sft_dataset.py), a line may hold several conversations, one after another: each
-begins with a system message.
+A row is an object with ``messages``, a list of {role, content}, or of another form that ``row_forms`` knows; beside it
+may stand ``system`` (a text that comes first), ``tools`` (what a template shows of tools) and ``chat_template_kwargs``
+(variables of a template). As in Megatron-LM (megatron/training/datasets/sft_dataset.py), a row may hold several
+conversations, one after another: each begins with a system message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.training.data.row_forms import messages_of
 from megatron.training.data.text_files import Reader, Record
 from megatron.training.json_file import parse_json
 from megatron.training.refusal import Refusal, one_line, short
@@ -47,10 +48,10 @@ class Chat:
 
 
 def read_chats(path: str, flag: str) -> Iterator[Chat]:
-    """The conversations of a JSON-lines file, plain, .gz or .zst, in its order; blank lines are none.
+    """The conversations of a file, in its order; blank lines are none.
 
     Raises:
-        Refusal: a line is no conversation, with file and line.
+        Refusal: a row is no conversation, with file and line.
     """
     try:
         for record in Reader([path]):
@@ -60,17 +61,16 @@ def read_chats(path: str, flag: str) -> Iterator[Chat]:
 
 
 def chats_of(record: Record) -> list[Chat]:
-    """The conversations of one line."""
+    """The conversations of one row."""
     where = record.where()
     if len(record.content) > LONGEST:
-        raise Refusal(f"{where}: a line of {len(record.content):,} bytes; at most {LONGEST:,} are read: split it")
+        raise Refusal(
+            f"{where}: a {record.unit} of {len(record.content):,} bytes; at most {LONGEST:,} are read: split it"
+        )
     line = _object(record, where)
     if line is None:
         return []
-    messages, tools = line.get("messages"), line.get("tools")
-    if not isinstance(messages, list) or not messages:
-        found = "; of ShareGPT's form: rename from and value to role and content" if "conversations" in line else ""
-        raise Refusal(f'{where}: no list "messages" of {{"role", "content"}}{found}')
+    messages, tools = messages_of(line, where), line.get("tools")
     system = line.get("system")
     if system is not None and not isinstance(system, str):
         raise Refusal(f'{where}: "system" is no text')
@@ -119,8 +119,6 @@ def _message(message: Any, where: str) -> Message:
         raise Refusal(f"{where}: not a JSON object")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in AFTER or not role:
-        if "from" in message and "value" in message:
-            raise Refusal(f"{where}: of ShareGPT's form: rename from and value to role and content")
         raise Refusal(f"{where}: role {short(role)} is none of {', '.join(filter(None, AFTER))}")
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):

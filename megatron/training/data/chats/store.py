@@ -85,7 +85,7 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
             str(sorted(tokenizer.special_tokens_map.items())),
             template.given or tokenizer.chat_template,
             transformers.__version__,
-            "2",  # of the form of the folder, and of this program's way to find the assistant's words
+            "3",  # of the form of the folder, and of this program's way to find the assistant's words
         ],
         sort_keys=True,
     )

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from megatron.training.data.chats.read import Chat
+from megatron.training.data.chats.read import Chat, Message
 from megatron.training.refusal import Refusal, one_line
 
+OTHER_TEMPLATE = "give one that does, --sft-tokenizer-prompt-format FILE, or leave them out of the data"
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Span = tuple[int, int]
 
@@ -30,6 +31,11 @@ class Rendered:
 
     ids: np.ndarray
     spoken: np.ndarray
+
+
+def _with(chat: Chat, number: int, message: Message) -> Chat:
+    """The same conversation with another message in that place."""
+    return replace(chat, messages=[*chat.messages[:number], message, *chat.messages[number + 1 :]])
 
 
 class ChatTemplate:
@@ -70,6 +76,7 @@ class ChatTemplate:
                 "leave it out"
             )
         try:
+            self._check_shown(chat)
             if MARKED.search(self.template_of(chat)):
                 ids, spoken = self._marked(chat)
             else:
@@ -82,6 +89,42 @@ class ChatTemplate:
         if not rendered.spoken[1:].any():
             raise Refusal(f"{chat.where}: the chat template renders no words of the assistant")
         return rendered
+
+    def _check_shown(self, chat: Chat) -> None:
+        """Refuse a template that leaves out tools or calls of them, or has no way with an answer of calls alone."""
+        calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
+        nulls = [number for number in calls if chat.messages[number].get("content") is None]
+        if nulls:
+            self._check_nulls(chat, nulls)
+        if not calls and not chat.tools:
+            return
+        whole, count = self._text(chat, len(chat.messages)), len(chat.messages)
+        if chat.tools and whole == self._text(replace(chat, tools=None), count):
+            raise Refusal(f'{chat.where}: the chat template shows nothing of "tools": {OTHER_TEMPLATE}')
+        for number in calls:
+            message = {key: value for key, value in chat.messages[number].items() if key != "tool_calls"}
+            if whole == self._text(_with(chat, number, message | {"content": message.get("content") or ""}), count):
+                raise Refusal(
+                    f'{chat.where}, message {number + 1}: the chat template shows nothing of "tool_calls": '
+                    f"{OTHER_TEMPLATE}"
+                )
+
+    def _check_nulls(self, chat: Chat, numbers: list[int]) -> None:
+        empty = chat
+        for number in numbers:
+            empty = _with(empty, number, chat.messages[number] | {"content": ""})
+        expected = self._text(empty, len(chat.messages))
+        try:
+            found = self._text(chat, len(chat.messages))
+            wrong = "prints None for" if found.count("None") > expected.count("None") else ""
+        except Exception as error:  # whatever a template raises; with "" it did not
+            wrong = f"fails ({one_line(error, 100)}) on"
+        if wrong:
+            raise Refusal(
+                f'{chat.where}, message {numbers[0] + 1}: the chat template {wrong} "content": null beside '
+                '"tool_calls": write "content": "" in the data, or give a template that asks for it, '
+                "--sft-tokenizer-prompt-format FILE"
+            )
 
     def _marked(self, chat: Chat) -> tuple[list[int], list[int]]:
         out = self.tokenizer.apply_chat_template(

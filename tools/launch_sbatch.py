@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of an sbatch command as shell code: which script, with which arguments, and Slurm's variables for it.
+
+Runs as a program of its own within the confined shell of ``launch_script.py``, without site-packages.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tools.launch_command import slurm
+
+ALONE = """exclusive parsable requeue no-requeue wait hold test-only verbose quiet oversubscribe overcommit spread-job
+use-min-nodes reboot contiguous no-kill get-user-env nice propagate ignore-pbs help usage version""".split()
+ALONE_SHORT = "HhIkOQsvVW"
+
+
+def split(words: list[str]) -> tuple[list[str], list[str]]:
+    """sbatch's own options, and the script with its arguments."""
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-":
+        name = words[at]
+        alone = name[2:] in ALONE or "=" in name if name.startswith("--") else len(name) > 2 or name[1:] in ALONE_SHORT
+        at += 1 if alone else 2
+    return words[:at], words[at:]
+
+
+def code(words: list[str], files: str) -> str:
+    """What ``_submit`` evaluates: it sets script, or else text, and words, slurm and receipt.
+
+    Args:
+        files: where the files are that the script has written.
+    """
+    options, rest = split(words)
+    wrap = next((option.removeprefix("--wrap=") for option in options if option.startswith("--wrap=")), "")
+    if "--wrap" in options[:-1]:
+        at = options.index("--wrap")
+        wrap = options.pop(at + 1)
+    script, text = "", wrap
+    if not rest and not wrap:
+        text = sys.stdin.read()
+    if rest and not wrap:
+        path = os.path.abspath(rest[0])
+        script = next((place for place in (files + path, path) if os.path.isfile(place)), path)
+        if os.path.isfile(script):
+            with open(script, errors="replace") as file:
+                text = file.read()
+    told = [option for option in options if not option.startswith("--wrap")] or ["--parsable"]
+    variables = slurm(f"{text}\n#SBATCH {' '.join(told)}\n")
+    exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    receipt = "1" if "--parsable" in options else "Submitted batch job 1"
+    values = {"script": script, "text": "" if script else text, "slurm": f"export {exported}", "receipt": receipt}
+    lines = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+    return "\n".join([*lines, f"words=({shlex.join(rest[1:])})"])
+
+
+if __name__ == "__main__":
+    print(code(sys.argv[2:], sys.argv[1]))
