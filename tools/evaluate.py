@@ -7,7 +7,8 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model my/tokenizer
 
 Flags are those of the training program. The model's shape comes from the checkpoint, ours, Megatron-LM's or a Hugging
-Face folder; so do the length, the tokenizer and the validation data, as far as it names them and no flag does.
+Face folder; so do the mask, the length, the tokenizer and the validation data, as far as it names them and no flag
+does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         Refusal: its settings are none that flags could have given.
     """
-    from megatron.inference.start import read_saved
+    from megatron.inference.start import MASK, check_taken, read_saved
     from megatron.training.checkpoint.arguments_of import held_out_data, length_of
     from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 
@@ -72,8 +73,15 @@ def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if "--seq-length" not in given and (length := length_of(folder, number)):
         taken["data.seq_length"] = length
         told.append(f"--seq-length {length}, the longest of the checkpoint")
+    saved = read_saved(found, Path(folder)).settings
+    if not given.keys() & {f"--{name.replace('_', '-')}" for name in MASK}:
+        mask = {name: value for name, value in saved.items() if name.startswith("attention.")}
+        check_taken(mask, folder)
+        taken |= mask
+        if mask.get("attention.attention_mask"):
+            told.append(f"--attention-mask {mask['attention.attention_mask']}, the checkpoint's")
     if not given.keys() & TOKENIZER:
-        said = {name: value for name, value in read_saved(found, Path(folder)).settings.items() if name in TAKEN}
+        said = {name: value for name, value in saved.items() if name in TAKEN}
         if said.get("data.tokenizer_type"):
             taken |= said
             told.append(f"--tokenizer-type {said['data.tokenizer_type']}, the checkpoint's")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TRAIN = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 256 --micro-batch-size 4 --train-iters 2 "
     "--lr 1e-3 --eval-iters 1 --log-interval 1 --num-workers 0 --save-interval 2 --split 80,20,0 "
-    "--tokenizer-type ByteLevelTokenizer"
+    "--tokenizer-type ByteLevelTokenizer --attention-mask window --window-size 8,0"
 )
 LLAMA = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
@@ -46,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_evaluation_takes_length_tokenizer_and_data_from_the_checkpoint(
+def test_an_evaluation_takes_mask_length_tokenizer_and_data_from_the_checkpoint(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -54,12 +55,25 @@ def test_an_evaluation_takes_length_tokenizer_and_data_from_the_checkpoint(
     said = run("tools/evaluate.py", as_written(command, trained / "checkpoint"))
     assert "--seq-length 256, the longest of the checkpoint" in said and "256 tokens a row" in said
     assert "--tokenizer-type ByteLevelTokenizer" in said and "data_text_document" in said
+    assert "--attention-mask window, the checkpoint's" in said
     assert (tmp_path / "out" / "evaluation" / "evaluation.json").is_file()
 
 
 def as_written(command: str, folder: Path) -> list[str]:
     stand_ins = {"DIR": str(folder), "TEXT": "Megatron", "SCRIPT.sh": "scripts/llama_torchrun.sh"}
     return [stand_ins.get(word, word) for word in shlex.split(command)[2:]]
+
+
+@pytest.mark.full
+def test_the_checkpoints_mask_is_that_of_the_flags(trained: Path, tmp_path: Path) -> None:
+    scores = {}
+    for mask in ("", "--attention-mask window --window-size 8,0", "--attention-mask causal"):
+        folder = tmp_path / str(len(scores))
+        words = f"--load {trained / 'checkpoint'} --eval-tasks loss-by-position --eval-output {folder} {mask}"
+        run("tools/evaluate.py", words.split())
+        scores[mask] = json.loads((folder / "evaluation.json").read_text())["tasks"]
+    mine, window, causal = scores.values()
+    assert mine == window != causal
 
 
 @pytest.mark.full
