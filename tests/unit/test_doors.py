@@ -197,7 +197,7 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
         (flex, "flex_attention over ranks: call scaled_dot_product_attention, and give mask="),
         *(
             (lambda name=name: attention_of_transformers(**{name: torch.ones(1)}), f"passes {name} to its attention")
-            for name in INTERFACES["attention functions of transformers"][2]
+            for name in sorted(INTERFACES["attention functions of transformers"][2])
         ),
         (lambda: attention_of_transformers(is_causal=False), "not causal"),
         (lambda: attention_of_transformers(sliding_window=3), "a window of 3 tokens, and its mask one of None"),
