@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.training.arguments.config import DataConfig
@@ -80,6 +80,7 @@ VALUES = st.recursive(
 
 
 @examples(60)
+@example([0.0, -1.5e-300, 2], 1)
 @given(st.lists(VALUES, max_size=5), st.integers(1, 9))
 def test_an_array_is_cut_where_its_elements_end(values: list[Any], part: int) -> None:
     """Wherever the parts that are read end: within a literal, an escape, a character of several bytes."""

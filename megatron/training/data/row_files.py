@@ -105,7 +105,7 @@ def _end(text: _Text, scan: Callable[[str, int], tuple[Any, int]], number: int) 
     while True:
         try:
             end = scan(text.text, text.at)[1]
-            if end < len(text.text) or text.ended:
+            if end < len(text.text) - NEAR_THE_END or text.ended:  # "1." and "1e+" are cut numbers that begin with one
                 return end
         except json.JSONDecodeError as error:
             cut = error.msg.startswith("Unterminated string") or error.pos >= len(text.text) - NEAR_THE_END
