@@ -98,6 +98,7 @@ def test_one_more_than_allowed_ends_the_run(pool, tmp_path: Path):
     assert list(losses) == [1, 2, 3, 4] and ended == "the loss is inf"
 
 
+@pytest.mark.full
 def test_a_spike_of_the_gradient_norm(pool, tmp_path: Path):
     flags = "--train-iters 14 --check-for-large-grads --spike-factor 1.5"
     told = pool.run(train, 1, flags, str(tmp_path / "told"), 24, "labels")[0]

@@ -102,9 +102,8 @@ def fp16_run(flags, steps):
 @pytest.mark.parametrize(
     "scale",
     [
-        "--initial-loss-scale 256 --loss-scale-window 3",  # grows
         "--initial-loss-scale 16384 --hysteresis 1",  # too large at first: steps are skipped
-        *also_in_full("--loss-scale 256"),
+        *also_in_full("--initial-loss-scale 256 --loss-scale-window 3", "--loss-scale 256"),  # the first grows
     ],
 )
 def test_fp16_trains_as_with_zero_1(pool, scale):

@@ -29,7 +29,7 @@ def alone(tmp_path_factory):
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("options", ["", "--ring 1 --micro-batch 2"])
+@pytest.mark.parametrize("options", ["", pytest.param("--ring 1 --micro-batch 2", marks=pytest.mark.full)])
 def test_20_steps_of_trainer_and_an_evaluation(alone, tmp_path, options):
     argv = [*options.split(), "--json", str(tmp_path / "losses.json")]
     ranks = run_ranks(EXAMPLES / "trainer.py", argv, os.environ, 4)

@@ -37,7 +37,11 @@ def train_and_count(flags: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "flags, bytes_a_number",
-    [("--bf16", 12), ("--zero-stage 1", 8), ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 12)],
+    [
+        pytest.param("--bf16", 12, marks=pytest.mark.full),
+        ("--zero-stage 1", 8),
+        ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 12),
+    ],
 )
 def test_bytes_by_kind_are_those_of_the_buffers(pool, tmp_path, flags, bytes_a_number):
     from megatron.training.report.memory_picture import peak_of, read

@@ -54,7 +54,7 @@ def posted(what: str, folder: Path) -> list[str]:
     return [one for one in batches if one]
 
 
-@pytest.mark.parametrize("what", ["ring", "fpdt", "links", "copies"])
+@pytest.mark.parametrize("what", ["ring", pytest.param("fpdt", marks=pytest.mark.full), "links", "copies"])
 def test_receives_are_posted_before_sends(pool, tmp_path, what):
     every = [one for batches in pool.run(posted, 3, what, tmp_path) for one in batches]
     assert any("r" in one and "s" in one for one in every)

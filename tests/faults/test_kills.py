@@ -12,7 +12,7 @@ from tests.distributed.test_program import FLAGS, PROGRAM
 from tests.faults.kills import ENVIRONMENT, losses, run_and_kill
 from tests.program import run_ranks
 
-KILLS = int(os.environ.get("KILLS", "2"))
+KILLS = int(os.environ.get("KILLS", "1"))
 ITERATIONS, INTERVAL, RANKS = 10, 2, 2
 
 

@@ -33,6 +33,7 @@ TINY = (
 NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 300"
 
 
+@pytest.mark.full
 def test_nvidias_fp8_recipe_with_two_flags_added(capsys, tmp_path):
     """All of train_llama3_8b_h100_fp8.sh (NVIDIA/Megatron-LM), on Ulysses 4 x Ring 2 of eight H100."""
     file = tmp_path / "found.json"

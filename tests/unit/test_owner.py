@@ -22,7 +22,7 @@ from megatron.training.checkpoint.owner import Lost, Owner, take
 from megatron.training.refusal import Refusal
 from tests.patience import patience
 
-ROUNDS = int(os.environ.get("OWNER_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("OWNER_ROUNDS", "3"))
 RENEWAL, SILENCE = 0.1, 1.5
 CONTEXT = multiprocessing.get_context("fork")
 

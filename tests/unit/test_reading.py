@@ -24,6 +24,7 @@ from megatron.training.data.reading import DataError, OpenFile, check_ids, first
 from megatron.training.data.whole_folder import LEFT_BEHIND, whole_folder
 from megatron.training.loop import pass_over
 from megatron.training.refusal import Refusal
+from tests.pairs import also_in_full
 from tests.patience import patience
 from tests.properties import examples
 from tests.unit.test_data import NULL, configure, samples_of, write
@@ -184,7 +185,7 @@ def test_a_loader_hands_the_error_on_in_one_line_and_goes_on_behind_it(tmp_path,
     assert next(read)["numbers"].item() == bad[-1] + 1
 
 
-@pytest.mark.parametrize("what", ["document_index", "sample_index", "shuffle_index"])
+@pytest.mark.parametrize("what", ["sample_index", *also_in_full("document_index", "shuffle_index")])
 def test_a_damaged_index_of_samples_is_noticed_where_it_is_read(tmp_path, what):
     """Of the right size, and of numbers: the start believes it."""
     prefix, _ = write(tmp_path / "corpus")

@@ -164,12 +164,13 @@ def test_the_environment_is_asked(monkeypatch) -> None:
     assert "garbage_collection_threshold is not modelled" in found.notes[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags, ranks",
     [
         ("--zero-stage 3 --bf16 --ulysses-parallel-size 2 --global-batch-size 8", 2),
-        pytest.param("--use-distributed-optimizer --bf16 --global-batch-size 8", 2, marks=pytest.mark.full),
-        pytest.param("--pipeline-model-parallel-size 2 --bf16 --global-batch-size 8", 2, marks=pytest.mark.full),
+        ("--use-distributed-optimizer --bf16 --global-batch-size 8", 2),
+        ("--pipeline-model-parallel-size 2 --bf16 --global-batch-size 8", 2),
     ],
 )
 def test_what_a_step_reserves_is_what_it_reserves_when_all_of_it_runs(flags: str, ranks: int) -> None:
