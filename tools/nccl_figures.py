@@ -40,7 +40,9 @@ def import_logs(args: argparse.Namespace) -> int:
                 found["sources"]["collectives"] = f"{old}; {found['sources']['collectives']}"
             raw = merge(raw, found)
         else:
-            extends = args.extends if base.parent == MACHINES else str(base.resolve())
+            if base.parent != MACHINES and base.resolve().parent != output.resolve().parent:
+                raise Refusal(f"--extends {args.extends}: it has to lie in the folder of --output {output}")
+            extends = args.extends if base.parent == MACHINES else base.name
             raw = {"extends": extends, "name": output.stem} | found
         after = machine_of(output, raw)  # before anything is written
         with whole_files([args.output], args.overwrite) as (name,):

@@ -18,6 +18,7 @@ from megatron.training.refusal import Refusal, short
 MACHINES = Path(__file__).parent
 Json = dict[str, Any]
 
+LONGEST_NAME = 255  # bytes of a file's name, on most systems
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
 OPTIONAL = (
     "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel", "power",
@@ -94,8 +95,10 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
     base_name = raw.pop("extends", None)
     if base_name is None:
         return raw
-    if not isinstance(base_name, str):
-        raise Refusal(f"{path}: extends: give a known machine's name or the path of a file, not {short(base_name)}")
+    if not isinstance(base_name, str) or Path(base_name).name != base_name or len(base_name) > LONGEST_NAME:
+        raise Refusal(
+            f"{path}: extends: give a known machine's name, or that of a file in the same folder, not {short(base_name)}"
+        )
     beside = path.parent / base_name
     try:
         found = beside if base_name.endswith(".json") and beside.is_file() else find(base_name)

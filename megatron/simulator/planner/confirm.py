@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron.simulator.dry_run.replay import duration
-from megatron.simulator.machines.machine_file import find
+from megatron.simulator.machines.machine_file import find, read_merged
 from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.report import Report
 from megatron.simulator.planner.words import GIB
@@ -74,8 +74,8 @@ def confirm(report: Report, plan: Plan, gpu: str) -> Confirmation:
         file = Path(folder) / "dry_run.json"
         entry, *flags = report.program(plan.strategy)
         if report.problem.node_words:  # the dry run knows whole nodes alone
-            used = {"extends": str(find(gpu).resolve()), "name": report.problem.machine.name}
-            used["gpus"] = report.problem.machine.gpus
+            machine = report.problem.machine
+            used = read_merged(find(gpu)) | {"name": machine.name, "gpus": machine.gpus}
             gpu = str(Path(folder) / "machine.json")
             Path(gpu).write_text(json.dumps(used))
         dry = ["--dry-run", "--world-size", str(report.problem.gpus), "--gpu", gpu, "--dry-run-json", str(file)]
