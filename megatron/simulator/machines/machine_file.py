@@ -97,7 +97,8 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
         return raw
     if not isinstance(base_name, str) or Path(base_name).name != base_name or len(base_name) > LONGEST_NAME:
         raise Refusal(
-            f"{path}: extends: give a known machine's name, or that of a file in the same folder, not {short(base_name)}"
+            f"{path}: extends: give a known machine's name, or that of a file in the same folder, "
+            f"not {short(base_name)}"
         )
     beside = path.parent / base_name
     try:
