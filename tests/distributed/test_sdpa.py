@@ -210,8 +210,7 @@ def node_elsewhere(where):
     with cp.context_parallel(layout):
         out = graph._forward(x, x, x, True, 0.3, 1 if where == "another grid" else 2)[0]
     for _ in range(graph.KEPT):
-        graph.begin(graph.Meaning(layout, None, "auto"))
-    graph.end()
+        graph.keep(graph.Meaning(layout, None, "auto"))
     out.sum().backward()
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -179,3 +180,18 @@ def test_a_checkpoint_that_computes_again_may_go_back_twice():
     y = checkpoint(layer, x, use_reentrant=False).sum()
     once = torch.autograd.grad(y, [x, *parameters], retain_graph=True)
     assert all(a.equal(b) for a, b in zip(once, torch.autograd.grad(y, [x, *parameters])))
+
+
+def test_contexts_that_have_ended_hold_no_layouts():
+    """A program may open one in each step, with a layout of that step's documents."""
+
+    def attend():
+        layout = cp.SequenceLayout(16, cp.abstract_grid())
+        with cp.context_parallel(layout):
+            q = torch.randn(1, 2, 16, 8, requires_grad=True)
+            functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        return weakref.ref(layout)
+
+    layouts = [attend() for _ in range(3)]
+    gc.collect()
+    assert [layout() for layout in layouts] == [None] * 3

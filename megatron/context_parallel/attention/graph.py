@@ -34,7 +34,7 @@ MARK = "ipu"
 """A device that nobody has here. Autocast for it is on while a context lasts: nothing changes for other devices, but
 torch.compile guards on it, so that what was compiled outside of contexts is compiled anew within them."""
 
-KEPT = 1024  # contexts that a backward pass can still ask for
+KEPT = 1024  # contexts of compiled graphs that a backward pass can still ask for
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,15 +77,19 @@ def begin(meaning: Meaning) -> None:
     """From now on nodes mean this."""
     torch.set_autocast_enabled(MARK, True)
     _now.append(meaning)
-    _meanings[meaning.number] = meaning
-    while len(_meanings) > KEPT:
-        _meanings.popitem(last=False)
 
 
 def end() -> None:
     """From now on forward passes mean nothing."""
     torch.set_autocast_enabled(MARK, False)
     _now.clear()
+
+
+def keep(meaning: Meaning) -> None:
+    """For the backward pass of a graph that has run."""
+    _meanings[meaning.number] = meaning
+    while len(_meanings) > KEPT:
+        _meanings.popitem(last=False)
 
 
 def _meaning(ulysses: int) -> Meaning:
@@ -111,6 +115,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, uly
     axis = meaning.layout.grid.ulysses
     here = [x.contiguous() for x in sequence_to_heads(q, k, v, axis)] if axis.size > 1 else [q, k, v]
     out, lse = attend_all(*here, *meaning.tiles(here[0], here[2], is_causal, scale))
+    keep(meaning)
     found = [torch.tensor(meaning.number), lse.contiguous()]
     if axis.size == 1:
         return [out.contiguous(), *found]

@@ -58,7 +58,8 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
         raise RuntimeError("there is a context_parallel already: one at a time")
-    library, meaning = torch.library.Library("aten", "IMPL"), graph.Meaning(layout, mask, kernel)
+    library = torch.library.Library("aten", "IMPL")
+    held = [graph.Meaning(layout, mask, kernel)]  # emptied at the end: PyTorch keeps the last function it was given
 
     def attend(
         query: Tensor,
@@ -75,7 +76,8 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
             raise ValueError(f"{OPERATOR} over ranks takes no attn_mask: give mask= to context_parallel")
         if dropout_p:
             raise ValueError(f"{OPERATOR} over ranks has no dropout_p: cp.attention(dropout=...) has, by position")
-        _check_shapes(layout, query, key, value, enable_gqa)
+        (meaning,) = held
+        _check_shapes(meaning.layout, query, key, value, enable_gqa)
         rule = meaning.rule(is_causal)
         cut = _cut_alike(query, key, value)
         parts = (query, key, value) if cut is None else (x.to_local() for x in (query, key, value))
@@ -83,7 +85,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         if torch.compiler.is_compiling():
             out = graph.node(*tokens_first, is_causal=is_causal, scale=scale)
         else:
-            out = attention(*tokens_first, layout=layout, mask=rule, kernel=kernel, scale=scale)
+            out = attention(*tokens_first, layout=meaning.layout, mask=rule, kernel=meaning.kernel, scale=scale)
         out = out.permute(1, 2, 0, 3)
         return out if cut is None else _whole(out, cut)
 
@@ -98,11 +100,12 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that vmap's own rule for it is overridden
             library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
-        graph.begin(meaning)
+        graph.begin(*held)
         with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
             yield
     finally:
         graph.end()
+        held.clear()
         library._destroy()
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
