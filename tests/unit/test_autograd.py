@@ -68,7 +68,7 @@ def test_a_layer_in_chunks_may_leave_things_out(name, recompute):
     k = k.repeat(LENGTH // k.size(0), 1, 1, 1)
     plain = output(cp.attention(q, k, v, layout=cp.SequenceLayout(LENGTH, ALONE), kernel="math"), x, 0)
     plain = ffn(plain) if ffn else plain
-    torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10)  # float64: sums in another order
     dy = drawn(LENGTH, 1, WIDTH).detach()
     some = [torch.autograd.grad(y, [x, qkv, out], dy, allow_unused=True) for y in (mine, plain)]
     for a, b in zip(*some):

@@ -100,7 +100,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that vmap's own rule for it is overridden
             library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
-        graph.begin(*held)
+        graph.begin(held[0])
         with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
             yield
     finally:

@@ -29,8 +29,9 @@ class _Hop:
     """Messages of one hop of a ring so far.
 
     Attributes:
-        receives: numbers of the receives that no transfer stands for yet; ``bytes``: of theirs.
-        sends: the transfer that stands for the receives.
+        receives: numbers of the receives that are not in the trace yet.
+        bytes: what these receives bring.
+        sends: the transfer whose excess covers receives that are in the trace.
     """
 
     axis: str = ""

@@ -37,13 +37,18 @@ def form_of(row: Row) -> str:
 
 def advice(row: Row) -> str:
     """What to do with a row that has not the key that was asked for, as the end of a refusal."""
-    form, keys = form_of(row), ", ".join(f'"{key}"' for key in list(row)[:8])
+    form, keys = form_of(row), _keys(row)
     if form in ("messages", "ShareGPT", "Alpaca", "prompt and completion"):
         return (
             f"; the row is of the form {form}, which pretrain_gpt.py --sft reads as it is; to train on its texts "
-            f"alone, name their keys with --json-keys: {short(keys).strip(chr(39))}"
+            f"alone, name their keys with --json-keys: {keys}"
         )
-    return f"; it has {short(keys).strip(chr(39))}: name keys with --json-keys" if keys else ""
+    return f"; it has {keys}: name keys with --json-keys" if keys else ""
+
+
+def _keys(row: Row) -> str:
+    """The first keys of a row, for a line."""
+    return short(", ".join(f'"{key}"' for key in list(row)[:8])).strip("'") if row else ""
 
 
 def messages_of(row: Row, where: str) -> list[Any]:
@@ -69,8 +74,8 @@ def messages_of(row: Row, where: str) -> list[Any]:
     elif form == "text":
         hint = ": a plain text, which tools/preprocess_data.py tokenizes for training without --sft"
     else:
-        keys = ", ".join(f'"{key}"' for key in list(row)[:8])
-        hint = f"; read are {READ}" + (f": rename the row's {short(keys).strip(chr(39))}" if keys else "")
+        keys = _keys(row)
+        hint = f"; read are {READ}" + (f": rename the row's {keys}" if keys else "")
     raise Refusal(f'{where}: no list "messages" of {{"role", "content"}}{hint}')
 
 
