@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.simulator.dry_run.pool import MIB
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 
-MIB = 2**20
 CONTEXT = 512 * MIB
 NCCL_BUFFER = 4 * MIB
 CHANNELS, NETWORK_CHANNELS = 16, 2

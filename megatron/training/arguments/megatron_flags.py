@@ -19,7 +19,7 @@ from megatron.training.refusal import Refusal, Refusals
 
 GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
     "hint": hints.HINTS + fork_flags.HINTS,
-    "refused": refused.REFUSED + fork_flags.REFUSED + other_names.REFUSED,
+    "refused": refused.REFUSED + fork_flags.REFUSED + other_names.OTHER_NAMES,
 }
 
 

@@ -7,7 +7,7 @@ run here, are in `fork_flags.py`. None of these is read as ours: their values ar
 
 from __future__ import annotations
 
-REFUSED: tuple[tuple[str, str], ...] = (
+OTHER_NAMES: tuple[tuple[str, str], ...] = (
     # the grid
     ("use --tensor-model-parallel-size", "--tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1"),
     ("use --pipeline-model-parallel-size", "--pipeline-parallel-size 1 --pp-size 1 --pp_size 1 --pp 1"),
