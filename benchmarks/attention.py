@@ -32,7 +32,7 @@ from benchmarks.parallel_attention import Problem, Sample, Team, largest_error, 
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.ring_plan import RingPlan, ring_plan
 from megatron.platform.cpu import processor_name
-from megatron.training.report.flops import gemm_rate
+from megatron.training.report.mfu import gemm_rate
 
 PATHS = {"ulysses": "Ulysses 2, 2 processes", "ring": "Ring 2 zigzag, 2 processes"}
 GOAL, RING4_GOAL = 0.95, 1.6

@@ -113,11 +113,11 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint, checksums
     from megatron.training.checkpoint.megatron_lm.checked import examine
+    from megatron.training.features.save_policy import Saver
+    from megatron.training.features.stopping import Stopper
     from megatron.training.job import batches_for, prepare
-    from megatron.training.saver import Saver
     from megatron.training.setup import start
     from megatron.training.step import train_step
-    from megatron.training.stopping import Stopper
 
     world = int(os.environ["WORLD_SIZE"])
     save = ["--save", folder, *(["--async-save"] if writer == "async" else [])]
@@ -197,7 +197,7 @@ def core_save(checkpoint: Any, folder: str, job: Any) -> None:
 
 def measure_parts(checkpoint: Any) -> Counter[str]:
     """Seconds by part, filled by our saves that follow; of the main thread or another."""
-    from megatron.training.checkpoint import saving, writer
+    from megatron.training.checkpoint import rank_file, save_job
 
     spent: Counter[str] = Counter()
 
@@ -212,9 +212,9 @@ def measure_parts(checkpoint: Any) -> Counter[str]:
         return run
 
     checkpoint._state = timed("state", checkpoint._state)
-    saving._planned = timed("plan", saving._planned)
-    writer.Writer.write = timed("write", writer.Writer.write)
-    saving.Save._publish = timed("publish", saving.Save._publish)
+    save_job._planned = timed("plan", save_job._planned)
+    rank_file.Writer.write = timed("write", rank_file.Writer.write)
+    save_job.Save._publish = timed("publish", save_job.Save._publish)
     return spent
 
 

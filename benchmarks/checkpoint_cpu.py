@@ -28,7 +28,7 @@ def main() -> None:
     from megatron.platform.streams import streams_of
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint, checksums
-    from megatron.training.checkpoint.writer import HostCopies
+    from megatron.training.checkpoint.rank_file import HostCopies
     from megatron.training.job import batches_for, prepare
     from megatron.training.setup import start, stop
     from megatron.training.step import train_step

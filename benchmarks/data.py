@@ -26,7 +26,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.datasets import LocalBuilder, LocalConfig, TokenDataset
-from megatron.training.data.reading import first_outside
+from megatron.training.data.read_tokens import first_outside
 from megatron.training.data.tokenizer import build_tokenizer
 
 VOCABULARY = 128_000

@@ -19,8 +19,8 @@ from benchmarks.machine import busy_seconds, foreign_share
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.parser import parse
 from megatron.training.job import Job, batches_for, prepare
-from megatron.training.report.flops import peak_flops, step_flops
-from megatron.training.report.memory import TensorMeter
+from megatron.training.report.mfu import peak_flops, step_flops
+from megatron.training.report.tensor_memory import TensorMeter
 from megatron.training.setup import start, stop
 from megatron.training.step import train_step
 from pretrain_llama import LLAMA

@@ -127,7 +127,7 @@ def _ours(args: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron.inference.generate import Request, generate
-    from megatron.inference.start import configure, load_decoder
+    from megatron.inference.load import configure, load_decoder
     from megatron.training.setup import start, stop
 
     words = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} {args.flags}".split()

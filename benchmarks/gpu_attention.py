@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.parallel_attention import Problem, largest_error, run_kernel, run_parallel, world_layout
 from megatron import platform
 from megatron.context_parallel.attention import kernels
-from megatron.training.report.flops import gemm_rate
+from megatron.training.report.mfu import gemm_rate
 
 TOLERANCE = 2e-2  # bf16 keeps 8 bits
 

@@ -26,7 +26,7 @@ with warnings.catch_warnings():  # core tells on import what is not installed
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (an import that must not count)
 
 import megatron.context_parallel as cp
-from megatron.platform.simulation import simulated_world
+from megatron.platform.simulated_cluster import simulated_world
 
 GOAL = 5.0
 

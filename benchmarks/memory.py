@@ -81,7 +81,7 @@ def measure(argv: list[str]) -> dict[str, int]:
     """Bytes of one forward and backward pass of this process."""
     from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
-    from megatron.training.report.memory import TensorMeter
+    from megatron.training.report.tensor_memory import TensorMeter
     from megatron.training.setup import start
     from megatron.training.step import train_step
 

@@ -31,7 +31,7 @@ NOT_COUNTED = 2  # steps in which the program meters its memory
 SIZES = (1024, 1536, 2048, 3072, 4096)
 MEASURE = """
 import sys, time, torch
-from megatron.training.report.flops import gemm_rate
+from megatron.training.report.mfu import gemm_rate
 threads, dtype, device = int(sys.argv[1]), getattr(torch, sys.argv[2]), torch.device(sys.argv[3])
 torch.set_num_threads(threads)
 

@@ -18,8 +18,13 @@ import sys
 
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.context_parallel.attention.kernels.triton_compile import FEATURES, Resources, example, resources
-from megatron.context_parallel.attention.kernels.triton_launch import Launch
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_compile import (
+    FEATURES,
+    Resources,
+    example,
+    resources,
+)
 
 NAMES = {80: "A100", 86: "RTX 3090", 89: "L40S", 90: "H100", 100: "B200", 120: "RTX 5090"}
 # Products and sums of bf16 that a multiprocessor's tensor cores do in a cycle: data sheets' rates without sparsity,

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.fpdt.host_pool import HostPool, is_host_buffer
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.host_store import HostPool, Offload, is_host_buffer
 from megatron.platform.streams import COMPUTE, LOADS, STORES, Streams
 
 CPU = torch.device("cpu")

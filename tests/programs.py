@@ -213,9 +213,9 @@ def plain_step(program: Program, i: int, x: Tensor, params: dict[str, Tensor], n
 def targets(program: Program) -> tuple[Tensor, Tensor]:
     """What the loss multiplies with [s, b, WIDTH], and labels [s, b]."""
     at = torch.arange(program.length * program.batch * WIDTH, dtype=torch.float64)
-    return torch.cos(at).view(program.length, program.batch, WIDTH), torch.arange(
-        program.length * program.batch
-    ).view(program.length, program.batch) % WORDS
+    return torch.cos(at).view(program.length, program.batch, WIDTH), torch.arange(program.length * program.batch).view(
+        program.length, program.batch
+    ) % WORDS
 
 
 def plain_loss(program: Program, y: Tensor, params: dict[str, Tensor], noise: Callable, parts: tuple) -> Tensor:

@@ -23,10 +23,10 @@ from unittest.mock import patch
 import numpy as np
 
 from megatron.training.arguments.config import Config, DataConfig
+from megatron.training.arguments.data_paths import portion
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.settings.training import END_OF_TEXT
-from megatron.training.arguments.weighted_paths import portion
-from megatron.training.data import files as data_files
+from megatron.training.arguments.settings.training_settings import END_OF_TEXT
+from megatron.training.data import index_files as data_files
 from megatron.training.data.tokenizer import FIM_TOKENS, SENTENCEPIECE, Tokenizer, build_tokenizer, check_vocab
 from tests.chats import make_tokenizer, write_chats
 from tests.recipes import LLAMA

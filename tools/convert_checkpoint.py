@@ -25,8 +25,8 @@ from tools.convert_command import exit_on_sigterm, one_line_parser, run, timed
 def convert(argv: list[str] | None) -> list[str]:
     """Do what the flags ask for; returns the closing lines. Raises Refusal."""
     args = build_parser().parse_args(argv)
-    from megatron.training.checkpoint.converting.older import convert as write
-    from megatron.training.checkpoint.hugging_face.llama import DTYPES
+    from megatron.training.checkpoint.converting.from_older import convert as write
+    from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
 
     return timed(lambda bar: write(args.from_, args.to, DTYPES.get(args.dtype), bar, args.ckpt_step))
 

@@ -26,18 +26,18 @@ def convert(argv: list[str] | None) -> list[str]:
     """Do what the flags ask for; returns the closing lines. Raises Refusal."""
     args = build_parser().parse_args(argv)
     check(args)
-    from megatron.training.checkpoint.hugging_face.llama import DTYPES
+    from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
 
     dtype = DTYPES.get(args.dtype)
     if args.from_hf:
-        from megatron.training.checkpoint.converting.incoming import from_hugging_face
+        from megatron.training.checkpoint.converting.from_hugging_face import from_hugging_face
 
         return timed(lambda bar: from_hugging_face(args.from_hf, args.to, dtype, bar))
     if args.to_peft:
-        from megatron.training.checkpoint.converting.adapters import to_peft
+        from megatron.training.checkpoint.converting.to_hugging_face import to_peft
 
         return timed(lambda bar: to_peft(args.from_, args.to_peft, bar, args.ckpt_step, args.base))
-    from megatron.training.checkpoint.converting.outgoing import to_hugging_face
+    from megatron.training.checkpoint.converting.to_hugging_face import to_hugging_face
 
     return timed(lambda bar: to_hugging_face(args.from_, args.to_hf, dtype, bar, args.ckpt_step, args.hf_files))
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron.training.arguments.argv import options
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.words import options
 from megatron.training.pretrain import EXIT_REFUSED, tell
 from megatron.training.pretrain import main as program
 from megatron.training.refusal import Refusal
@@ -58,7 +58,7 @@ def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         Refusal: its settings are none that flags could have given.
     """
-    from megatron.inference.start import MASK, check_taken, read_saved
+    from megatron.inference.load import MASK, check_taken, read_saved
     from megatron.training.checkpoint.arguments_of import held_out_data, length_of
     from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 
@@ -94,10 +94,9 @@ def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def evaluate(config: Config, runtime: Any, beats: Any, told: Sequence[str] = ()) -> int:
     """Load, evaluate, write; returns the exit code. ``told``: what the checkpoint brought."""
-    from megatron.training.evaluation.model import prepare_evaluation
-    from megatron.training.evaluation.report import lines, tables, write
-    from megatron.training.evaluation.score import Subject
-    from megatron.training.evaluation.tasks import evaluate_tasks
+    from megatron.training.evaluation.eval_report import lines, tables, write
+    from megatron.training.evaluation.evaluated_model import prepare_evaluation
+    from megatron.training.evaluation.tasks import Subject, evaluate_tasks
     from megatron.training.refusal import together
 
     begin = time.perf_counter()

@@ -45,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def order_of(args: argparse.Namespace) -> Any:
     """The order that flags make. Raises Refusal where a number makes no sense, or two flags contradict each other."""
-    from megatron.inference.program import Order
-    from megatron.inference.sampling import Sampling
+    from megatron.inference.generate import Sampling
+    from megatron.inference.prompts import Order
 
     drawn = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None}
     if args.greedy and drawn:
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args, words = build_parser().parse_known_args(argv)
         order = order_of(args)
-        from megatron.inference.program import run
+        from megatron.inference.prompts import run
 
         return run(order, words)
     except Refusal as refusal:

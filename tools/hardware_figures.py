@@ -19,14 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron.platform.cpu import processor_name
-from megatron.simulator.machines import measure
+from megatron.simulator.machines import measure_device
 from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.machines.measure import DTYPES, HEAD_DIM, HEAD_SIZES, Effort
+from megatron.simulator.machines.measure_device import DTYPES, HEAD_DIM, HEAD_SIZES, Effort, context_and_workspace
 from megatron.simulator.machines.measure_links import Figures, figures, measure_in_processes
-from megatron.simulator.machines.measure_runtime import context_and_workspace
 from megatron.training.refusal import Refusal
-from megatron.training.report.flops import GPU_PEAKS
+from megatron.training.report.mfu import GPU_PEAKS
 
 Tell = Callable[[str], None]
 
@@ -45,7 +44,7 @@ def device_name(device: torch.device) -> str:
 
 
 def chosen_effort(args: argparse.Namespace, device: str) -> Effort:
-    plan = measure.effort(device, args.quick)
+    plan = measure_device.effort(device, args.quick)
     if args.gemm_sizes:
         plan = replace(plan, gemm=tuple(args.gemm_sizes))
     if args.attention_lengths:
@@ -94,7 +93,7 @@ def link_figures(device: torch.device, processes: int, plan: Effort, timeout: fl
         if dist.is_initialized():
             return figures(device, processes, plan, tell)
         tell("copies to the host")
-        return Figures({}, {}, measure.host_copy(plan.copy_bytes, device, plan.window), 1, 1)
+        return Figures({}, {}, measure_device.host_copy(plan.copy_bytes, device, plan.window), 1, 1)
     return measure_in_processes(processes, device.type, plan, timeout, tell)
 
 
@@ -105,25 +104,25 @@ def device_figures(device: torch.device, plan: Effort, tell: Tell) -> dict[str, 
     gemm = []
     for size in plan.gemm:
         tell(f"products of {size} in {own}")
-        gemm.append([size, measure.gemm_rate(size, DTYPES[own], device, window)])
+        gemm.append([size, measure_device.gemm_rate(size, DTYPES[own], device, window)])
     tell(f"products in {other}")
-    others = measure.gemm_rate(plan.gemm[-1], DTYPES[other], device, window)
+    others = measure_device.gemm_rate(plan.gemm[-1], DTYPES[other], device, window)
     forward, backward = [], []
     for length in plan.attention:
         tell(f"attention of {length} tokens")
-        rates = measure.attention_rates(length, plan.heads, HEAD_DIM, DTYPES[own], device, window)
+        rates = measure_device.attention_rates(length, plan.heads, HEAD_DIM, DTYPES[own], device, window)
         forward.append([length, rates[0]])
         backward.append([length, rates[1]])
     middle, sizes = plan.attention[len(plan.attention) // 2], []
     for head_dim in HEAD_SIZES:
         tell(f"attention with heads of {head_dim}")
-        rates = measure.attention_rates(middle, plan.heads, head_dim, DTYPES[own], device, window)
+        rates = measure_device.attention_rates(middle, plan.heads, head_dim, DTYPES[own], device, window)
         sizes.append([head_dim, 1 / (1 / rates[0] + 2.5 / rates[1])])  # of both passes
     base = dict(sizes)[HEAD_DIM]
     tell("memory")
-    memory = measure.memory_bandwidth(plan.copy_bytes, device, window)
+    memory = measure_device.memory_bandwidth(plan.copy_bytes, device, window)
     tell("launch")
-    launch = measure.launch_seconds(device, window)
+    launch = measure_device.launch_seconds(device, window)
     best = max(rate for _, rate in gemm + forward + backward)
     sheet = [peak for word, peak in GPU_PEAKS.items() if word.lower() in device_name(device).lower()]
     sheet_peak = 1e12 * sheet[0] if sheet and device.type == "cuda" else 0.0

@@ -45,7 +45,7 @@ def make(argv: list[str] | None) -> list[str]:
     settings = DataConfig(**{name: getattr(args, name) for name in tokenizer_flags()})
     tokenizer = build_tokenizer(settings, args.vocab_size)
     check_vocab(args.vocab_size, tokenizer)
-    from megatron.training.evaluation.words import make_words, pairs
+    from megatron.training.evaluation.haystack import make_words, pairs
 
     words = make_words(tokenizer, args.haystack)
     most = min(len(pairs(words.names, False)), len(pairs(words.numbers, None)))

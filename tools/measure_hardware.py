@@ -37,8 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         return import_logs(args)
     import torch.distributed as dist  # what is late here lets --help answer at once
 
-    from megatron.platform.interfaces import Unusable
-    from megatron.platform.meeting import meet
+    from megatron.platform.network import Unusable, meet
     from tools import hardware_figures as hardware
 
     rank = int(os.environ.get("RANK", "0"))

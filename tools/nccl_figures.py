@@ -12,10 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron.simulator.cost.nccl_tests import beside, fields
+from megatron.simulator.cost.nccl_tests import KINDS, Run, beside, fields, read_runs
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import MACHINES, find, machine_of, merge, read_fields, read_machine
-from megatron.simulator.machines.nccl_log import KINDS, Run, read_runs
 from megatron.training.data.text_files import whole_files
 from megatron.training.refusal import Refusal
 

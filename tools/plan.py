@@ -24,21 +24,29 @@ from pathlib import Path
 from rich.console import Console
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.simulator.cost.jitter import Jitter
+from megatron.simulator.cost.jitter import Jitter, step_spread
 from megatron.simulator.cost.jitter import told as spread_words
-from megatron.simulator.cost.unequal import step_spread
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import limits as plan_limits
-from megatron.simulator.planner.hints import padded_problem, padding_words, uncertain_words
-from megatron.simulator.planner.offers import Offer, best_of, offers, offers_table, run_words
+from megatron.simulator.planner.explain import (
+    alternatives,
+    count,
+    failing,
+    gib,
+    losing,
+    padded_problem,
+    padding_words,
+    uncertain_words,
+    winning,
+    words,
+)
+from megatron.simulator.planner.limits import Offer, best_of, offers, offers_table, run_words
+from megatron.simulator.planner.plan_report import Report
 from megatron.simulator.planner.plans import Problem
-from megatron.simulator.planner.report import Report
-from megatron.simulator.planner.request import Request
-from megatron.simulator.planner.run import Terms
+from megatron.simulator.planner.request import Request, tokens
+from megatron.simulator.planner.run_cost import Terms
 from megatron.simulator.planner.search import NEAR, everything, search
 from megatron.simulator.planner.search_space import Limits
-from megatron.simulator.planner.sizes import tokens
-from megatron.simulator.planner.words import alternatives, count, failing, gib, losing, winning, words
 from megatron.training.refusal import Refusal, Refusals
 from tools.plan_options import MARGIN, asked, parser, terms
 
@@ -121,9 +129,9 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     if args.json:
         write(args.json, json.dumps(told.rows(), indent=2) + "\n", "--json")
     if args.output:
-        from megatron.simulator.planner import picture  # matplotlib comes late
+        from megatron.simulator.planner import plan_report  # matplotlib comes late
 
-        picture.draw(found, problem, args.output, told.name())
+        plan_report.draw(found, problem, args.output, told.name())
     if args.html:
         from megatron.simulator.planner.page import page
 

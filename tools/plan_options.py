@@ -9,12 +9,10 @@ from pathlib import Path
 
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner.failures import read_rates
 from megatron.simulator.planner.plans import Problem
-from megatron.simulator.planner.request import Request
-from megatron.simulator.planner.run import Terms, read_prices
+from megatron.simulator.planner.request import Request, big_number, seconds, share_of_memory, tokens
+from megatron.simulator.planner.run_cost import Terms, read_prices, read_rates
 from megatron.simulator.planner.search_space import Limits
-from megatron.simulator.planner.sizes import big_number, seconds, share_of_memory, tokens
 from megatron.training.arguments.models import shape
 from megatron.training.refusal import Refusal
 

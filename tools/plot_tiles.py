@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.decisions.lengths import length_unit
+from megatron.decisions.division import length_unit
 from megatron.training.arguments.config import AttentionConfig, Config
-from megatron.training.arguments.validate.attention import OWN_FLAGS, check_attention
+from megatron.training.arguments.validate.check_model import OWN_FLAGS, check_attention
 
 if TYPE_CHECKING:  # where torch is needed, it comes late: --help answers at once
     from megatron.context_parallel.layout.masks import Mask

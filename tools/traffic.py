@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def counted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    from megatron.simulator.dry_run.one_rank import vocabulary_of
     from megatron.simulator.dry_run.traffic import layer_traffic
-    from megatron.simulator.dry_run.vocabulary import vocabulary_of
     from megatron.simulator.machines.machine_file import load
     from pretrain_llama import LLAMA
 

@@ -17,8 +17,8 @@ from benchmarks.parallel_attention import largest_error, log_normal
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.positions.dropout import Dropout
-from megatron.simulator.machines.measure import seconds_of
+from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.simulator.machines.measure_device import seconds_of
 
 TOLERANCE = 2e-2  # bf16 keeps 8 bits
 GUESS = 2e14  # FLOP/s, to say how long a case may take before any is measured

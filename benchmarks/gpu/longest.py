@@ -15,8 +15,8 @@ from benchmarks.gpu.program import START, Plan, Program
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.stage import Case, Figures, Stage
 from benchmarks.gpu.step import FULL, expected, log_of, step_flops, workload
-from megatron.formulas.host import host_memory
-from megatron.formulas.memory import device_memory
+from megatron.formulas.device_memory import device_memory
+from megatron.formulas.host_bytes import host_memory
 
 MODE, LAYERS = "fpdt streamed, recompute", 2
 DOUBLINGS = 8

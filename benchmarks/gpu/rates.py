@@ -13,9 +13,9 @@ import torch
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.stage import Case, Figures, Stage, read
 from megatron.context_parallel.attention import kernels
-from megatron.simulator.machines import measure
+from megatron.simulator.machines import measure_device
 from megatron.simulator.machines.machine_file import known
-from megatron.training.report.flops import GPU_PEAKS
+from megatron.training.report.mfu import GPU_PEAKS
 
 MACHINE = "machine.json"
 
@@ -31,11 +31,11 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     cases += [
         Case("memory", partial(memory, sizes, device)),
         Case("host", partial(host, sizes, device)),
-        Case("launch", lambda: {"seconds": measure.launch_seconds(device, sizes.window)}),
+        Case("launch", lambda: {"seconds": measure_device.launch_seconds(device, sizes.window)}),
     ]
     model = sizes.model
     for length in sizes.rates:
-        work = partial(measure.attention_rates, length, model.heads, model.head_dim, dtype, device, sizes.window)
+        work = partial(measure_device.attention_rates, length, model.heads, model.head_dim, dtype, device, sizes.window)
         cases.append(Case(f"attention over {length}", partial(both_rates, work)))
     how = {"device": device, "dtype": dtype, "head_dim": model.head_dim}
     stage.report["attention_kernel"] = kernels.select("auto", **how).name
@@ -61,23 +61,23 @@ def products(sizes: Sizes) -> dict[str, tuple[int, int]]:
 
 
 def square(size: int, dtype: torch.dtype, device: torch.device, window: float) -> Figures:
-    return {"size": size, "flops_per_second": measure.gemm_rate(size, dtype, device, window)}
+    return {"size": size, "flops_per_second": measure_device.gemm_rate(size, dtype, device, window)}
 
 
 def product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, window: float) -> Figures:
     """[m, k] times [k, n], as a linear layer has its weight: transposed."""
     a, weight = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
-    seconds = measure.seconds_of(lambda: a @ weight.t(), device, window)
+    seconds = measure_device.seconds_of(lambda: a @ weight.t(), device, window)
     return {"m": m, "n": n, "k": k, "flops_per_second": 2 * m * n * k / seconds}
 
 
 def memory(sizes: Sizes, device: torch.device) -> Figures:
-    return {"bytes_per_second": measure.memory_bandwidth(sizes.copy_bytes, device, sizes.window)}
+    return {"bytes_per_second": measure_device.memory_bandwidth(sizes.copy_bytes, device, sizes.window)}
 
 
 def host(sizes: Sizes, device: torch.device) -> Figures:
     """The slower direction."""
-    bandwidth, latency = measure.host_copy(sizes.copy_bytes, device, sizes.window)
+    bandwidth, latency = measure_device.host_copy(sizes.copy_bytes, device, sizes.window)
     return {"bytes_per_second": bandwidth, "latency": latency}
 
 
@@ -95,7 +95,7 @@ def best_gemm(folder: Path) -> float | None:
 
 def gemm_rate(folder: Path, sizes: Sizes, device: torch.device) -> float:
     """The rate that kernels are held against: the rates stage's, or measured here."""
-    return best_gemm(folder) or measure.gemm_rate(sizes.gemm[-1], dtype_of(device), device, sizes.window)
+    return best_gemm(folder) or measure_device.gemm_rate(sizes.gemm[-1], dtype_of(device), device, sizes.window)
 
 
 def machine_of(report: Figures, device: torch.device) -> Figures:

@@ -4,7 +4,7 @@
     python examples/reproduce/links.py [OUT_DIR]
 
 Prints the errors, writes OUT_DIR/links.png (default out/reproduce/links). Nothing is fitted to them but the two
-shares of NVLS (megatron/simulator/machines/collectives.py).
+shares of NVLS (megatron/simulator/machines/nccl_model.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.reproduce.picture import GREY, INK, SERIES  # noqa: E402
-from megatron.simulator.cost.collectives import price_of  # noqa: E402
-from megatron.simulator.cost.nccl_tests import beside  # noqa: E402
+from megatron.simulator.cost.collective_cost import price_of  # noqa: E402
+from megatron.simulator.cost.nccl_tests import (  # noqa: E402
+    Run,
+    beside,  # noqa: E402
+    read_runs,
+)
 from megatron.simulator.machines.machine import Machine  # noqa: E402
 from megatron.simulator.machines.machine_file import load  # noqa: E402
-from megatron.simulator.machines.nccl_log import Run, read_runs  # noqa: E402
 
 LOGS = Path(__file__).parent / "published" / "nccl_tests"
 PUBLISHED = {

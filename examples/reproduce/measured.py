@@ -21,7 +21,7 @@ from typing import Literal
 
 from examples.reproduce.simulate import shape_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
-from megatron.simulator.planner.command import environment, launcher, training_flags
+from megatron.simulator.planner.plan_report import environment, launcher, training_flags
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ SIZES = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attentio
 PEAK = """
 import torch
 from megatron.training.arguments.config import Config
-from megatron.training.report.flops import peak_flops
+from megatron.training.report.mfu import peak_flops
 print(peak_flops(Config(), torch.device("cuda", 0)))
 """
 

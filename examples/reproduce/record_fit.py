@@ -24,8 +24,8 @@ Constants = dict[str, dict[str, float]]
 # What our model needs and nobody fitted: set by hand, from physics, from other people's measurements, or assumed.
 BY_HAND = (
     "record_price.py: seconds a parameter of DeepSpeed's optimizer in host memory (1)",
-    "cost/program.py: bytes of PyTorch's operations for RMSNorm, SwiGLU, cross-entropy and casts, counted (9)",
-    "cost/program.py: launches of the host a layer, eager, compiled, fused (3)",
+    "cost/layer_program.py: bytes of PyTorch's operations for RMSNorm, SwiGLU, cross-entropy and casts, counted (9)",
+    "cost/layer_program.py: launches of the host a layer, eager, compiled, fused (3)",
     "cost/seconds.py: power grows with the square of the clock (1); idle watts of each GPU (1)",
     "kernels.flash1: half of FlashAttention-2 (1)",
     "record_price.py: bytes of Adam on a CPU, bandwidth of host memory (2)",

@@ -11,8 +11,8 @@ from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.cost.layer_program import Program
 from megatron.simulator.cost.operations import BF16, FP32, collective
-from megatron.simulator.cost.program import Program
 from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load

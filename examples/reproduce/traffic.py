@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.simulator.dry_run.transfers import sent, transfer
+from megatron.simulator.dry_run.recording.recorder import sent, transfer
 
 
 class Traffic(TorchDispatchMode):

@@ -15,7 +15,7 @@ from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.core.groups import current_grid, initialize_grid
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.block_sparse import (
     BigBirdBlocks,
     BlockList,
@@ -27,7 +27,7 @@ from megatron.context_parallel.layout.grid import Axis, Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.alibi import alibi_slopes
-from megatron.context_parallel.positions.dropout import Dropout
+from megatron.context_parallel.positions.position_dropout import Dropout
 
 __all__ = [
     "AttentionRule",

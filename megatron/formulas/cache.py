@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron.context_parallel.attention.cache import CachePlan, cached_heads
+from megatron.context_parallel.attention.kv_cache import CachePlan, cached_heads
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.formulas.strategy import Shape

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.decisions.heads import head_plan
-from megatron.formulas.chunks import chunks_of
+from megatron.decisions.division import head_plan
 from megatron.formulas.flops import passes_of
 from megatron.formulas.parameters import StageParameters, model_states, numel, shard_numel, stage_parameters
-from megatron.formulas.sizes import WIDE, sizes_of
+from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 LOSS_SUMS = 3  # numbers of each token that a cross-entropy over TP sums: largest logit, the label's, exponentials

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megatron.formulas.chunks import chunks_of
 from megatron.formulas.parameters import padded_vocab
+from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 

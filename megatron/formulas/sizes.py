@@ -5,10 +5,74 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
-from megatron.decisions.heads import head_plan
+from megatron.decisions.division import head_plan
 from megatron.formulas.parameters import padded_vocab
 from megatron.formulas.strategy import Strategy, Workload
+
+# How many pieces a rank's work is cut into: FPDT's chunks, runs of the FFN, chunks of the loss.
+#
+# The program takes its numbers here (training/arguments/validate/chunks.py), and so does every closed form.
+
+
+FPDT_LOSS_ROWS = 256  # tokens that a chunk of FPDT's loss has at least, unless the paper's rule gives it fewer
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How many pieces the work of a rank is cut into."""
+
+    all_rows: int  # tokens of a rank, between the layers
+    attention: int  # 1 without FPDT
+    rows: int  # tokens of the longest attention chunk
+    ffn: int  # runs; 0: the FFN is whole
+    ffn_rows: int  # tokens of the longest run
+    loss: int  # 0: the loss is whole
+    loss_rows: int
+
+
+@lru_cache(maxsize=8192)
+def chunks_of(workload: Workload, strategy: Strategy) -> Chunks:
+    """Of a step: what the strategy says, and what FPDT derives where it says nothing."""
+    shape, unit = workload.shape, chunk_unit(strategy.ulysses, strategy.tensor, strategy.sequence_parallel)
+    rows = workload.seq_length // strategy.ring // unit
+    attention, longest, ffn, loss = 1, rows, strategy.ffn_chunks, strategy.loss_chunks
+    if strategy.fpdt_chunk:
+        attention = attention_chunks(rows, max(chunk_rows(strategy.fpdt_chunk, strategy.ring, unit), 1))
+        longest = ceil(rows / attention)
+        ffn = ffn or ffn_chunks(attention)
+        loss = loss or loss_chunks(rows, ffn, hidden=shape.hidden, ffn_hidden=shape.ffn, vocab=shape.vocab)
+    ffn_rows = ceil(longest / ceil(ffn / attention)) if ffn else rows
+    return Chunks(rows, attention, longest, ffn, ffn_rows, loss, ceil(rows / loss) if loss else rows)
+
+
+def chunk_unit(ulysses: int, tensor: int, sequence_parallel: bool) -> int:
+    """A ring rank's chunk has a multiple of so many tokens."""
+    return ulysses * (tensor if sequence_parallel else 1)
+
+
+def chunk_rows(chunk: int, ring: int, unit: int) -> int:
+    """Most tokens a rank of a chunk of ``chunk`` global tokens; 0: the chunk is too short for the grid."""
+    return chunk // ring // unit
+
+
+def attention_chunks(rows: int, longest: int) -> int:
+    """FPDT's chunks of a rank's ``rows`` tokens, at most ``longest`` of them in each."""
+    return ceil(rows / longest)
+
+
+def ffn_chunks(attention: int) -> int:
+    """FPDT's runs of the FFN: the paper's two a chunk."""
+    return 2 * attention
+
+
+def loss_chunks(rows: int, ffn_chunks: int, *, hidden: int, ffn_hidden: int, vocab: int) -> int:
+    """FPDT's chunks of the loss: the paper's 2 x vocabulary / hidden size, or more: so many that the logits of one are
+    no larger than the inside of an FFN run, however long the sequence, but for chunks of a few tokens, which would
+    spend their time on adding to the weight's gradient."""
+    return max(2 * ceil(vocab / hidden), min(ffn_chunks * ceil(vocab / ffn_hidden), ceil(rows / FPDT_LOSS_ROWS)))
+
 
 WIDE = 4  # bytes of an fp32 number
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: a trained model answers prompts, on any grid, with its keys and values dealt over the ranks.
+"""Generation: a trained model answers prompts, on any grid, with its keys and values spread over the ranks.
 
-From the command line down: flags and checkpoint to a model (program.py, start.py), prompts in and answers out
-(prompts.py), batch by batch and token by token (generate.py), one pass over the grid (decoder.py), one token chosen
-(sampling.py). The cached attention itself is the heart's: context_parallel/attention/cache.py.
+load.py goes from flags and a checkpoint to a model, prompts.py reads prompts and writes answers, generate.py goes batch
+by batch and token by token, decoder.py is one pass over the grid. The cached attention itself is in
+context_parallel/attention/kv_cache.py.
 """

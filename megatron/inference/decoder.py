@@ -2,7 +2,7 @@
 """One pass of a model over the grid: the prompts at once, or one token of each sample; logits of the next come out.
 
 Prompts go through as a batch does in training: Ulysses and Ring, by the layout. Then each token's hidden state is on
-all context-parallel ranks alike, which share its attention (attention/cache.py); linear layers are split by TP alone.
+all context-parallel ranks alike, which share its attention (kv_cache.py); linear layers are split by TP alone.
 Pipeline stages hand hidden states on one after the other.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.attention.cache import CachePlan
+from megatron.context_parallel.attention.kv_cache import CachePlan
 from megatron.context_parallel.core.cached_attention import Generation, keep_keys
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit

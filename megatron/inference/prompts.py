@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megatron.training.data.tokenizer import Tokenizer
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron.inference.generate import Answer, Counts, Request, Sampling, generate
+from megatron.inference.load import check_length, configure, load_decoder
+from megatron.training import pretrain
+from megatron.training.arguments.config import Config
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal, one_line, reason, short
+from megatron.training.refusal import Refusal, one_line, reason, short, together
+from megatron.training.setup import Runtime
 
 
 @dataclass(frozen=True)
@@ -80,3 +92,106 @@ def _prompt(where: str, value: str | list[int], tokenizer: Tokenizer, vocab_size
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise Refusal(f"{where}: token {short(wrong[0])} is none of the vocabulary's {vocab_size}")
     return Prompt(where, value if isinstance(value, str) else None, tuple(tokens))
+
+
+# The program behind tools/generate.py: prompts in, answers and how fast they came out.
+
+
+TOLD = ("weights of another network", "WARNING: checkpoint", "not checked")  # beginnings of the notes that are printed
+
+
+@dataclass(frozen=True)
+class Order:
+    """The flags of tools/generate.py; the others are training's."""
+
+    load: str
+    prompt: Sequence[str]
+    prompts: Path | None
+    max_new_tokens: int
+    sampling: Sampling
+    ckpt_step: int | None = None
+    dtype: str | None = None
+    output: Path | None = None
+
+
+def run(order: Order, words: Sequence[str]) -> int:
+    """Answer the prompts on all processes that torchrun started; returns the exit code.
+
+    Raises:
+        Refusal: anything that cannot be done, before any prompt is read by the model.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    config, saved = configure(words, order.load, order.ckpt_step, order.dtype, world)
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    vocab_size = check_vocab(config.model.vocab_size, tokenizer)
+    prompts = read_prompts(order.prompt, order.prompts, tokenizer, vocab_size)
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+    check_length(config, len(longest.tokens), order.max_new_tokens, longest.where)
+    request = Request(
+        order.max_new_tokens,
+        replace(order.sampling, seed=config.run.seed),
+        frozenset((tokenizer.eod,) if saved.stop is None else saved.stop),
+        config.data.micro_batch_size,
+    )
+
+    def answer(config: Config, runtime: Runtime, _: Any) -> int:
+        # As long as an answer gets: it bounds a window of -1, and says where masks of pairs are made.
+        config.data.seq_length = len(longest.tokens) + order.max_new_tokens
+        decoder = load_decoder(config, runtime, vocab_size)
+        first = runtime.is_rank_zero
+        for note in (note for note in config.notes if first and note.startswith(TOLD)):
+            print(f"note: {note}", file=sys.stderr)
+        most = len(prompts) * order.max_new_tokens
+        with tqdm(total=most, unit=" tokens", disable=None if first else True, leave=False) as bar:
+            answers, counts = generate(decoder, [prompt.tokens for prompt in prompts], request, bar.update)
+        every: list[Counts] = [counts] * dist.get_world_size()
+        dist.all_gather_object(every, counts)
+        together(lambda: report(order, prompts, answers, tokenizer) if first else None)
+        if first:
+            print(summary(runtime, every), file=sys.stderr)
+        return 0
+
+    return pretrain.run(config, answer, "more Ring ranks, or a smaller --micro-batch-size, keep less on each")
+
+
+def report(order: Order, prompts: Sequence[Prompt], answers: Sequence[Answer], tokenizer: Tokenizer) -> None:
+    """Print the answers, and write them to ``--output``. Raises Refusal where that cannot be written."""
+    rows: list[dict[str, Any]] = []
+    for prompt, answer in zip(prompts, answers):
+        text = tokenizer.detokenize(answer.tokens[: len(answer.tokens) - answer.stopped])
+        print(text if len(prompts) == 1 else f"[{answer.number + 1}] {text}", flush=True)
+        rows.append(
+            {
+                "prompt": prompt.text,
+                "prompt_tokens": list(prompt.tokens),
+                "text": text,
+                "tokens": answer.tokens,
+                "stopped": answer.stopped,
+            }
+        )
+    if order.output is not None:
+        try:
+            order.output.parent.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+            order.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        except OSError as error:
+            raise Refusal(f"--output {order.output}: {reason(error)}") from None
+
+
+def summary(runtime: Runtime, every: Sequence[Counts]) -> str:
+    """One line: what was read and written, how fast, and what the cache took on the fullest rank.
+
+    Args:
+        every: each rank's; a replica's ranks have the same.
+    """
+    grid = runtime.grid
+    replicas = [every[data * grid.tensor.size * grid.context.size] for data in range(grid.data.size)]  # PP is outside
+    read, written = (sum(getattr(one, name) for one in replicas) for name in ("prompt_tokens", "new_tokens"))
+    slow = max(one.decode_seconds for one in replicas)
+    decoded = written - sum(one.first_tokens for one in replicas)
+    speed = f" ({decoded / slow:,.1f} tokens/s)" if decoded else ""
+    waited, most = max(one.prefill_seconds for one in replicas), max(one.cache_bytes for one in every)
+    return (
+        f"{grid}: {read:,} tokens read in {waited:.2f} s, {written:,} written, the later ones in {slow:.2f} s{speed}; "
+        f"keys and values: {most:,} bytes a rank"
+    )

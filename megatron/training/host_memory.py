@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.formulas.host import HostBytes, host_memory
+from megatron.formulas.host_bytes import HostBytes, host_memory
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.strategy_of import strategy_of, workload_of
+from megatron.training.arguments.stages import strategy_of, workload_of
 from megatron.training.refusal import Refusal
 
 CGROUP = Path("/sys/fs/cgroup")

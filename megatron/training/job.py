@@ -30,20 +30,19 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import length_in_step, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checkpoint_folder import restore
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
 from megatron.training.checkpoint.in_memory.restart import newest
 from megatron.training.checkpoint.in_memory.state import Held
 from megatron.training.checkpoint.megatron_lm.places import iteration_of
-from megatron.training.checkpoint.owner import Owner, own
+from megatron.training.checkpoint.owner import Owner, identity, own
 from megatron.training.checkpoint.run_state import Progress
-from megatron.training.checkpoint.runs import identity
-from megatron.training.checkpoint.shelf import restore
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
-from megatron.training.data.files import named_sets
+from megatron.training.data.index_files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
-from megatron.training.evaluation.plan import Plan, check_held_out, make_plan
+from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
 from megatron.training.host_memory import available_bytes, check_host_memory
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism

@@ -14,23 +14,21 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.schedule import length_in_step
-from megatron.training.bad_batches import Watch, roll_back, write_batch
-from megatron.training.data.reading import DataError
-from megatron.training.evaluation.report import lines, write
-from megatron.training.evaluation.score import Subject
-from megatron.training.evaluation.tasks import evaluate_tasks, metrics
+from megatron.training.data.read_tokens import DataError
+from megatron.training.evaluation.eval_report import lines, write
+from megatron.training.evaluation.tasks import Subject, evaluate_tasks, metrics
+from megatron.training.features.bad_batches import Watch, roll_back, write_batch
+from megatron.training.features.replicas import ReplicasDiffer, check_replicas
+from megatron.training.features.save_policy import Saver
+from megatron.training.features.stopping import Stopper
+from megatron.training.features.stragglers import SlowLinks, Stragglers
 from megatron.training.job import Job, batches_for, evaluations, params_norm
 from megatron.training.refusal import Refusal
-from megatron.training.replicas import ReplicasDiffer, check_replicas
-from megatron.training.report.flops import peak_flops, step_flops
-from megatron.training.report.memory import PeakBytes
 from megatron.training.report.memory_profile import MemoryProfile, write_profile
+from megatron.training.report.mfu import peak_flops, step_flops
 from megatron.training.report.reporter import Reporter
-from megatron.training.saver import Saver
-from megatron.training.slow_links import SlowLinks
+from megatron.training.report.tensor_memory import PeakBytes
 from megatron.training.step import Batches, Diverged, StepResult, evaluate, train_step
-from megatron.training.stopping import Stopper
-from megatron.training.stragglers import Stragglers
 
 
 def training_loop(job: Job, reporter: Reporter, stopper: Stopper) -> bool:

@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from megatron.training.arguments.argv import take_ranks
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run import leaves
+from megatron.training.arguments.dry_run_flags import leaves
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.ranks import take_ranks
-from megatron.training.orphans import follow_launcher
+from megatron.training.features.stopping import follow_launcher
 from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
@@ -72,8 +72,8 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         saves_memory: what is said to whom memory runs out.
     """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
-    from megatron.training.data.reading import DataError
-    from megatron.training.heartbeat import OF_MESSAGES, heartbeat
+    from megatron.training.data.read_tokens import DataError
+    from megatron.training.features.heartbeat import OF_MESSAGES, heartbeat
     from megatron.training.setup import start, stop
 
     try:
@@ -127,8 +127,8 @@ def out_of_memory(error: Exception) -> str:
 
 def train(config: Config, runtime: Any, beats: Any = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
+    from megatron.training.features.stopping import Stopper
     from megatron.training.job import prepare
-    from megatron.training.stopping import Stopper
 
     started = time.perf_counter()
     stopper = Stopper(runtime.device, config.run.exit_duration_in_mins)
@@ -141,12 +141,12 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
 
 
 def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
-    from megatron.training.bad_batches import write_batch
-    from megatron.training.data.reading import DataError
+    from megatron.training.data.read_tokens import DataError
+    from megatron.training.features.bad_batches import write_batch
+    from megatron.training.features.replicas import ReplicasDiffer
     from megatron.training.job import describe
     from megatron.training.loop import evaluate_held_out, evaluate_on_tasks, training_loop
     from megatron.training.refusal import together
-    from megatron.training.replicas import ReplicasDiffer
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged

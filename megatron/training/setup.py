@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,18 +15,48 @@ import torch.distributed as dist
 from megatron import platform
 from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.core.groups import initialize_grid
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.grid import Grid, initialize_world
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.platform.interfaces import Unusable
+from megatron.platform.network import Unusable
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import transformer_engine_installed
-from megatron.training.arguments.validate.attention import varies_by_batch
-from megatron.training.arguments.validate.chunks import attention_chunks
-from megatron.training.determinism import make_deterministic
+from megatron.training.arguments.validate.check_memory import attention_chunks
+from megatron.training.arguments.validate.check_model import varies_by_batch
 from megatron.training.model.attention_rule import attention_mask
-from megatron.training.model.precision import compute_dtype
+from megatron.training.model.core_config import compute_dtype
 from megatron.training.refusal import Refusal
+
+# ``--deterministic-mode``: a run repeats bit for bit on the same grid and the same kind of device.
+#
+# PyTorch's switch makes every operator repeat or raise; the attention kernels follow it (flash-attn adds up in order,
+# cuDNN's is left out). What is not an operator is chosen by environment variables, which have to be set before the
+# GPU is first used: cuBLAS's workspace, NCCL's algorithm, Transformer Engine's kernels.
+
+
+# What to set where the user has set nothing, and what of the user's repeats too.
+VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", (":4096:8", ":16:8")),
+    "NCCL_ALGO": ("^NVLS", ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0", ("0",)),
+}
+
+
+def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have everything repeat from here on.
+
+    Raises:
+        Refusal: the environment asks for what does not repeat.
+    """
+    for name, (value, others) in VARIABLES.items():
+        found = environment.setdefault(name, value)
+        if found not in others:
+            raise Refusal(
+                f"--deterministic-mode and the environment variable {name}={found}: its results may change from run to "
+                f"run; unset it, or use {' or '.join(others)}"
+            )
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that was not written
 
 
 @dataclass(frozen=True)

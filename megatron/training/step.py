@@ -16,11 +16,11 @@ from megatron.core.parallel_state import get_data_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron.context_parallel.layout.samples import told
+from megatron.context_parallel.layout.documents import told
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
-from megatron.training.bad_batches import Watch, step_if
 from megatron.training.data.batches import shard_batch
+from megatron.training.features.bad_batches import Watch, step_if
 from megatron.training.setup import Runtime
 
 Batches = Iterator[dict[str, Tensor]]

@@ -315,7 +315,7 @@ def save(run: Megatron, folder: str, iteration: int, kind: str | None, *, core_w
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization
 
-    from megatron.training.checkpoint.saving import Save
+    from megatron.training.checkpoint.save_job import Save
 
     metadata: dict[str, Any] = {"distrib_optim_sharding_type": kind} if kind else {}
     metadata |= {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.parser import parse
-from megatron.training.bad_batches import LEAST, Watch
+from megatron.training.features.bad_batches import LEAST, Watch
 from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import make_job
 
@@ -45,10 +45,10 @@ class Poisoned(Dataset):
 
 def train(flags: str, folder: str, number: int = 9, kind: str = "infinite") -> tuple[dict[int, float], str, list]:
     """Losses by iteration, how the run ended, and its weights."""
+    from megatron.training.features.stopping import Stopper
     from megatron.training.loop import training_loop
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
-    from megatron.training.stopping import Stopper
 
     job = make_job(f"{FLAGS} --log-jsonl {folder}/log.jsonl {flags}")
     if job.datasets[0] is not None:

@@ -237,7 +237,7 @@ def save_with(flags, folder, writer):
 
     from megatron.platform.streams import streams_of
     from megatron.training.checkpoint import checkpoint
-    from megatron.training.checkpoint.writer import HostCopies
+    from megatron.training.checkpoint.rank_file import HostCopies
 
     job = make_job(flags)
     train_job(job, 2)
@@ -295,7 +295,7 @@ def save_and_be_killed(folder, beside):
 
     from megatron.platform.streams import streams_of
     from megatron.training.checkpoint import checkpoint
-    from megatron.training.checkpoint.writer import HostCopies
+    from megatron.training.checkpoint.rank_file import HostCopies
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = make_job(GQA)
@@ -400,7 +400,7 @@ def test_finetune_takes_the_weights_and_starts_at_zero(pool, tmp_path):
     "keep, multiple_of, left", [(1, 4, [4, 8, 10]), (2, None, [8, 10]), (3, 2, [2, 4, 6, 8, 10]), (9, None, "all")]
 )
 def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
-    from megatron.training.checkpoint.shelf import remove_older
+    from megatron.training.checkpoint.checkpoint_folder import remove_older
 
     for iteration in (2, 4, 6, 8, 10, 12):  # the last is of a run that went further, before it was taken up here
         (tmp_path / f"iter_{iteration:07d}").mkdir()

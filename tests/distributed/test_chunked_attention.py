@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
-from megatron.context_parallel.fpdt.host_pool import is_host_buffer
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.host_store import Offload, is_host_buffer
 from megatron.context_parallel.layout.grid import abstract_grid
 from tests.adversary import Adversary
 from tests.distributed.test_attention import dense_attention

@@ -40,8 +40,8 @@ def profiled_step(flags: str, folder: str) -> None:
     "name", [pytest.param(name, marks=[] if name[0] == "T" else [pytest.mark.full]) for name in CASES]
 )
 def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp_path: Path, capsys) -> None:
-    from megatron.simulator.dry_run.chrome_trace import write_trace
     from megatron.simulator.dry_run.dry_run import dry_run
+    from megatron.simulator.dry_run.timeline import write_trace
     from megatron.simulator.machines.machine_file import load
     from megatron.training.arguments.parser import parse
     from tools import compare_trace

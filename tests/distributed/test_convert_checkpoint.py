@@ -251,7 +251,7 @@ def there_and_back(folder, scratch):
     from transformers import LlamaConfig
 
     from megatron.training.checkpoint.megatron_lm.checked import examine
-    from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
+    from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,

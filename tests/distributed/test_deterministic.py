@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from megatron.training.determinism import VARIABLES, make_deterministic
 from megatron.training.refusal import Refusal
+from megatron.training.setup import VARIABLES, make_deterministic
 from tests.distributed.test_training import GQA, SP, T2, ZERO1, ZERO3, cp
 from tests.distributed.training_runs import run_training
 from tests.pairs import also_in_full

@@ -58,8 +58,7 @@ CASES = {
 
 def watch(flags, llama):
     """Peaks of a step of the real program, and what it sends and computes, on this rank."""
-    from megatron.simulator.dry_run.recorder import Recorder
-    from megatron.simulator.dry_run.transfers import axes_of
+    from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
 

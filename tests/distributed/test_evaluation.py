@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.core.groups import initialize_grid
-from megatron.context_parallel.fpdt.chunked_scores import chunked_token_scores
+from megatron.context_parallel.fpdt.chunked_loss import chunked_token_scores
 from tests.distributed.test_hugging_face_load import LLAMA_SIZES
 from tests.distributed.training_runs import RUN, SHAPE, make_job
 from tests.hugging_face import save_model
@@ -110,8 +110,7 @@ GRIDS = [
 
 def evaluated(flags: str, folder: str, packed: str = "") -> dict[str, Any]:
     """What a fresh model's tasks come to."""
-    from megatron.training.evaluation.score import Subject
-    from megatron.training.evaluation.tasks import evaluate_tasks
+    from megatron.training.evaluation.tasks import Subject, evaluate_tasks
 
     job = make_job(f"{TASKS} --eval-files {folder}/a.txt {folder}/b.txt {packed} {flags}")
     found = evaluate_tasks(job.plan, Subject(job.config, job.runtime, job.chunks), job.datasets[1])
@@ -192,9 +191,8 @@ def from_hugging_face(folder: str, text: str) -> tuple[dict[str, Any], list[tupl
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint.arguments_of import shape_of
     from megatron.training.data.batches import micro_batches
-    from megatron.training.evaluation.model import prepare_evaluation
-    from megatron.training.evaluation.score import Subject
-    from megatron.training.evaluation.tasks import evaluate_tasks
+    from megatron.training.evaluation.evaluated_model import prepare_evaluation
+    from megatron.training.evaluation.tasks import Subject, evaluate_tasks
     from megatron.training.setup import start
     from tools.evaluate import DEFAULTS
 
@@ -292,7 +290,7 @@ def test_a_checkpoint_is_needed(capsys):
 def refusal(flags: str) -> str:
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint.arguments_of import shape_of
-    from megatron.training.evaluation.model import prepare_evaluation
+    from megatron.training.evaluation.evaluated_model import prepare_evaluation
     from megatron.training.refusal import Refusal
     from megatron.training.setup import start
     from tools.evaluate import DEFAULTS

@@ -26,14 +26,14 @@ def hostile(metadata, harm: str) -> bytes:
 
 def save_hostile(folder: str, harm: str) -> None:
     """A checkpoint with right checksums, whose .metadata does harm."""
-    from megatron.training.checkpoint import checkpoint, writer
+    from megatron.training.checkpoint import checkpoint, rank_file
 
-    job, plain = make_job(SMALL), writer.pickle
-    writer.pickle = types.SimpleNamespace(dumps=lambda metadata: hostile(metadata, harm))
+    job, plain = make_job(SMALL), rank_file.pickle
+    rank_file.pickle = types.SimpleNamespace(dumps=lambda metadata: hostile(metadata, harm))
     try:
         checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
     finally:
-        writer.pickle = plain
+        rank_file.pickle = plain
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_a_rank_holds_its_share(pool, flags):
 
 def peak_of_a_step(flags):
     from megatron.training.job import batches_for
-    from megatron.training.report.memory import PeakBytes, TensorMeter
+    from megatron.training.report.tensor_memory import PeakBytes, TensorMeter
     from megatron.training.step import train_step
 
     gc.collect()

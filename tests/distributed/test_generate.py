@@ -96,7 +96,7 @@ def transformers_say(folders, shared):
 
 def decoder_of(folder: Path, flags: str, new_tokens: int = NEW) -> tuple[Any, Any]:
     """(decoder, configuration) as tools/generate.py makes them."""
-    from megatron.inference.start import configure, load_decoder
+    from megatron.inference.load import configure, load_decoder
     from megatron.training.setup import start
 
     words = f"{NULL} --device cpu {flags}".split()
@@ -109,8 +109,7 @@ def decoder_of(folder: Path, flags: str, new_tokens: int = NEW) -> tuple[Any, An
 def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tuple[list[list[int]], int, int]:
     """(new tokens of each prompt, bytes of keys and values on this rank, by the formula)."""
     from megatron.formulas.cache import cache_bytes
-    from megatron.inference.generate import Request, generate
-    from megatron.inference.sampling import Sampling
+    from megatron.inference.generate import Request, Sampling, generate
     from megatron.training.arguments.models import model_shape
 
     decoder, config = decoder_of(folder, flags)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import make_grid
-from megatron.training.heartbeat import Heartbeat, silent_ranks, verdict
+from megatron.training.features.heartbeat import Heartbeat, silent_ranks, verdict
 from tests.patience import patience
 
 EVERY = 0.2
@@ -55,7 +55,7 @@ def test_the_rank_that_does_not_answer_is_named_and_the_axis_that_waits(pool):
 
 def stopped_by(numbers: list[int]):
     """What a Stopper makes of signals that this process gets."""
-    from megatron.training.stopping import Stopper
+    from megatron.training.features.stopping import Stopper
 
     stopper = Stopper(torch.device("cpu"), None)
     stopper.begin()

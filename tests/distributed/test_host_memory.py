@@ -53,7 +53,7 @@ def test_the_estimate_holds_and_is_not_far_off(pool, world, flags):
 
 def bytes_after(flags, *steps):
     """(device bytes, host bytes in use, host bytes allocated) after so many steps, and after so many more."""
-    from megatron.training.report.memory import TensorMeter
+    from megatron.training.report.tensor_memory import TensorMeter
 
     job, found = make_job(flags), []
     for count in steps:

@@ -11,8 +11,8 @@ SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
 def trained(flags, losses):
     """Run the real loop; validation losses are as told, by iteration."""
     from megatron.training import loop
+    from megatron.training.features.stopping import Stopper
     from megatron.training.report.reporter import Reporter
-    from megatron.training.stopping import Stopper
 
     def evaluate(job, reporter, name, dataset):
         return {f"{name}_loss": losses[job.progress.iteration - 1]}

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Band
 from megatron.context_parallel.positions.alibi import alibi_slopes
-from megatron.context_parallel.positions.dropout import TileDropout
+from megatron.context_parallel.positions.position_dropout import TileDropout
 from tests.errors import worst
 from tests.pairs import also_in_full
 

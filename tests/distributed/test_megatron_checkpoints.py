@@ -140,7 +140,7 @@ def rewritten(source, folder, *, change):
     import torch
     from megatron.core import dist_checkpointing
 
-    from megatron.training.checkpoint.saving import Save
+    from megatron.training.checkpoint.save_job import Save
 
     path, new = next(Path(source).glob("iter_*")), Path(folder) / "iter_0000002"
     make_job(FLAGS)  # process groups
@@ -321,16 +321,16 @@ def test_an_unknown_order_in_buckets_is_refused(pool, written):
 
 
 def told_with_other_orders(flags, folder):
-    from megatron.training.checkpoint.megatron_lm import buckets
+    from megatron.training.checkpoint.megatron_lm import source
     from megatron.training.refusal import Refusal
 
-    right, buckets.ORDERS = buckets.ORDERS, tuple(order[1:] + order[:1] for order in buckets.ORDERS)
+    right, source.ORDERS = source.ORDERS, tuple(order[1:] + order[:1] for order in source.ORDERS)
     try:
         make_job(f"{flags} --load {folder}", llama=False)
     except Refusal as refusal:
         return str(refusal)
     finally:
-        buckets.ORDERS = right
+        source.ORDERS = right
     return None
 
 

@@ -12,9 +12,9 @@ from tests.distributed.training_runs import make_job
 
 def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     """On a rank: train two steps with --profile-memory, and count by other means what the profile should say."""
+    from megatron.training.features.stopping import Stopper
     from megatron.training.loop import training_loop
     from megatron.training.report.reporter import Reporter
-    from megatron.training.stopping import Stopper
 
     job = make_job(f"{flags} --exit-interval 2 --profile-memory {folder}")
     stopper = Stopper(job.runtime.device, None)
@@ -44,7 +44,7 @@ def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     ],
 )
 def test_bytes_by_kind_are_those_of_the_buffers(pool, tmp_path, flags, bytes_a_number):
-    from megatron.training.report.memory_picture import peak_of, read
+    from megatron.training.report.memory_profile import peak_of, read
 
     ranks = 2 * (1 + ("pipeline" in flags))
     counted = pool.run(train_and_count, ranks, flags, str(tmp_path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.platform.interfaces import FLAG, GLOO
+from megatron.platform.network import FLAG, GLOO
 from tests.distributed.test_program import FLAGS, PROGRAM
 from tests.faults.network import Network, why_not
 from tests.program import run_each

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.checkpoint.checkpoint_folder import REPLACED
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
-from megatron.training.checkpoint.shelf import REPLACED
 from megatron.training.refusal import Refusal
 from tests.disk import Recorder, lay_out, prove, try_all_cuts
 from tests.distributed.training_runs import make_job, train_job
@@ -41,8 +41,8 @@ def trained(flags, root, lock):
     """Run the real loop; the record of this rank."""
     import torch.distributed as dist
 
+    from megatron.training.features.stopping import Stopper
     from megatron.training.loop import training_loop
-    from megatron.training.stopping import Stopper
 
     job = make_job(f"{TINY} {flags}")
     stopper, recorder = Stopper(job.runtime.device, None), Recorder(root, lock)
@@ -60,11 +60,11 @@ def trained(flags, root, lock):
 
 def saved_twice(root, lock, exchange):
     """The same iteration, with other weights the second time."""
-    from megatron.training.checkpoint import checkpoint, shelf
+    from megatron.training.checkpoint import checkpoint, checkpoint_folder
 
     job = make_job(TINY)
-    real = shelf._exchange
-    shelf._exchange = real if exchange else lambda *_: False
+    real = checkpoint_folder._exchange
+    checkpoint_folder._exchange = real if exchange else lambda *_: False
     try:
         with Recorder(root, lock) as recorder:
             for _ in range(2):
@@ -75,7 +75,7 @@ def saved_twice(root, lock, exchange):
                 )
                 recorder.promise(path.name)
     finally:
-        shelf._exchange = real
+        checkpoint_folder._exchange = real
     return recorder.record
 
 

@@ -42,12 +42,12 @@ def posted(what: str, folder: Path) -> list[str]:
 
             transfer("p2p", 64, dist.group.WORLD, torch.device("cpu"))[0]()
         else:
-            from megatron.training.checkpoint.in_memory import exchange
+            from megatron.training.checkpoint.in_memory import copy_file
 
             dist.isend, dist.irecv = noted("s", send), noted("r", receive)
             rank, mine = dist.get_rank(), folder / f"{dist.get_rank()}"
             mine.write_bytes(bytes(range(64)))
-            exchange.swap((mine, (rank + 1) % 3), (folder / f"{rank}.copy", (rank - 1) % 3, 64), dist.group.WORLD)
+            copy_file.swap((mine, (rank + 1) % 3), (folder / f"{rank}.copy", (rank - 1) % 3, 64), dist.group.WORLD)
             assert (folder / f"{rank}.copy").read_bytes() == bytes(range(64))
     finally:
         dist.batch_isend_irecv, dist.isend, dist.irecv = batch, send, receive

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training.replicas import bits
+from megatron.training.features.replicas import bits
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
 
 
 def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
     """What is said after two steps, and after one bit of a weight has changed on one rank."""
     from megatron.training.checkpoint.checkpoint import unwrap
+    from megatron.training.features.replicas import ReplicasDiffer, check_replicas
     from megatron.training.model.weights import canonical_parameters
-    from megatron.training.replicas import ReplicasDiffer, check_replicas
 
     job = make_job(flags)
     train_job(job, 2)
@@ -76,10 +76,11 @@ def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: s
 
 def whole_program(flags: str, rank: int) -> tuple[int, str]:
     """Exit code and console of a run in which the bits of one rank are others, and some rank is slow."""
-    from megatron.training import pretrain, replicas
+    from megatron.training import pretrain
     from megatron.training.arguments.parser import parse
+    from megatron.training.features import replicas
+    from megatron.training.features.stragglers import Stragglers
     from megatron.training.setup import start
-    from megatron.training.stragglers import Stragglers
 
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, dist.get_world_size())
     other, console = dist.get_rank() == rank, io.StringIO()

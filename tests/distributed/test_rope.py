@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
-from megatron.context_parallel.positions.rope import rotary_angles
-from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
+from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, rotary_angles
 from tests.distributed.test_fpdt import fpdt
 from tests.distributed.test_training import GPT, GQA, MHA, P2, SP, T2, check, cp
 from tests.distributed.training_runs import make_job, train_job

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention import graph
+from megatron.context_parallel.attention import sdpa
 from tests.distributed.pool import RankError
 from tests.pairs import also_in_full
 
@@ -189,7 +189,7 @@ def checked(ulysses, ring):
         for heads, size in sizes
     ]
     with cp.context_parallel(layout, kernel="math"):
-        return torch.library.opcheck(graph._forward, (*inputs, True, 0.3, ulysses))
+        return torch.library.opcheck(sdpa._forward, (*inputs, True, 0.3, ulysses))
 
 
 @pytest.mark.parametrize("ulysses, ring", [(1, 1), (2, 1), (1, 2)])
@@ -202,15 +202,15 @@ def node_elsewhere(where):
     layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ulysses=2))
     x = torch.randn(layout.local_length, 1, 4, 8, requires_grad=True)
     if where == "outside":
-        graph._forward(x, x, x, True, 0.3, 2)
+        sdpa._forward(x, x, x, True, 0.3, 2)
     if where in ("full", "longer"):
         length, mask = (LENGTH, cp.Full()) if where == "full" else (2 * LENGTH, None)
         with cp.context_parallel(cp.SequenceLayout(length, layout.grid), mask=mask):
-            graph._forward(x, x, x, True, 0.3, 2)
+            sdpa._forward(x, x, x, True, 0.3, 2)
     with cp.context_parallel(layout):
-        out = graph._forward(x, x, x, True, 0.3, 1 if where == "another grid" else 2)[0]
-    for _ in range(graph.KEPT):
-        graph.keep(graph.Meaning(layout, None, "auto"))
+        out = sdpa._forward(x, x, x, True, 0.3, 1 if where == "another grid" else 2)[0]
+    for _ in range(sdpa.KEPT):
+        sdpa.keep(sdpa.Meaning(layout, None, "auto"))
     out.sum().backward()
 
 

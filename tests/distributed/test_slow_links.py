@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training import slow_links
-from megatron.training.slow_links import LEAST, REST, SlowLinks, edges_by_phase, named
+from megatron.training.features import stragglers
+from megatron.training.features.stragglers import LEAST_STEPS as LEAST
+from megatron.training.features.stragglers import REST, SlowLinks, edges_by_phase, named
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8])
@@ -92,4 +93,4 @@ def one_node() -> list[str]:
 
 def test_on_one_node_nothing_is_measured(pool):
     assert pool.run(one_node, 2) == [[""] * 11] * 2
-    assert slow_links.LEAST > 2
+    assert stragglers.LEAST > 2

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training import stragglers
-from megatron.training.stragglers import Stragglers, slow_ranks
+from megatron.training.features import stragglers
+from megatron.training.features.stragglers import Stragglers, slow_ranks
 from tests.distributed.training_runs import make_job
 
 
@@ -53,9 +53,9 @@ def train(flags: str, slow: int) -> str:
     """The console of a run in which one rank sleeps after each layer."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
+    from megatron.training.features.stopping import Stopper
     from megatron.training.loop import training_loop
     from megatron.training.report.reporter import Reporter
-    from megatron.training.stopping import Stopper
 
     usual, stragglers.LEAST = stragglers.LEAST, 40
     job = make_job(f"{flags} --train-iters 6 --log-straggler --log-interval 6")

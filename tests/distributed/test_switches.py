@@ -14,9 +14,9 @@ def loop(job):
     """The real loop, silent; (whether it saved at the end, how often garbage was collected, whether at will)."""
     import gc
 
+    from megatron.training.features.stopping import Stopper
     from megatron.training.loop import training_loop
     from megatron.training.report.reporter import Reporter
-    from megatron.training.stopping import Stopper
 
     collected, collect = [], gc.collect
     gc.collect = lambda *args: collected.append(gc.isenabled()) or collect(*args)

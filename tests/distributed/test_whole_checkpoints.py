@@ -43,20 +43,20 @@ def trained(flags, full_at=()):
 
     ``full_at``: iterations whose checkpoints find the disk full.
     """
-    from megatron.training.checkpoint import writer
+    from megatron.training.checkpoint import rank_file
+    from megatron.training.features.stopping import Stopper
     from megatron.training.loop import training_loop
-    from megatron.training.stopping import Stopper
 
     job, lines, names = make_job(f"{SMALL} {flags}"), Lines(), [f"iter_{number:07d}" for number in full_at]
     stopper = Stopper(job.runtime.device, None)
-    write = writer._Summed.write
-    writer._Summed.write = lambda file, data: (
+    write = rank_file._Summed.write
+    rank_file._Summed.write = lambda file, data: (
         full_disk() if any(name in str(file.name) for name in names) else write(file, data)
     )
     try:
         whole = training_loop(job, lines, stopper)
     finally:
-        writer._Summed.write = write
+        rank_file._Summed.write = write
         stopper.restore()
         job.owner.release()
     return lines.said, whole, train_job(job, 2)[0]
@@ -102,16 +102,16 @@ def saves_with(folder, refused):
     """A save, then one for each (rank, file) that cannot be written; what was said, and what is left each time."""
     import torch.distributed as dist
 
-    from megatron.training.checkpoint import checkpoint, shelf, writer
+    from megatron.training.checkpoint import checkpoint, checkpoint_folder, rank_file
 
     job = make_job(f"{SMALL} --zero-stage 1")
     train_job(job, 1)
-    state, write, mkdir = (job.chunks, job.optimizer, job.schedule, job.config), writer._Summed.write, Path.mkdir
+    state, write, mkdir = (job.chunks, job.optimizer, job.schedule, job.config), rank_file._Summed.write, Path.mkdir
     checkpoint.save(folder, job.progress, *state)
     job.progress.iteration, told = 2, []
     for rank, name in refused:
         if dist.get_rank() == rank:
-            writer._Summed.write = lambda file, data, at=name: (
+            rank_file._Summed.write = lambda file, data, at=name: (
                 full_disk() if Path(file.name).name == at else write(file, data)
             )
             Path.mkdir = lambda path, *args, at=name, **more: (
@@ -124,9 +124,9 @@ def saves_with(folder, refused):
             dist.barrier()  # the first rank clears away
             told.append((str(error), sorted(path.name for path in Path(folder).iterdir())))
         finally:
-            writer._Summed.write, Path.mkdir = write, mkdir
+            rank_file._Summed.write, Path.mkdir = write, mkdir
         dist.barrier()
-    assert shelf.partial_of(Path(folder) / "iter_0000002").exists() is False
+    assert checkpoint_folder.partial_of(Path(folder) / "iter_0000002").exists() is False
     return told
 
 
@@ -362,8 +362,8 @@ def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
 
 def rolled_back(folder, skip):
     """Save twice, damage the newer one, and roll back as after a bad batch; the iteration, what was said."""
-    from megatron.training.bad_batches import roll_back
     from megatron.training.checkpoint import checkpoint
+    from megatron.training.features.bad_batches import roll_back
 
     job, said = make_job(f"{SMALL} --save {folder} --load {folder}{' --skip-damaged-checkpoints' * skip}"), []
     for _ in range(2):

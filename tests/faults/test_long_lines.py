@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megatron.training.data.chats import read
-from megatron.training.data.chats.read import read_chats
+from megatron.training.data import chat_template
+from megatron.training.data.chat_template import read_chats
 from megatron.training.data.encoding import Settings, encode, encode_all
 from megatron.training.data.text_files import Reader, Record
 from megatron.training.refusal import Refusal
@@ -89,7 +89,7 @@ def no_memory(*_):
 
 
 def test_a_conversation_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "LONGEST", 200)
+    monkeypatch.setattr(chat_template, "LONGEST", 200)
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 100}]}
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps(chat) + "\n")

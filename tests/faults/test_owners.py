@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint.shelf import check_writable
+from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.refusal import Refusal
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
 from tests.faults.bad_inputs import TOOLS

@@ -44,7 +44,7 @@ def save_again_and_again(folder, same_iteration):
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     import torch.distributed as dist
 
-    from megatron.training.checkpoint import checkpoint, shelf
+    from megatron.training.checkpoint import checkpoint, checkpoint_folder
     from tests.distributed.training_runs import train_job
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -55,7 +55,7 @@ def save_again_and_again(folder, same_iteration):
         job.progress.iteration = 1 if same_iteration else number
         fill(job, number)
         checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
-        shelf.remove_older(folder, job.progress.iteration, 1, None)
+        checkpoint_folder.remove_older(folder, job.progress.iteration, 1, None)
 
 
 def loaded(folder):

@@ -30,20 +30,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.inference.start import read_saved
+from megatron.inference.load import read_saved
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpoint import checkpoint, checksums, shelf
+from megatron.training.checkpoint import checkpoint, checkpoint_folder, checksums, older_formats
 from megatron.training.checkpoint.arguments_of import shape_of
-from megatron.training.checkpoint.converting import outgoing
-from megatron.training.checkpoint.hugging_face import direct, files, kinds, llama
-from megatron.training.checkpoint.hugging_face.folders import HEADERS
+from megatron.training.checkpoint.converting import to_hugging_face
+from megatron.training.checkpoint.hugging_face import architectures, llama_settings, load_folder, safetensors_folder
+from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damaged, read_list
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
-from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
-from megatron.training.checkpoint.older import sources, universal
-from megatron.training.checkpoint.reading import tensors_in
+from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
+from megatron.training.checkpoint.read_torch_dist import tensors_in
 from megatron.training.refusal import Refusal
 from tests.checked import as_it_is
 from tests.fuzz import mutations
@@ -216,7 +215,7 @@ def torch_format(**options: Any) -> bytes:
     return saved({**common, "model": language_model()}, **options)
 
 
-def all_weights(weights: sources.Weights) -> None:
+def all_weights(weights: older_formats.Weights) -> None:
     for make in weights.tensors.values():
         make()
 
@@ -235,7 +234,7 @@ def universal_files(without: str) -> dict[str, bytes]:
 
 
 def read_universal(folder: Path) -> None:
-    theirs = universal.open_universal(as_it_is(folder / "u"))
+    theirs = older_formats.open_universal(as_it_is(folder / "u"))
     theirs.model  # noqa: B018 (a property, which checks)
     theirs.progress()
     for key in theirs.stored:
@@ -270,8 +269,8 @@ CONFIGS = [json.dumps(one).encode() for one in (LLAMA, QWEN, BLOOM)]
 
 @cache
 def llama_tensors() -> dict[str, torch.Tensor]:
-    model = kinds.described(LLAMA, "x")
-    pieces = kinds.pieces(model, ())
+    model = architectures.described(LLAMA, "x")
+    pieces = architectures.pieces(model, ())
     return {name: torch.ones(shape) for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
 
 
@@ -284,13 +283,13 @@ def llama_parts() -> dict[str, bytes]:
         for file, inside in shards.items()
     }
     places = {name: file for file, inside in shards.items() for name in inside}
-    found[files.INDEX] = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}).encode()
+    found[safetensors_folder.INDEX] = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}).encode()
     return found
 
 
 def read_weights(folder: Path) -> None:
     """Every tensor of a Hugging Face folder, as a run that loads it has them."""
-    stored = direct.open_folder(as_it_is(folder)).stored
+    stored = load_folder.open_folder(as_it_is(folder)).stored
     for key in stored:
         stored.shape(key)
 
@@ -299,7 +298,7 @@ def headers_json() -> bytes:
     """What is kept of the original's files when a Hugging Face folder is converted."""
     texts = {}
     for name, data in llama_parts().items():
-        if name != files.INDEX:
+        if name != safetensors_folder.INDEX:
             texts[name] = data[8 : 8 + int.from_bytes(data[:8], "little")].decode()
     return json.dumps(texts).encode()
 
@@ -315,18 +314,18 @@ def headers_changed(random: Random, data: bytes) -> bytes:
 
 
 def write_as_the_original(folder: Path) -> None:
-    model = kinds.described(LLAMA, "x")
-    headers, _ = outgoing._headers(as_it_is(folder), kinds.pieces(model, ()), torch.float32, tied=False)
+    model = architectures.described(LLAMA, "x")
+    headers, _ = to_hugging_face._headers(as_it_is(folder), architectures.pieces(model, ()), torch.float32, tied=False)
     (folder / "out").mkdir(exist_ok=True)
-    with files.writing(folder / "out", headers) as put:
+    with safetensors_folder.writing(folder / "out", headers) as put:
         for name in sorted({name for header in headers.values() for name in header.entries}):
             put(name, llama_tensors()[name])
 
 
 def read_config(folder: Path) -> None:
-    model = kinds.described(llama.read_config(folder / "config.json"), folder / "config.json")
+    model = architectures.described(llama_settings.read_config(folder / "config.json"), folder / "config.json")
     if model.settings.num_layers < 1000:
-        kinds.pieces(model, ())
+        architectures.pieces(model, ())
 
 
 def copy_of_state() -> bytes:
@@ -434,7 +433,7 @@ READERS = [
         seeds=lambda: [torch_format(), torch_format(_use_new_zipfile_serialization=False)],
         change=mutations.archived,
         beside={TRACKER: b"7"},
-        read=lambda folder: all_weights(sources.open_source(as_it_is(sources._path(folder, None)))),
+        read=lambda folder: all_weights(older_formats.open_source(as_it_is(older_formats._path(folder, None)))),
     ),
     Reader(
         name="universal_states",
@@ -489,11 +488,11 @@ READERS = [
         file="validation_loss.json",
         seeds=lambda: [b'{"validation_loss": 1.5}'],
         change=mutations.json_text,
-        read=shelf.validation_loss,
+        read=checkpoint_folder.validation_loss,
     ),
     Reader(
         name="safetensors",
-        file=files.SINGLE,
+        file=safetensors_folder.SINGLE,
         seeds=lambda: [safetensors_bytes(llama_tensors(), {"format": "pt"})],
         change=mutations.safetensors,
         beside={"config.json": CONFIGS[0]},
@@ -501,12 +500,12 @@ READERS = [
     ),
     Reader(
         name="safetensors_index",
-        file=files.INDEX,
-        seeds=lambda: [llama_parts()[files.INDEX]],
+        file=safetensors_folder.INDEX,
+        seeds=lambda: [llama_parts()[safetensors_folder.INDEX]],
         change=mutations.json_text,
         beside={
             "config.json": CONFIGS[0],
-            **{name: data for name, data in llama_parts().items() if name != files.INDEX},
+            **{name: data for name, data in llama_parts().items() if name != safetensors_folder.INDEX},
         },
         read=read_weights,
     ),

@@ -17,27 +17,25 @@ from typing import Any
 
 import numpy as np
 
+from megatron.inference.load import Saved, check_taken, read_saved
 from megatron.inference.prompts import read_prompts
-from megatron.inference.start import Saved, check_taken, read_saved
+from megatron.simulator.cost.nccl_tests import read_runs
 from megatron.simulator.machines.machine_file import read_machine
-from megatron.simulator.machines.nccl_log import read_runs
-from megatron.simulator.planner.documents import packed
-from megatron.simulator.planner.failures import interrupted, read_rates
-from megatron.simulator.planner.run import read_prices
+from megatron.simulator.planner.request import packed
+from megatron.simulator.planner.run_cost import interrupted, read_prices, read_rates
 from megatron.training.arguments.config import AttentionConfig, DataConfig
+from megatron.training.arguments.data_paths import weighted_groups
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.weighted_paths import weighted_groups
-from megatron.training.data import files as data_files
-from megatron.training.data import text_files
-from megatron.training.data.chats import store
-from megatron.training.data.chats.read import read_chats
+from megatron.training.data import chat_dataset, text_files
+from megatron.training.data import index_files as data_files
+from megatron.training.data.chat_template import read_chats
 from megatron.training.data.encoding import Settings, encode
+from megatron.training.data.index_files import LIST
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.whole_folder import LIST
-from megatron.training.evaluation.words import read_ids
+from megatron.training.evaluation.haystack import read_ids
 from megatron.training.model.attention_rule import sparse_pattern
 from megatron.training.refusal import Refusal, Refusals
-from megatron.training.report import memory_picture
+from megatron.training.report import memory_profile
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 from tools import compare_trace, plot_run, trace_alignment
@@ -379,11 +377,11 @@ PROFILE = {
 
 
 def profile(folder: Path) -> None:
-    found = memory_picture.read(folder / "file")
-    memory_picture.peak_of(found)
-    seconds, sizes = memory_picture.series(found)
+    found = memory_profile.read(folder / "file")
+    memory_profile.peak_of(found)
+    seconds, sizes = memory_profile.series(found)
     for by in ("time", "events"):
-        memory_picture._positions(found, seconds, by)
+        memory_profile._positions(found, seconds, by)
 
 
 def logged(folder: Path) -> None:
@@ -481,7 +479,7 @@ READERS = [
     reader("index_cache", lambda: [array(np.arange(9))], numbers, listed(read_cache), "a.npy"),
     reader(
         "chat_cache", lambda: [CHATS["starts.npy"]], numbers,
-        listed(lambda folder: store.kept("chats", str(folder)).lengths()),
+        listed(lambda folder: chat_dataset.kept("chats", str(folder)).lengths()),
         "starts.npy", beside={name: data for name, data in CHATS.items() if name != "starts.npy"},
     ),
     reader("data_args_path", b"1 a 2.5 b\n3 c\n", text, blend("data_args_path")),

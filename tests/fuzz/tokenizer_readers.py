@@ -11,8 +11,7 @@ from random import Random
 from typing import Any
 
 from megatron.training.arguments.config import DataConfig
-from megatron.training.data.chats.read import Chat
-from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.chat_template import Chat, ChatTemplate
 from megatron.training.data.tokenizer import build_tokenizer
 from tests.chats import CHATML, LLAMA3, make_tokenizer
 from tests.fuzz import mutations

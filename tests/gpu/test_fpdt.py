@@ -9,8 +9,7 @@ import torch
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import _adds_wide, add_product
-from megatron.context_parallel.fpdt.host_pool import is_host_buffer
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.host_store import Offload, is_host_buffer
 from megatron.context_parallel.layout.grid import abstract_grid
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="copy streams need a CUDA device")

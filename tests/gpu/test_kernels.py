@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels import KERNELS, available, pieces, select
+from megatron.context_parallel.attention.kernels import KERNELS, available, base, select
 from megatron.context_parallel.attention.kernels.base import Kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the GPU kernels need a CUDA device")
@@ -143,7 +143,7 @@ def test_in_pieces(name, monkeypatch):
     """As if 2^31 elements were few: the kernel takes two query heads at a time, half of a group."""
     kernel, tensors = kernel_or_skip(name, 64), make()
     want = exact(*tensors)
-    for function in (pieces.forward_in_pieces, pieces.backward_in_pieces):
+    for function in (base.forward_in_pieces, base.backward_in_pieces):
         monkeypatch.setattr(function, "__defaults__", (3 * 384 * 64,))
     assert_close(both_ways(kernel, *tensors), want)
 

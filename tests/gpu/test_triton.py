@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.context_parallel.attention.kernels.triton_kernel import missing_triton
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from tests.unit.test_triton import EXTRAS, MASKS, ZIGZAG, check
 from tests.unit.triton_cases import Case, errors
 

@@ -16,11 +16,11 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training import job
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate import data_parallel_size
-from megatron.training.arguments.validate.chunks import attention_chunks, loss_chunks
+from megatron.training.arguments.validate.check_memory import attention_chunks, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model import build, core_config, optimizer
 from megatron.training.model.attention_rule import attention_rule
-from megatron.training.model.precision import compute_dtype
+from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.weights import draw
 
 VOCABULARY = 301

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.planner.command import uneven_stages
+from megatron.simulator.planner.plan_report import uneven_stages
 
 LLAMA: dict[str, Any] = {
     "model.normalization": "RMSNorm",
@@ -102,7 +102,7 @@ def measure(case: Case) -> Measured:
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.simulator.machines.machine_file import load
     from megatron.training.arguments.parser import parse
-    from megatron.training.report.memory_picture import KINDS, series
+    from megatron.training.report.memory_profile import KINDS, series
 
     shape, ranks = case.workload.shape, case.strategy.ranks
     config = parse(flags(case), dict(GPT if shape.positions else LLAMA), ranks)

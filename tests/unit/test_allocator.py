@@ -7,9 +7,16 @@ import random
 
 import pytest
 
-from megatron.simulator.dry_run.allocator import CachingAllocator, OutOfMemory, replayed
-from megatron.simulator.dry_run.allocator_settings import Settings, from_environment
-from megatron.simulator.dry_run.pool import MIB, rounded, segment_size
+from megatron.simulator.dry_run.allocation.allocator import (
+    MIB,
+    CachingAllocator,
+    OutOfMemory,
+    Settings,
+    from_environment,
+    replayed,
+    rounded,
+    segment_size,
+)
 from megatron.training.refusal import Refusal
 
 EXPANDABLE = Settings(expandable_segments=True)

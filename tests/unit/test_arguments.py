@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.training.arguments import megatron_flags
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import build_parser, parse, spellings, supported_flags
 from megatron.training.arguments.parser import settings as all_settings
 from megatron.training.arguments.validate import complete

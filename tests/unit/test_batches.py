@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.batches import KEYS, micro_batches, shard_batch
-from megatron.training.data.mock import MockDataset
+from megatron.training.data.datasets import MockDataset
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.patience import patience

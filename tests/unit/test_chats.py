@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.batches import micro_batches
-from megatron.training.data.chats.pack import epoch, pack
-from megatron.training.data.chats.read import Chat, read_chats
-from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.chat_dataset import epoch, pack
+from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.datasets import build_datasets
-from megatron.training.data.reading import DataError
+from megatron.training.data.read_tokens import DataError
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.chats import TEMPLATES, conversation, make_tokenizer, sentence, strip_marks, write_chats

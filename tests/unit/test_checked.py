@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.checkpoint.megatron_lm.checked import examine
+from megatron.training.checkpoint.megatron_lm.checked import check_torch_file, check_torch_files_in, examine
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damaged, FileList, Sum, read_list
-from megatron.training.checkpoint.megatron_lm.torch_file import check_torch_file, check_torch_files_in
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]

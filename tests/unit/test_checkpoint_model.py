@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint.same_model import check_model
+from megatron.training.checkpoint.checkpoint import check_model
 from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import RUN, SHAPE
 

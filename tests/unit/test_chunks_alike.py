@@ -4,13 +4,13 @@
 import pytest
 import torch
 
-from megatron.platform.simulation import fake_tensors
+from megatron.platform.simulated_cluster import fake_tensors
 from megatron.simulator.cost.trace import Kernel, Transfer, Wait
 from megatron.simulator.dry_run import dry_run
-from megatron.simulator.dry_run.alike import Alike, Unlike
+from megatron.simulator.dry_run.call_replay import Alike, Unlike
 from megatron.simulator.dry_run.dry_run import run_job
 from megatron.simulator.dry_run.one_rank import run_rank
-from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 from tests.distributed.training_runs import LLAMA

@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron.formulas.strategy import Group, Strategy
-from megatron.simulator.cost.collectives import price_of
-from megatron.simulator.cost.nccl_tests import beside, fields
+from megatron.simulator.cost.collective_cost import Placement, placed, price_of
+from megatron.simulator.cost.nccl_tests import beside, fields, read_runs
 from megatron.simulator.cost.operations import collective
-from megatron.simulator.cost.placement import Placement, placed
 from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import known, load
-from megatron.simulator.machines.nccl_log import read_runs
 from megatron.training.refusal import Refusal
 from tools import measure_hardware
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron.training.checkpoint import shelf
+from megatron.training.checkpoint import checkpoint_folder
 from megatron.training.checkpoint.in_memory import copy_file
-from megatron.training.checkpoint.pieces import boxes
+from megatron.training.checkpoint.sharded_state import boxes
 from tests.properties import examples
 
 TENSORS = [
@@ -75,7 +75,7 @@ def checkpoints(folder, losses):
         path = folder / f"iter_{10 * number:07d}"
         path.mkdir()
         if loss is not None:
-            (path / shelf.VALIDATION).write_text(
+            (path / checkpoint_folder.VALIDATION).write_text(
                 loss if isinstance(loss, str) else json.dumps({"validation_loss": loss})
             )
 
@@ -94,5 +94,5 @@ def checkpoints(folder, losses):
 )
 def test_the_best_stay(tmp_path, losses, keep, multiple, best, stay):
     checkpoints(tmp_path, losses)
-    shelf.remove_older(tmp_path, 10 * len(losses), keep, multiple, best)
+    checkpoint_folder.remove_older(tmp_path, 10 * len(losses), keep, multiple, best)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"iter_{iteration:07d}" for iteration in stay]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.formulas.strategy import Group
-from megatron.simulator.cost.placement import placed
+from megatron.simulator.cost.collective_cost import placed
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Measured, Rate

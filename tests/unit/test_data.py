@@ -17,12 +17,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import Config, DataConfig
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.files import named_sets, parse_blends
-from megatron.training.data.mock import MockDataset
+from megatron.training.data.datasets import MockDataset, build_datasets
+from megatron.training.data.index_files import named_sets, parse_blends, whole_folder
 from megatron.training.data.text_files import whole_files
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.whole_folder import whole_folder
 from megatron.training.refusal import Refusal
 from tests.properties import examples
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import megatron_flags
+from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import build_parser, parse, supported_flags
 from megatron.training.refusal import Refusal
 from tests.patience import patience

@@ -163,14 +163,14 @@ def flex(**more):
 
 
 def attention_of_transformers(**more):
-    from megatron.context_parallel.huggingface.attention import attend
+    from megatron.context_parallel.huggingface.transformers_attention import attend
 
     q = torch.randn(1, 2, LENGTH, 4)
     attend(nn.Identity(), q, q, q, SimpleNamespace(window=None, attend=None), **more)
 
 
 def mask_of_transformers(**more):
-    from megatron.context_parallel.huggingface.attention import mask
+    from megatron.context_parallel.huggingface.transformers_attention import mask
 
     mask(batch_size=1, q_length=LENGTH, kv_length=LENGTH, **more)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, select
-from megatron.context_parallel.attention.kernels.row_mask import RowMask
+from megatron.context_parallel.attention.kernels.base import RowMask
 from megatron.context_parallel.layout.spans import positions
-from megatron.context_parallel.positions import dropout as by_position
-from megatron.context_parallel.positions.dropout import LEVELS, Dropout, TileDropout, drop
+from megatron.context_parallel.positions import position_dropout as by_position
+from megatron.context_parallel.positions.position_dropout import LEVELS, Dropout, TileDropout, drop
 from tests.unit.test_kernels import assert_close, both_ways, make
 
 CPU = torch.device("cpu")

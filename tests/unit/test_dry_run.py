@@ -9,19 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.formulas.copies import Loads, forward_loads
+from megatron.formulas.host_bytes import Loads, forward_loads
 from megatron.simulator.cost.trace import HostCopy, Phase, Transfer, Wait
+from megatron.simulator.dry_run.allocation.reserved import Reserved, runtime_memory
 from megatron.simulator.dry_run.command import simulate
-from megatron.simulator.dry_run.dry_run import DryRun, RankReport, dry_run, ranks_of, run_job, too_full
-from megatron.simulator.dry_run.figures import Figures
-from megatron.simulator.dry_run.report import verdict
-from megatron.simulator.dry_run.reserved import Reserved
-from megatron.simulator.dry_run.runtime_memory import runtime_memory
+from megatron.simulator.dry_run.dry_run import DryRun, Figures, RankReport, dry_run, ranks_of, run_job, too_full
+from megatron.simulator.dry_run.dry_run_report import verdict
 from megatron.simulator.machines.machine import Calibration, Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 from megatron.training.pretrain import main
-from megatron.training.report.memory_picture import readable
+from megatron.training.report.memory_profile import readable
 from tests.distributed.training_runs import LLAMA
 
 TINY = (
@@ -223,7 +221,7 @@ def test_the_program_writes_what_it_found(tmp_path, capsys):
 
 
 def test_a_full_disk_is_told_after_the_tables(tmp_path, capsys, monkeypatch):
-    from megatron.simulator.dry_run import report as dry_run_report
+    from megatron.simulator.dry_run import dry_run_report as dry_run_report
 
     def fail(*_):
         raise OSError(28, "No space left on device")

@@ -14,8 +14,8 @@ from megatron.simulator.cost.seconds import kernel_seconds
 from megatron.simulator.cost.trace import Kernel
 from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import dry_run
-from megatron.simulator.dry_run.fp8 import held_by
-from megatron.simulator.dry_run.vocabulary import vocabulary_of
+from megatron.simulator.dry_run.one_rank import vocabulary_of
+from megatron.simulator.dry_run.recording.fp8 import held_by
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 from megatron.training.pretrain import main

@@ -50,7 +50,7 @@ def test_the_flags_grid_as_far_as_it_fits(flags, processes, expected):
 
 def test_the_planners_grid():
     """Long samples are split, short ones are not; as many GPUs as are left."""
-    from megatron.simulator.planner.elastic import fastest
+    from megatron.simulator.planner.search import fastest
 
     def context(seq_length: int, processes: int) -> int:
         flags = f"--model llama3-8b --num-layers 4 --seq-length {seq_length} --max-position-embeddings {seq_length} "

@@ -9,20 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.decisions.chunks import goes_by_keys
-from megatron.formulas.copies import copied_bytes
+from megatron.decisions.division import goes_by_keys
+from megatron.formulas.host_bytes import copied_bytes
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
-from megatron.simulator.cost.attention_operations import attended, to_heads, to_sequence
-from megatron.simulator.cost.chunk_operations import (
+from megatron.simulator.cost.attention_operations import (
+    attended,
     beside_ffn_backward,
     chunked_backward,
     chunked_forward,
     loaded_beside,
     stored_beside,
+    to_heads,
+    to_sequence,
 )
 from megatron.simulator.cost.estimate import Estimate, estimate
+from megatron.simulator.cost.operations import Segment
 from megatron.simulator.cost.seconds import transfer_seconds
-from megatron.simulator.cost.segment import Segment
 from megatron.simulator.cost.trace import Transfer
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from megatron.simulator.machines.machine_file import load
@@ -160,8 +162,7 @@ def test_fpdt_computes_the_same_and_waits_for_the_host_when_chunks_are_small():
     assert chunked.parts["gemm"] == pytest.approx(whole.parts["gemm"], rel=0.2)
     slow = replace(TOY, host_link=Link(4e9, 0.0))
     waits = [
-        step(slow, ulysses=4, recompute="full", fpdt_chunk=chunk).parts.get("host", 0.0)
-        for chunk in (1024, 2048, 8192)
+        step(slow, ulysses=4, recompute="full", fpdt_chunk=chunk).parts.get("host", 0.0) for chunk in (1024, 2048, 8192)
     ]
     assert waits[0] > waits[1] > waits[2]
     assert "host" not in step(slow, ulysses=4, recompute="full", fpdt_chunk=2048, fpdt_offload=False).parts

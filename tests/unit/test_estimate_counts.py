@@ -17,19 +17,21 @@ from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
 from megatron.formulas.communication import ring_blocks_sent, ring_keys_by_queries, sent_bytes
-from megatron.formulas.copies import forward_loads
 from megatron.formulas.flops import busiest_ring_rank, step_flops
+from megatron.formulas.host_bytes import forward_loads
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer
-from megatron.simulator.cost.segment import Segment
-from megatron.simulator.cost.state_operations import (
+from megatron.simulator.cost.operations import Segment
+from megatron.simulator.cost.step_operations import (
     States,
+    busiest_stage,
     gather_parameters,
+    micro_batch,
     reduce_gradients,
+    stage_transfer,
     states,
     sum_shared_gradients,
 )
-from megatron.simulator.cost.step_operations import busiest_stage, micro_batch, stage_transfer
 from megatron.simulator.cost.trace import Event, Kernel, Trace, Transfer
 
 LLAMA = Shape(layers=4, hidden=256, ffn=768, heads=16, kv_heads=4, head_dim=32, vocab=1000)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
-from megatron.simulator.cost.program import Program
+from megatron.simulator.cost.layer_program import Program
 from megatron.simulator.dry_run.dry_run import dry_run
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.plans import fullest

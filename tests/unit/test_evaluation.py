@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.evaluation import report
-from megatron.training.evaluation.plan import Spec, make_plan
-from megatron.training.evaluation.rows import pack, row_of, window, windows
+from megatron.training.evaluation import eval_report
+from megatron.training.evaluation.eval_plan import Spec, make_plan
+from megatron.training.evaluation.haystack import HALVES, MARKS, is_held_out, make_words, pairs
+from megatron.training.evaluation.samples import pack, row_of, window, windows
 from megatron.training.evaluation.tasks import metrics, position_bounds
-from megatron.training.evaluation.words import HALVES, MARKS, is_held_out, make_words, pairs
 from megatron.training.refusal import Refusal
 from tests.properties import examples
 from tools import make_needles
@@ -295,7 +295,7 @@ def results() -> dict:
 
 
 def test_results_as_files_lines_and_numbers(tmp_path: Path):
-    written = report.write(str(tmp_path / "out"), {"seed": 1}, results())
+    written = eval_report.write(str(tmp_path / "out"), {"seed": 1}, results())
     assert [Path(path).name for path in written] == [
         "evaluation.json",
         "loss-by-position.png",
@@ -304,10 +304,10 @@ def test_results_as_files_lines_and_numbers(tmp_path: Path):
     ]
     assert all(Path(path).stat().st_size > 5000 for path in written[1:])
     assert json.loads(Path(written[0]).read_text()) == {"seed": 1, "tasks": results()}
-    assert [table.title.split(":")[0] for table in report.tables(results())] == list(results())
-    assert len(list(report.lines(results()))) == 4
+    assert [table.title.split(":")[0] for table in eval_report.tables(results())] == list(results())
+    assert len(list(eval_report.lines(results()))) == 4
     flat = metrics(results())
     assert flat["loss_by_position_128_255"] == 2.0 and flat["needle_512_hits"] == 0.75 and flat["perplexity_0"] == 7.39
     (tmp_path / "file").write_text("")
     with pytest.raises(Refusal, match="--eval-output .* cannot be written"):
-        report.write(str(tmp_path / "file" / "out"), {}, results())
+        eval_report.write(str(tmp_path / "file" / "out"), {}, results())

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments.validate.chunks import attention_chunks
-from megatron.training.data.files import open_prefix
+from megatron.training.arguments.validate.check_memory import attention_chunks
+from megatron.training.data.index_files import open_prefix
 from tests.patience import patience
 
 arguments = pytest.importorskip("megatron.training.arguments.parser")

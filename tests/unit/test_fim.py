@@ -13,8 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.fim import Fim, fill_in, fim_of, generator
+from megatron.training.data.datasets import Fim, build_datasets, fill_in, fim_of, generator
 from megatron.training.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.properties import examples

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from megatron.training.arguments import validate
-from megatron.training.arguments.idle import READERS
 from megatron.training.arguments.parser import parse, settings, spellings
+from megatron.training.arguments.unused_flags import READERS
 from megatron.training.refusal import Refusal
 from tests.unit.built_from_flags import built
 
@@ -375,7 +375,7 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     import torch
     from torch.utils import tensorboard
 
-    from megatron.training.report import flops, reporter
+    from megatron.training.report import mfu, reporter
 
     seen: dict[str, Any] = {}
     wandb = SimpleNamespace(init=lambda **asked: seen.update(asked) or SimpleNamespace(log=lambda *_, **__: None))
@@ -398,13 +398,13 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         told.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
     assert (seen["project"], seen["name"], seen["dir"], seen["entity"], seen["queue"]) == ("a", "b", "c", "d", 7)
     assert set(points) == {2, 4}
-    assert flops.peak_flops(config, torch.device("cpu")) == 3e12
+    assert mfu.peak_flops(config, torch.device("cpu")) == 3e12
 
 
 def test_exit_duration_in_mins(monkeypatch: pytest.MonkeyPatch):
     import torch
 
-    from megatron.training import stopping
+    from megatron.training.features import stopping
 
     monkeypatch.setattr(stopping.dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
@@ -434,19 +434,19 @@ def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from megatron.simulator.dry_run import chrome_trace, command, dry_run, report
+    from megatron.simulator.dry_run import command, dry_run, dry_run_report, timeline
 
     asked: list[int] = []
-    monkeypatch.setattr(chrome_trace, "write_trace", lambda result, path, most: asked.append(most))
+    monkeypatch.setattr(timeline, "write_trace", lambda result, path, most: asked.append(most))
     found = SimpleNamespace(ranks=[], machine="A100-80G", fits=True)
     monkeypatch.setattr(dry_run, "dry_run", lambda *args, **how: found)
-    monkeypatch.setattr(report, "show", lambda *args: None)
-    monkeypatch.setattr(report, "as_json", lambda result: {})
-    monkeypatch.setattr(report, "draw", lambda *args, **how: None)
+    monkeypatch.setattr(dry_run_report, "show", lambda *args: None)
+    monkeypatch.setattr(dry_run_report, "as_json", lambda result: {})
+    monkeypatch.setattr(dry_run_report, "draw", lambda *args, **how: None)
     simulated = f"{BASE} --dry-run --gpu A100-80G --dry-run-json {tmp_path / 'found.json'}"
     for flags in ("", "--dry-run-trace-events 50"):
         command.simulate(parse(f"{simulated} {flags}".split(), world_size=1))
-    assert asked == [chrome_trace.MOST_EVENTS, 50]
+    assert asked == [timeline.MOST_EVENTS, 50]
     for flags in ("--dry-run-trace-events 50", "--dry-run --dry-run-trace-events 50"):
         with pytest.raises(Refusal, match="--dry-run-trace-events"):
             parse(f"{BASE} {flags}".split(), world_size=1)

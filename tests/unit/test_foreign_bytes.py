@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.training.checkpoint.converting import outgoing
-from megatron.training.checkpoint.hugging_face import files
-from megatron.training.checkpoint.hugging_face.folders import HEADERS
+from megatron.training.checkpoint.converting import to_hugging_face
+from megatron.training.checkpoint.hugging_face import safetensors_folder
+from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.megatron_lm.common_file import read_common
-from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
+from megatron.training.checkpoint.megatron_lm.checked import read_common
+from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.refusal import Refusal
 from tests.checked import as_it_is
 from tests.fuzz.checkpoint_readers import headers_json, language_model, random_state, saved, small_metadata, two_tensors
@@ -331,7 +331,7 @@ def test_headers_of_safetensors(tmp_path, data, told):
     path = tmp_path / "model.safetensors"
     path.write_bytes(data + bytes(4))
     with pytest.raises(Refusal, match=told):
-        files.read_header(path)
+        safetensors_folder.read_header(path)
 
 
 def test_a_header_has_at_most_as_many_bytes_as_the_library_takes(tmp_path):
@@ -341,7 +341,7 @@ def test_a_header_has_at_most_as_many_bytes_as_the_library_takes(tmp_path):
         file.truncate(1 << 36)
     begin = time.process_time()
     with pytest.raises(Refusal, match="its header has 34,359,738,368 bytes"):
-        files.read_header(path)
+        safetensors_folder.read_header(path)
     assert time.process_time() - begin < 1
 
 
@@ -351,7 +351,7 @@ def test_the_headers_of_an_original_name_files_to_write_in_the_new_folder(tmp_pa
     texts[name] = texts.pop("a.safetensors")
     (tmp_path / HEADERS).write_text(json.dumps(texts))
     with pytest.raises(Refusal, match="names files outside"):
-        outgoing._headers(as_it_is(tmp_path), [], torch.float32, tied=False)
+        to_hugging_face._headers(as_it_is(tmp_path), [], torch.float32, tied=False)
 
 
 def test_links_out_of_a_checkpoint_are_not_given_away(tmp_path):
@@ -359,7 +359,7 @@ def test_links_out_of_a_checkpoint_are_not_given_away(tmp_path):
     along = tmp_path / "c" / "hf"
     along.mkdir(parents=True)
     (along / "config.json").write_text("{}")
-    outgoing._check_links(tmp_path / "c", along)
+    to_hugging_face._check_links(tmp_path / "c", along)
     (along / "README.md").symlink_to("../../secret")
     with pytest.raises(Refusal, match="README.md is a link that leads out"):
-        outgoing._check_links(tmp_path / "c", along)
+        to_hugging_face._check_links(tmp_path / "c", along)

@@ -13,15 +13,15 @@ import pytest
 
 from megatron.formulas import papers
 from megatron.formulas.communication import sent_bytes
+from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import step_flops
-from megatron.formulas.layer import attention_working
-from megatron.formulas.memory import device_memory
+from megatron.formulas.layer_memory import attention_working
 from megatron.formulas.parameters import model_states, stage_parameters
 from megatron.formulas.sizes import sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.training.arguments.models import count_parameters, model_shape
 from megatron.training.arguments.parser import parse
-from megatron.training.report import flops as program
+from megatron.training.report import mfu as program
 from tests.distributed.pool import fork_server
 from tests.patience import patience
 from tests.shared import Shared

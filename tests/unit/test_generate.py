@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.context_parallel.attention.cache import CachePlan, cached_heads
+from megatron.context_parallel.attention.kv_cache import CachePlan, cached_heads
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.context_parallel.layout.spans import count, positions
 from megatron.formulas.cache import cache_bytes
 from megatron.formulas.strategy import Shape
+from megatron.inference.generate import Sampling, choose, kept
+from megatron.inference.load import check_length, configure
 from megatron.inference.prompts import read_prompts
-from megatron.inference.sampling import Sampling, choose, kept
-from megatron.inference.start import check_length, configure
 from megatron.training.arguments.config import Config, DataConfig, ModelConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
@@ -64,7 +64,7 @@ def test_every_token_is_kept_by_one_ring_rank(ring, ulysses, balance, lengths, d
 
 
 def test_a_step_of_many_turns_is_one_tile():
-    from megatron.context_parallel.attention.cache import step_tiles
+    from megatron.context_parallel.attention.kv_cache import step_tiles
 
     plan = CachePlan(SequenceLayout(64, abstract_grid(ring=2)), (50, 64), 200)
     ((samples, tiles), (others, _)) = step_tiles(plan, 0, 199, Causal())

@@ -77,7 +77,7 @@ def test_the_machines_of_the_issue_are_there_and_ship_with_the_package(monkeypat
 
 
 def test_peaks_are_those_that_training_logs_mfu_against():
-    from megatron.training.report.flops import GPU_PEAKS
+    from megatron.training.report.mfu import GPU_PEAKS
 
     for name in known():
         word = name.split("-")[0]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.context_parallel.layout.grid import Grid
 from megatron.platform.processes import Process, started, this_process
 from megatron.training.arguments.config import Config
-from megatron.training.heartbeat import Beat, Heartbeat, verdict, whereabouts
+from megatron.training.features.heartbeat import Beat, Heartbeat, verdict, whereabouts
 
 RING = "the wait for a message at ring.py:194 (wait)"
 WAITS = Beat(Process("a", "boot 1", "pid:[1]", 11, 7), 5, 20, RING, True, 50.0)
@@ -75,7 +75,7 @@ def frame(path: str, name: str, **variables: object) -> types.SimpleNamespace:
     ],
 )
 def test_where_a_thread_is(stack, place, waits):
-    group, here = object(), sys.modules["megatron.training.heartbeat"].HERE
+    group, here = object(), sys.modules["megatron.training.features.heartbeat"].HERE
     frames = {
         "c10d": frame("/site/torch/distributed/distributed_c10d.py", "all_reduce", group=group),
         "torch": frame("/site/torch/functional.py", "einsum"),
@@ -142,7 +142,7 @@ def test_a_stack_that_moves_while_it_is_read(monkeypatch):
     assert whereabouts([frame], {}) == ("outside of the program's own code", False)
     store = dist.HashStore()
     beats = Heartbeat(Grid(), 60, store, 0, 1)
-    monkeypatch.setattr("megatron.training.heartbeat.whereabouts", lambda *_: 1 / 0)
+    monkeypatch.setattr("megatron.training.features.heartbeat.whereabouts", lambda *_: 1 / 0)
     assert beats._beat().place == "a place that moved while it was read" and beats._beat().count == 2
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.fpdt import host_pool
-from megatron.context_parallel.fpdt.host_pool import MOST, HostPool
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt import host_store
+from megatron.context_parallel.fpdt.host_store import MOST, HostPool, Offload
 from megatron.platform.streams import Streams
 from tests.adversary import Adversary, Mutant, call_sites
 
@@ -120,6 +119,6 @@ def test_a_block_goes_back_after_its_copies(seed):
 
 
 def test_without_the_hosts_wait_copies_would_meet_memory_of_another():
-    (site,) = [site for site in call_sites(Path(host_pool.__file__).parent) if site.endswith("synchronize")]
+    (site,) = [site for site in call_sites(Path(host_store.__file__).parent) if site.endswith("synchronize")]
     with pytest.raises(AssertionError, match="a host block went back to the system before its copies"):
         pass_on(Mutant(0, site))

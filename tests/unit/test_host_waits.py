@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention import ulysses
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
-from megatron.context_parallel.positions.dropout import drop
-from megatron.context_parallel.positions.rope import Rope
-from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
+from megatron.context_parallel.positions.position_dropout import drop
+from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope
 
 LENGTH = 192
 ENDS = (20, 90, 150, LENGTH)

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
-from megatron.training.checkpoint.hugging_face import files, llama, tensors
-from megatron.training.checkpoint.hugging_face.folders import HEADERS
-from megatron.training.checkpoint.hugging_face.rope import LLAMA3 as FIXED
+from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.llama_settings import LLAMA3 as FIXED
+from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import examine
-from megatron.training.checkpoint.megatron_lm.stored import StoredTensors
+from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
 from pretrain_llama import LLAMA
@@ -165,8 +165,8 @@ def test_our_layout(ours: Path, small: Path) -> None:
 def test_fuse_and_split(groups: int, heads: int) -> None:
     shapes = tuple((n * 6, 5) for n in (heads, groups, groups))
     parts = [torch.randn(shape) for shape in shapes]
-    piece = tensors.Piece("key", ("q", "k", "v"), shapes)
-    back = tensors.split(piece, tensors.fuse(parts, groups), groups)
+    piece = llama_weights.Piece("key", ("q", "k", "v"), shapes)
+    back = llama_weights.split(piece, llama_weights.fuse(parts, groups), groups)
     assert all(torch.equal(x, y) for x, y in zip(parts, back))
 
 
@@ -190,7 +190,7 @@ def test_printed_flags_give_the_model(tmp_path: Path, capsys: pytest.CaptureFixt
     program, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
     defaults = LLAMA if program == "pretrain_llama.py" else {}
     config = parse([*flags, *RUN], defaults, world_size=1)
-    wanted, _ = llama.settings(llama.read_config(source / "config.json"), "")
+    wanted, _ = llama_settings.settings(llama_settings.read_config(source / "config.json"), "")
     assert config.model == wanted
     assert config.optimizer.bf16 and not config.optimizer.fp16
     assert config.checkpoint.load == str(tmp_path / "ours") and config.checkpoint.finetune
@@ -213,10 +213,10 @@ def test_a_new_config_and_new_files(tmp_path: Path, ours: Path, small: Path) -> 
 def test_several_files_and_their_index(tmp_path: Path, ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
-    monkeypatch.setattr(files.plan_files, "__defaults__", (8000,))
+    monkeypatch.setattr(safetensors_folder.plan_files, "__defaults__", (8000,))
     trained = shutil.copytree(ours, tmp_path / "trained", ignore=lambda *_: ["hf"])
     assert main(["--from", str(trained), "--to-hf", str(tmp_path / "back"), "--dtype", "bf16"]) == 0
-    index = json.loads((tmp_path / "back" / files.INDEX).read_text())
+    index = json.loads((tmp_path / "back" / safetensors_folder.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 1 and len(index["weight_map"]) == 30
     _, loading = LlamaForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(loading.values())
@@ -236,7 +236,7 @@ def test_what_changed_in_training_is_in_config_json(tmp_path: Path, ours: Path, 
     rope = {"rope_parameters", "rope_theta", "rope_scaling"}
     assert changed == {"max_position_embeddings", "dtype"} | rope
     assert (after["max_position_embeddings"], after["dtype"]) == (4096, "bfloat16")
-    assert llama.settings(after, "")[0].rope_scaling_factor == 8.0
+    assert llama_settings.settings(after, "")[0].rope_scaling_factor == 8.0
 
 
 def test_a_tokenizer_with_fewer_ids_does_not_cut_the_vocabulary(tmp_path: Path, ours: Path, small: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_tokenizer_with_fewer_ids_does_not_cut_the_vocabulary(tmp_path: Path, 
     shutil.rmtree(trained / "hf")
     assert main(["--from", str(trained), "--to-hf", str(tmp_path / "new")]) == 0
     assert json.loads((tmp_path / "new" / "config.json").read_text())["vocab_size"] == 60
-    assert load_file(tmp_path / "new" / files.SINGLE)["lm_head.weight"].shape == (60, 16)
+    assert load_file(tmp_path / "new" / safetensors_folder.SINGLE)["lm_head.weight"].shape == (60, 16)
 
 
 def test_dtype(tmp_path: Path, small: Path, ours: Path) -> None:
@@ -258,8 +258,8 @@ def test_dtype(tmp_path: Path, small: Path, ours: Path) -> None:
         before, after = load_file(path), load_file(tmp_path / "back" / path.name)
         assert all(torch.equal(after[name], before[name].bfloat16()) for name in before)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
-    index = json.loads((tmp_path / "back" / files.INDEX).read_text())
-    before = json.loads((small / files.INDEX).read_text())
+    index = json.loads((tmp_path / "back" / safetensors_folder.INDEX).read_text())
+    before = json.loads((small / safetensors_folder.INDEX).read_text())
     assert index["metadata"]["total_size"] * 2 == before["metadata"]["total_size"]
     assert index["weight_map"] == before["weight_map"]
 
@@ -271,9 +271,9 @@ def test_rope_of_transformers_4_and_5(new: bool) -> None:
         config = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", **scaling}}
     else:
         config = {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **scaling}}
-    model, _ = llama.settings({"model_type": "llama", **config}, "")
+    model, _ = llama_settings.settings({"model_type": "llama", **config}, "")
     assert (model.rotary_base, model.use_rope_scaling, model.rope_scaling_factor) == (500000, True, 32.0)
-    again, _ = llama.settings(llama.config_json(model, 32000, torch.float32), "")
+    again, _ = llama_settings.settings(llama_settings.config_json(model, 32000, torch.float32), "")
     assert again == model
 
 
@@ -298,16 +298,16 @@ def test_yarn_means_what_it_means_to_transformers(scaling: dict[str, Any]) -> No
 
     given = {"model_type": "llama", "max_position_embeddings": 128, "hidden_size": 64, "num_attention_heads": 4}
     given["rope_parameters"] = {"rope_theta": 10000.0, **YARN, **scaling}
-    model, _ = llama.settings(given, "")
+    model, _ = llama_settings.settings(given, "")
     mine = rope(model)
-    written = llama.config_json(model, 32000, torch.float32)
+    written = llama_settings.config_json(model, 32000, torch.float32)
     for config in (given, written):
         inv_freq, factor = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**deepcopy(config)), torch.device("cpu"))
         torch.testing.assert_close(mine.inverse_frequencies().float(), inv_freq, rtol=1e-6, atol=0)
         assert mine.attention_factor == pytest.approx(factor, rel=1e-12)
-    again, _ = llama.settings(written, "")
+    again, _ = llama_settings.settings(written, "")
     assert rope(again).attention_factor == pytest.approx(mine.attention_factor, rel=1e-12)
-    words = parse([*llama.command_line(again, torch.float32), *RUN]).model
+    words = parse([*llama_settings.command_line(again, torch.float32), *RUN]).model
     assert rope(words) == rope(again)
 
 
@@ -360,9 +360,9 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
     for path in folder.glob("*.safetensors"):
         weights |= load_file(path)
         path.unlink()
-    (folder / files.INDEX).unlink()
+    (folder / safetensors_folder.INDEX).unlink()
     change(weights)
-    save_file(weights, folder / files.SINGLE)
+    save_file(weights, folder / safetensors_folder.SINGLE)
 
 
 def truncate(path: Path, size: int) -> None:
@@ -370,9 +370,9 @@ def truncate(path: Path, size: int) -> None:
 
 
 def rewrite_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    index = json.loads((folder / files.INDEX).read_text())
+    index = json.loads((folder / safetensors_folder.INDEX).read_text())
     change(index["weight_map"])
-    (folder / files.INDEX).write_text(json.dumps(index))
+    (folder / safetensors_folder.INDEX).write_text(json.dumps(index))
 
 
 def second(folder: Path) -> Path:
@@ -392,8 +392,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: truncate(second(f), second(f).stat().st_size - 1), "it is truncated: "),
     (lambda f: second(f).write_bytes(second(f).read_bytes() + b"x"), "it is too long: "),
     (lambda f: second(f).write_bytes(b"\3\0\0\0\0\0\0\0abc"), "its header cannot be read"),
-    (lambda f: (f / files.INDEX).unlink(), "neither model.safetensors nor model.safetensors.index.json"),
-    (lambda f: (f / files.INDEX).write_text("{}"), "no weight_map can be read"),
+    (lambda f: (f / safetensors_folder.INDEX).unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+    (lambda f: (f / safetensors_folder.INDEX).write_text("{}"), "no weight_map can be read"),
     (lambda f: rewrite_index(f, lambda m: m.pop(NORM)), f"it does not agree with the files about {NORM}"),
     (lambda f: rewrite_index(f, lambda m: m.update(more=second(f).name)), "does not agree with the files about more"),
     (lambda f: rewrite_index(f, lambda m: m.update({NORM: "../x"})), "names files outside of its folder"),
@@ -498,7 +498,7 @@ def test_what_we_write_for_transformers_is_compared_and_may_get_another_tokenize
     folder, again = tmp_path / "folder", ("--to", tmp_path / "again")
     assert main(["--from", str(ours), "--to-hf", str(folder)]) == 0
     listed = json.loads((folder / "checksums.json").read_text())["files"].keys()
-    assert listed == {"config.json", files.INDEX, *(path.name for path in folder.glob("*.safetensors"))}
+    assert listed == {"config.json", safetensors_folder.INDEX, *(path.name for path in folder.glob("*.safetensors"))}
     assert "not checked" not in capsys.readouterr().out
     assert main(["--from-hf", str(small), "--to", str(tmp_path / "new")]) == 0
     assert capsys.readouterr().out.count(f"not checked: {small} has no checksums\n") == 1
@@ -556,7 +556,7 @@ def test_no_such_iteration(tmp_path: Path, ours: Path, capsys) -> None:
 def test_refuses_other_models(settings: dict[str, Any], message: str) -> None:
     shape = ModelConfig(**LLAMA_SHAPE | settings)
     with pytest.raises(Refusal, match=message):
-        llama.config_json(shape, 67, torch.float32)
+        llama_settings.config_json(shape, 67, torch.float32)
 
 
 LLAMA_SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "swiglu": True} | {
@@ -569,15 +569,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, small: Path, capsys, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensors, "fuse", full)
+    monkeypatch.setattr(llama_weights, "fuse", full)
     error = refused(capsys, tmp_path, "--from-hf", small, "--to", tmp_path / "ours")
     assert "No space left on device" in error
 
 
 def test_headers_are_checked() -> None:
-    header = files.make_header({"a": ("F32", (2, 3)), "b": ("BF16", (5,))})
+    header = safetensors_folder.make_header({"a": ("F32", (2, 3)), "b": ("BF16", (5,))})
     assert len(header.text.encode()) % 8 == 0 and header.size == 8 + len(header.text) + 34
-    assert files.parse_header(header.text) == header
+    assert safetensors_folder.parse_header(header.text) == header
     for text in ("{", "[]", '{"a": 1}', header.text.replace("[24,34]", "[25,35]"), header.text.replace("[5]", "[6]")):
         with pytest.raises(ValueError, match="header"):
-            files.parse_header(text)
+            safetensors_folder.parse_header(text)

@@ -12,10 +12,10 @@ from transformers.masking_utils import sliding_window_causal_mask_function as wi
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, parallelize
-from megatron.context_parallel.huggingface.attention import NAME, attend, masks_by
-from megatron.context_parallel.huggingface.attention import mask as mask_interface
-from megatron.context_parallel.huggingface.batch import cut
-from megatron.context_parallel.huggingface.loss import plain_weight
+from megatron.context_parallel.huggingface.decoder_loss import plain_weight
+from megatron.context_parallel.huggingface.rank_batch import cut
+from megatron.context_parallel.huggingface.transformers_attention import NAME, attend, masks_by
+from megatron.context_parallel.huggingface.transformers_attention import mask as mask_interface
 from tests.hugging_face import LENGTH, SIZES, take_grads, tiny_model, whole_batch
 
 GRID = cp.Grid()

@@ -11,9 +11,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.platform import meeting
-from megatron.platform.interfaces import FLAG, GLOO, NCCL, Place, Unusable, choose, look, nccl_takes
-from megatron.platform.meeting import agree, try_link
+from megatron.platform import network
+from megatron.platform.network import FLAG, GLOO, NCCL, Place, Unusable, agree, choose, look, nccl_takes, try_link
 from tests.patience import patience
 
 LO = {"lo": ["127.0.0.1", "::1"]}
@@ -131,7 +130,7 @@ def local(number: int, **change) -> Place:
 @pytest.fixture
 def no_loopback(monkeypatch):
     """What is on this machine stands for other machines."""
-    monkeypatch.setattr("megatron.platform.interfaces.is_loopback", lambda address: False)
+    monkeypatch.setattr("megatron.platform.network.is_loopback", lambda address: False)
 
 
 def test_ranks_of_one_node_agree_on_the_loopback_and_leave_nccl_alone():
@@ -165,7 +164,7 @@ def test_a_rank_that_does_not_come_is_named_to_the_others():
 
 
 def test_an_answer_to_an_earlier_start_is_not_taken(monkeypatch):
-    monkeypatch.setattr(meeting, "POLL", 0.2)
+    monkeypatch.setattr(network, "POLL", 0.2)
     store = dist.HashStore()
     store.set("start", "an earlier one")
     said, _ = on_all([node(1), node(1)], store)
@@ -174,8 +173,8 @@ def test_an_answer_to_an_earlier_start_is_not_taken(monkeypatch):
 
 def linked(pairs: list[tuple[str, str]], monkeypatch) -> list[dict[str, str]]:
     """What `try_link` says of ranks in a ring, each given as (its address, where it is looked for)."""
-    monkeypatch.setattr(meeting, "CONNECT", 1.0)
-    monkeypatch.setattr(meeting, "LATE", 0.2)
+    monkeypatch.setattr(network, "CONNECT", 1.0)
+    monkeypatch.setattr(network, "LATE", 0.2)
     store, count = dist.HashStore(), len(pairs)
     said: list = [None] * count
 
@@ -211,7 +210,7 @@ def test_another_host_at_the_same_address_is_noticed(monkeypatch):
             port = stranger.getsockname()[1] if address[0] == "127.0.0.9" else address[1]
             return connect(("127.0.0.1", port), timeout)
 
-        monkeypatch.setattr(meeting.socket, "create_connection", misled)
+        monkeypatch.setattr(network.socket, "create_connection", misled)
         said = linked([("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.9")], monkeypatch)
     assert said[0] == {"connect": "", "accept": ""}
     assert said[1]["accept"].startswith("rank 0 does not reach rank 1 at 127.0.0.1, and may have reached another host")

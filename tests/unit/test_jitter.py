@@ -9,10 +9,9 @@ import pytest
 
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
-from megatron.simulator.cost.jitter import Jitter, Waits, largest_of, spread
+from megatron.simulator.cost.jitter import Jitter, Waits, largest_of, spread, step_spread, step_waits
 from megatron.simulator.cost.trace import Kernel, Trace, Transfer, Wait
-from megatron.simulator.cost.unequal import step_spread, step_waits
-from megatron.simulator.dry_run import command, report
+from megatron.simulator.dry_run import command, dry_run_report
 from megatron.simulator.dry_run import dry_run as dry_runs
 from megatron.simulator.dry_run.replay import replay
 from megatron.simulator.machines.machine_file import load
@@ -77,7 +76,7 @@ def test_closed_form_and_replay_lose_alike(case, monkeypatch):
     found = dry_runs.dry_run(
         parse(flags(case), dict(LLAMA), ranks), ranks, A100, vocab_size=SHAPE.vocab, every_layer=True
     )
-    told, plain = report.unequal(found, jitter), estimate(case.workload, case.strategy, A100)
+    told, plain = dry_run_report.unequal(found, jitter), estimate(case.workload, case.strategy, A100)
     ours = step_spread(case.workload, case.strategy, A100, jitter).mean / plain.seconds
     theirs = float(told.split(" takes ")[1].split()[0]) / found.predicted_seconds
     assert ours > 1.015 and ours == pytest.approx(theirs, abs=0.01)
@@ -98,7 +97,7 @@ def test_the_dry_runs_option_is_read_and_refused(monkeypatch):
         asked["jitter"] = jitter
         raise InterruptedError
 
-    monkeypatch.setattr(report, "show", show)
+    monkeypatch.setattr(dry_run_report, "show", show)
     for more, wanted in (("", None), ("--dry-run-jitter 0.02 --seed 7", Jitter(0.02, 7))):
         with pytest.raises(InterruptedError):
             command.simulate(parse(f"{base} --dry-run --gpu A100-80G {more}".split(), world_size=1))

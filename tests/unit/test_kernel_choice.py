@@ -12,14 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels import (
-    KERNELS,
-    KernelUnavailable,
-    available,
-    flash_attn_kernel,
-    select,
-    triton_kernel,
-)
+from megatron.context_parallel.attention.kernels import KERNELS, KernelUnavailable, available, flash_attn_kernel, select
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_kernel
 from megatron.decisions.kernels import preferred
 from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense, make
 

@@ -14,14 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels import (
-    KERNELS,
-    base,
-    cpu,
-    cudnn,
-    math_kernel,
-    pieces,
-)
+from megatron.context_parallel.attention.kernels import KERNELS, base, cpu_kernel, cudnn, math_kernel
 from tests.properties import examples
 
 CPU_KERNELS = ["math", "cpu"]
@@ -136,7 +129,7 @@ def test_masks_and_rows_without_keys(name, dtype, causal, mask, monkeypatch):
     tensors, mask = make(sk=24, dtype=dtype), mask()
     want = dense(*tensors, causal=causal, mask=mask)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
-    monkeypatch.setattr(cpu, "MASK_BYTES", 5 * 24 * 8)  # and in blocks of a few rows, the last one shorter
+    monkeypatch.setattr(cpu_kernel, "MASK_BYTES", 5 * 24 * 8)  # and in blocks of a few rows, the last one shorter
     monkeypatch.setitem(math_kernel.SCORE_BYTES, "cpu", 5 * 8 * 24 * 8)
     monkeypatch.setattr(math_kernel, "FEWEST_ROWS", 1)
     assert_close(both_ways(KERNELS[name], *tensors, causal=causal, mask=mask), want, dtype)
@@ -331,19 +324,19 @@ def test_pieces(heads_per_call, hk):
         check(dout, q, k, v, out, lse)
         return math.backward(dout, q, k, v, out, lse, causal=False, mask=None, scale=0.25)
 
-    out, lse = pieces.forward_in_pieces(forward, q, k, v, limit)
-    grads = pieces.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
+    out, lse = base.forward_in_pieces(forward, q, k, v, limit)
+    grads = base.backward_in_pieces(backward, dout, q, k, v, out, lse, limit)
     assert_close((out, lse, *grads), dense(*tensors), torch.float64)
     assert (len(calls) == 2) == (heads_per_call >= b * h)
 
 
 def test_pieces_of_ordinary_tensors():
     q = torch.empty(1, 32, 131072, 128, device="meta", dtype=torch.bfloat16)
-    assert len(pieces.pieces(q, q)) == 1
+    assert len(base.pieces(q, q)) == 1
     q = torch.empty(1, 32, 2**20, 128, device="meta", dtype=torch.bfloat16)
     k = torch.empty(1, 8, 2**20, 128, device="meta", dtype=torch.bfloat16)
-    assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in pieces.pieces(q, k))
-    assert len(pieces.pieces(q, k)) == 3  # three groups of four heads a call: 12, 12, 8
+    assert all((p[1].stop - p[1].start) * 2**20 * 128 < 2**31 for p in base.pieces(q, k))
+    assert len(base.pieces(q, k)) == 3  # three groups of four heads a call: 12, 12, 8
 
 
 # Backends that cannot run here: that they call their ops by the right names, in the right shapes

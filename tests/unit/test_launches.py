@@ -10,7 +10,7 @@ import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.attend import attend, attend_grad
-from megatron.context_parallel.attention.kernels import triton_call, triton_kernel
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock, schedule
 from megatron.context_parallel.attention.ring_plan import ring_plan

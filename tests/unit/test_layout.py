@@ -13,7 +13,7 @@ from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.tiles import tiles
-from megatron.decisions.lengths import length_unit
+from megatron.decisions.division import length_unit
 from tests.properties import examples
 
 grids = st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from(["zigzag", "contiguous"]), st.integers(1, 7))

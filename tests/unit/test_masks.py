@@ -17,7 +17,7 @@ from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.alibi import alibi_slopes
-from megatron.training.report.memory import TensorMeter
+from megatron.training.report.tensor_memory import TensorMeter
 from tests.properties import examples
 
 LENGTH = 160

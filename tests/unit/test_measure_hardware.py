@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.simulator.dry_run.runtime_memory import runtime_memory
-from megatron.simulator.machines import measure, measure_runtime
+from megatron.simulator.dry_run.allocation.reserved import runtime_memory
+from megatron.simulator.machines import measure_device
 from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.machines.measure import Effort
+from megatron.simulator.machines.measure_device import Effort
 from megatron.simulator.machines.measure_links import Figures, figures, listen, measure_in_processes
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
@@ -30,7 +30,7 @@ FAST = ["--device", "cpu", "--quick", "--gemm-sizes", "16", "32", "--attention-l
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a hundredth of a second; and PyTorch's number of threads as it was."""
-    monkeypatch.setattr(measure, "effort", lambda device, quick: TINY)
+    monkeypatch.setattr(measure_device, "effort", lambda device, quick: TINY)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -161,9 +161,9 @@ class Gpu:
 def test_a_gpu_is_asked_what_no_tensor_holds(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """By stand-ins for torch.cuda: nobody has tried it on a GPU."""
     device, _ = torch.device("cpu"), Gpu(monkeypatch)
-    found = measure_runtime.context_and_workspace(device)
+    found = measure_device.context_and_workspace(device)
     assert found == {"context": 500, "cublas": 32}
-    assert measure_runtime.communicator(None, device) == 128
+    assert measure_device.communicator(None, device) == 128
     links = Figures({}, {}, (1.0, 0.0), 4, 1, buffers={"nccl": 128})
     raw = hardware_figures.named({"sources": {}} | hardware_figures.runtime_fields(found, links), "x.json", device)
     assert raw["runtime"] == {"context": 500, "cublas": 32, "nccl": 128}

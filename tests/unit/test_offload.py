@@ -12,11 +12,16 @@ import torch
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.context_parallel.fpdt.host_pool import HostPool, is_host_buffer
-from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.fpdt.shelf import HiddenStates, SavedInHost, Shelf
+from megatron.context_parallel.fpdt.host_store import (
+    HiddenStates,
+    HostPool,
+    Offload,
+    SavedInHost,
+    Shelf,
+    is_host_buffer,
+)
 from megatron.context_parallel.layout.grid import abstract_grid
-from megatron.formulas.copies import copied_bytes
+from megatron.formulas.host_bytes import copied_bytes
 from megatron.platform.streams import CudaStreams, Streams
 
 CPU = torch.device("cpu")

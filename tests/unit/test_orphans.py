@@ -21,7 +21,7 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True).wa
 """
 WORKER = """
 import multiprocessing, os, subprocess, sys, time
-from megatron.training.orphans import follow_launcher
+from megatron.training.features.stopping import follow_launcher
 follow_launcher({launched})
 fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
 fork.start()
@@ -74,7 +74,7 @@ def test_forks_go_when_the_worker_is_killed_and_a_run_by_hand_outlives_its_shell
 
 TWICE = """
 import os, signal, time, torch
-from megatron.training.stopping import Stopper
+from megatron.training.features.stopping import Stopper
 Stopper.MOMENT = 0.2
 stopper = Stopper(torch.device("cpu"), None)
 stopper.begin()

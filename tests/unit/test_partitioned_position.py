@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.context_parallel.core.learned_positions import PositionRows
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.decisions.lengths import length_unit
-from megatron.platform.simulation import simulated_world
+from megatron.decisions.division import length_unit
+from megatron.platform.simulated_cluster import simulated_world
 from megatron.training.arguments.parser import parse
 from megatron.training.model import weights
 from megatron.training.refusal import Refusal

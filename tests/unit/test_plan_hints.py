@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner.hints import padded_length, padding_words, uncertain_words
+from megatron.simulator.planner.explain import padded_length, padding_words, uncertain_words
 from megatron.simulator.planner.plans import Problem
 from megatron.simulator.planner.request import Request
 from megatron.simulator.planner.search import search

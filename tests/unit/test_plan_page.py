@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.simulator.cost.pipeline import Turn, begins, program
+from megatron.simulator.dry_run.whole_step import Turn, begins, program
 from tests.patience import patience
 from tools import plan
 

@@ -12,19 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from megatron.formulas.memory import device_memory
+from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner.documents import packed
-from megatron.simulator.planner.failures import Rates, best_interval, checkpoint_bytes, interrupted
-from megatron.simulator.planner.offers import best_of, offers, offers_table
+from megatron.simulator.planner.explain import winning
+from megatron.simulator.planner.limits import best_of, offers, offers_table
 from megatron.simulator.planner.plans import Problem, priced
-from megatron.simulator.planner.request import Request
-from megatron.simulator.planner.run import Prices, Terms, chosen, run_of
+from megatron.simulator.planner.request import Request, packed
+from megatron.simulator.planner.run_cost import (
+    Prices,
+    Rates,
+    Terms,
+    best_interval,
+    checkpoint_bytes,
+    chosen,
+    interrupted,
+    run_of,
+)
 from megatron.simulator.planner.search import search
 from megatron.simulator.planner.search_space import Limits
-from megatron.simulator.planner.words import winning
 from megatron.training.refusal import Refusal
 from tools import plan
 
@@ -182,7 +189,7 @@ def test_the_index_is_what_our_own_preprocessing_writes(tmp_path: Path) -> None:
     for length in (7, 30):
         builder.add_document(np.zeros(length, np.int32), [length])
     builder.finalize(str(tmp_path / "d.idx"))
-    from megatron.simulator.planner.documents import read_lengths
+    from megatron.simulator.planner.request import read_lengths
 
     assert read_lengths(tmp_path / "d.idx") == [7, 30]
 

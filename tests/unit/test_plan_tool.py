@@ -15,13 +15,12 @@ import pytest
 from megatron.formulas.strategy import Strategy
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import confirm as plan_confirm
+from megatron.simulator.planner.explain import a, alternatives, count, failing, holding, losing
 from megatron.simulator.planner.limits import nearest
-from megatron.simulator.planner.picture import front
+from megatron.simulator.planner.plan_report import front
 from megatron.simulator.planner.plans import Problem, priced
-from megatron.simulator.planner.request import Request
+from megatron.simulator.planner.request import Request, tokens
 from megatron.simulator.planner.search import search
-from megatron.simulator.planner.sizes import tokens
-from megatron.simulator.planner.words import a, alternatives, count, failing, holding, losing
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from tools import plan

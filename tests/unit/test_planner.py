@@ -14,17 +14,16 @@ import pytest
 
 from examples.reproduce.report import published
 from examples.reproduce.simulate import cluster, shape_of
-from megatron.formulas.memory import device_memory
+from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds, priced_ends, priced_layer
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner.command import training_flags
 from megatron.simulator.planner.limits import fewest_gpus, fits, longest
+from megatron.simulator.planner.plan_report import training_flags
 from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import JOB, Request
-from megatron.simulator.planner.search import everything, search
+from megatron.simulator.planner.search import Ranked, everything, search
 from megatron.simulator.planner.search_space import Limits, divisors, grids, savings, zero_stages
-from megatron.simulator.planner.ways import Ranked
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 

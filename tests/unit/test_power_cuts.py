@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.training.checkpoint.converting.incoming import from_hugging_face
-from megatron.training.checkpoint.converting.outgoing import to_hugging_face
-from megatron.training.checkpoint.shelf import clear
-from megatron.training.data.whole_folder import whole_folder
+from megatron.training.checkpoint.checkpoint_folder import clear
+from megatron.training.checkpoint.converting.from_hugging_face import from_hugging_face
+from megatron.training.checkpoint.converting.to_hugging_face import to_hugging_face
+from megatron.training.data.index_files import whole_folder
 from tests.disk import Recorder, prove
 from tests.unit.test_hugging_face import save_llama
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.arguments.argv import take_ranks
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.ranks import take_ranks
 from megatron.training.refusal import Refusal
 from tests.patience import patience
 from tests.program import start_forked

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.data import reading
+from megatron.training.data import read_tokens
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
-from megatron.training.data.reading import DataError, OpenFile, check_ids, first_outside, unmapped
-from megatron.training.data.whole_folder import LEFT_BEHIND, whole_folder
+from megatron.training.data.index_files import LEFT_BEHIND, whole_folder
+from megatron.training.data.read_tokens import DataError, OpenFile, check_ids, first_outside, unmapped
 from megatron.training.loop import pass_over
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
@@ -78,9 +78,9 @@ def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(os, "pread", failing)
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    fails[:] = [errno.EIO] * len(reading.PAUSES)
+    fails[:] = [errno.EIO] * len(read_tokens.PAUSES)
     assert file.read(4, 3) == b"3456" and "it is read again in 25 s" in caplog.text
-    fails[:] = [errno.EIO] * (len(reading.PAUSES) + 1)
+    fails[:] = [errno.EIO] * (len(read_tokens.PAUSES) + 1)
     with pytest.raises(DataError, match="file: cannot be read at byte 3: not now"):
         file.read(4, 3)
     fails[:] = [errno.ESTALE]  # the file is another one, or gone: it stays so

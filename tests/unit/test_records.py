@@ -15,7 +15,7 @@ from examples.reproduce.record_price import family, predict, published_rate, sha
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, step_parts
-from megatron.simulator.cost.program import OURS, Program, as_run, computed_again
+from megatron.simulator.cost.layer_program import OURS, Program, as_run, computed_again
 from megatron.simulator.cost.seconds import sustained
 from megatron.simulator.cost.step_operations import micro_batch
 from megatron.simulator.machines.machine_file import known, load

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron.platform.remembered import UNKNOWN, Remembered
-from megatron.platform.simulation import Collectives, fake_tensors
+from megatron.platform.simulated_cluster import UNKNOWN, Collectives, Remembered, fake_tensors
 
 aten = torch.ops.aten
 

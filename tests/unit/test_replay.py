@@ -15,8 +15,7 @@ from rich.console import Console
 
 from megatron.formulas.strategy import Group
 from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transfer, Wait
-from megatron.simulator.dry_run.replay import duration, replay, table
-from megatron.simulator.dry_run.steady import Repeat, Stretch, Unsteady, find_repeat
+from megatron.simulator.dry_run.replay import Repeat, Stretch, Unsteady, duration, find_repeat, replay, table
 from megatron.simulator.dry_run.timeline import coverage, draw, lanes
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from tests.properties import examples

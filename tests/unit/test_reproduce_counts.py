@@ -17,7 +17,7 @@ from examples.reproduce.genslm import figure_4, figure_6
 from examples.reproduce.traffic import Traffic
 from examples.reproduce.ulysses import section_3_2
 from examples.reproduce.usp import figure_3
-from megatron.platform.simulation import simulated_world
+from megatron.platform.simulated_cluster import simulated_world
 
 
 def test_messages_are_counted_once_for_each_receiver():

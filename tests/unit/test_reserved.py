@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.simulator.dry_run import reserved as module
-from megatron.simulator.dry_run.continued import NoPattern, added, continued, lifetimes
+from megatron.simulator.dry_run.allocation import reserved as module
+from megatron.simulator.dry_run.allocation.allocator import MIB
+from megatron.simulator.dry_run.allocation.reserved import (
+    Allocations,
+    NoPattern,
+    Reserved,
+    added,
+    continued,
+    lifetimes,
+    peak,
+    reserved,
+)
 from megatron.simulator.dry_run.dry_run import dry_run, run_job
-from megatron.simulator.dry_run.pool import MIB
-from megatron.simulator.dry_run.reserved import Allocations, Reserved, peak, reserved
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 

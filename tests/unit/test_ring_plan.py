@@ -18,7 +18,7 @@ from megatron.context_parallel.attention.ring_plan import Hop, RingPlan, ring_pl
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.spans import Spans, count, joined, place, positions_of, split, union
 from megatron.context_parallel.layout.tiles import reach, tiles
-from megatron.decisions.lengths import length_unit
+from megatron.decisions.division import length_unit
 
 
 def plan_by_definition(queries, keys, mask, rank: int, step: int) -> tuple[int, RingPlan]:

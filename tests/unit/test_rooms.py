@@ -36,7 +36,6 @@ FLOORS = [
     "training.model",
     "training.checkpoint.megatron_lm",
     "training.checkpoint.hugging_face",
-    "training.checkpoint.older",
     "training.checkpoint",
     "training.checkpoint.converting",
     "training.report",

@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions import rope as rope_module
-from megatron.context_parallel.positions.rope import Rope, Yarn, rotary_angles
-from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
+from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn, rotary_angles
 
 FAR = 2**22  # 4,194,304
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data import row_files, text_files
-from megatron.training.data.chats.read import Chat, read_chats
-from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.row_files import array_rows
 from megatron.training.data.text_files import Reader, unit_of

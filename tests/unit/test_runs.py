@@ -11,8 +11,8 @@ import torch
 
 from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path, run_of, universal_path
-from megatron.training.checkpoint.older.sources import _path
-from megatron.training.checkpoint.runs import COPIES, identity
+from megatron.training.checkpoint.older_formats import _path
+from megatron.training.checkpoint.owner import COPIES, identity
 from megatron.training.refusal import Refusal
 
 A, B = "a" * 32, "b" * 32

@@ -23,18 +23,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.inference.start import configure
-from megatron.simulator.dry_run import allocator_settings
-from megatron.training import determinism, json_file
-from megatron.training.arguments import ranks
+from megatron.inference.load import configure
+from megatron.simulator.dry_run.allocation import allocator
+from megatron.training import json_file, setup
+from megatron.training.arguments import argv
 from megatron.training.arguments.config import CheckpointConfig, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.in_memory import copies
-from megatron.training.data import files as data_files
-from megatron.training.data import packed as packed_files
+from megatron.training.data import index_files as data_files
+from megatron.training.data import row_files as packed_files
 from megatron.training.data import text_files, tokenizer
-from megatron.training.data.chats.read import Chat
-from megatron.training.data.chats.template import ChatTemplate
+from megatron.training.data.chat_template import Chat, ChatTemplate
 from megatron.training.model.attention_rule import mask_function
 from megatron.training.refusal import Refusal
 from tests.chats import make_tokenizer
@@ -334,7 +333,7 @@ def test_18_nothing_of_ours_opens_a_port():
         if re.search(r"\.(listen|create_server)$|socket\.socket$|HTTPServer$", called)
     }
     servers = [call for _, called, call in calls() if called.endswith("TCPStore")]
-    assert opens == {"megatron/platform/interfaces.py", "megatron/platform/meeting.py"} and servers
+    assert opens == {"megatron/platform/network.py"} and servers
     for call in servers:  # host, port, world size, is_master
         named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         master = ast.unparse(call.args[3]) if len(call.args) > 3 else named.get("is_master", "False")
@@ -398,7 +397,7 @@ def test_24_what_is_started():
     assert starts == {
         "tools/launch_script.py",  # of check_script
         "megatron/simulator/planner/confirm.py",
-        "megatron/context_parallel/attention/kernels/triton_compile.py",
+        "megatron/context_parallel/attention/kernels/triton_kernels/triton_compile.py",
     }
     assert not [call for _, _, call in calls() if any(keyword.arg == "shell" for keyword in call.keywords)]
 
@@ -411,7 +410,7 @@ def test_25_no_module_runs_a_text():
 
 
 def test_26_variables_that_are_read():
-    found = set(determinism.VARIABLES) | set(allocator_settings.VARIABLES) | set(ranks.NAMES.values())
+    found = set(setup.VARIABLES) | set(allocator.VARIABLES) | set(argv.NAMES.values())
     for _, node in nodes():
         parts: list[ast.expr] = []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):

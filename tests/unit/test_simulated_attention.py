@@ -11,14 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels import KernelUnavailable, triton_tiles
+from megatron.context_parallel.attention.kernels import KernelUnavailable
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_tiles
 from megatron.context_parallel.fpdt.chunked_loss import add_product
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.simulator.cost.seconds import attention_named, kernel_seconds
 from megatron.simulator.cost.trace import Kernel
-from megatron.simulator.dry_run.gpu_kernels import gpu_kernels
-from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.dry_run.recording.gpu_kernels import gpu_kernels
+from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.machines.machine_file import load
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import megatron.context_parallel as cp
-from megatron.platform.simulation import simulated_world
+from megatron.platform.simulated_cluster import simulated_world
 
 # (tensor, ulysses, ring, data, pipeline)
 GRIDS = [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 4, 2, 3, 1), (4, 1, 3, 2, 5), (2, 3, 1, 1, 4), (8, 8, 4, 2, 4)]

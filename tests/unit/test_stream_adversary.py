@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.fpdt import offload as offload_module
+from megatron.context_parallel.fpdt import host_store as offload_module
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.fpdt.shelf import SavedInHost
+from megatron.context_parallel.fpdt.host_store import Offload, SavedInHost
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.platform.streams import LOADS, STORES
 from tests.adversary import Adversary, Mutant, call_sites

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron.training.arguments import megatron_flags
+from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import parse, supported_flags
 from megatron.training.refusal import Refusal
 

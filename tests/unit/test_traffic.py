@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from megatron.simulator.cost.linear_operations import UNFUSED_ROTARY_BYTES
+from megatron.simulator.cost.layer_operations import UNFUSED_ROTARY_BYTES
 from megatron.simulator.dry_run.traffic import REST, layer_traffic
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse

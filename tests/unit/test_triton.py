@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.context_parallel.attention.kernels import triton_tiles
-from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel, missing_triton
-from megatron.context_parallel.attention.kernels.triton_tiles import walk
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_tiles
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel, missing_triton
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.tiles import tiles
-from megatron.context_parallel.positions.dropout import Dropout
+from megatron.context_parallel.positions.position_dropout import Dropout
 from tests.patience import patience
 from tests.unit import triton_cases
 from tests.unit.triton_cases import Case, some_pairs

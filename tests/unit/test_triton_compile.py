@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from megatron.context_parallel.attention.kernels.triton_kernel import missing_triton
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from tests.patience import patience
 
 pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
@@ -41,7 +41,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
 
 
 def _resources(capability: int, head: int, which: str, variant: tuple[str, ...], dtype: torch.dtype):
-    from megatron.context_parallel.attention.kernels.triton_compile import example, resources
+    from megatron.context_parallel.attention.kernels.triton_kernels.triton_compile import example, resources
 
     return resources(example(capability, head, dtype, variant)[which], capability)
 

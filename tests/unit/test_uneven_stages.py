@@ -11,12 +11,12 @@ from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.dry_run.dry_run import dry_run
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner.command import training_flags
+from megatron.simulator.planner.page import step_shape
+from megatron.simulator.planner.plan_report import training_flags
 from megatron.simulator.planner.plans import Problem, fullest
 from megatron.simulator.planner.request import JOB, Request
 from megatron.simulator.planner.search import search
 from megatron.simulator.planner.search_space import Limits, fewer_layers, grids, savings
-from megatron.simulator.planner.step_shape import step_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.stages import stage_layers
 from tests.unit.formula_runs import LLAMA, flags

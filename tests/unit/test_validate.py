@@ -16,7 +16,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.stages import stage_layers
 from megatron.training.arguments.validate import complete, data_parallel_size
-from megatron.training.arguments.validate.chunks import attention_chunks, loss_chunks
+from megatron.training.arguments.validate.check_memory import attention_chunks, loss_chunks
 from megatron.training.refusal import Refusal
 from tests.properties import examples
 

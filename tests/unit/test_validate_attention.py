@@ -13,7 +13,7 @@ from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.training.arguments.validate import complete
 from megatron.training.model.attention_rule import attention_mask, attention_rule
 from megatron.training.refusal import Refusal
-from megatron.training.report.flops import attended_share
+from megatron.training.report.mfu import attended_share
 from tests.unit.test_validate import build
 
 TWO = "--ring-parallel-size 2"

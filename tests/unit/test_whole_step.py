@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.simulator.cost.pipeline import begins, program
-from megatron.simulator.dry_run.chrome_trace import write_trace
 from megatron.simulator.dry_run.dry_run import DryRun, dry_run
 from megatron.simulator.dry_run.replay import Interval
-from megatron.simulator.dry_run.whole_step import Pass, with_all_layers
+from megatron.simulator.dry_run.timeline import write_trace
+from megatron.simulator.dry_run.whole_step import Pass, begins, program, with_all_layers
 from megatron.simulator.machines.machine_file import load
 from tests.unit.test_dry_run import config_of
 

@@ -10,12 +10,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels import triton_blocks
-from megatron.context_parallel.attention.kernels.triton_call import attend_tiles, attend_tiles_grad, delta
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_call
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import (
+    attend_tiles,
+    attend_tiles_grad,
+    delta,
+)
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
-from megatron.context_parallel.positions.dropout import Dropout
+from megatron.context_parallel.positions.position_dropout import Dropout
 
 CPU = torch.device("cpu")
 
@@ -157,7 +161,7 @@ def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, flo
 
 
 def errors_in_blocks_of(case: Case, block: int, step: int) -> dict[str, float]:
-    with mock.patch.object(triton_blocks, "INTERPRETED", triton_blocks.Blocks(block, step)):
+    with mock.patch.object(triton_call, "INTERPRETED", triton_call.Blocks(block, step)):
         return errors(case)
 
 

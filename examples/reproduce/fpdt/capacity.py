@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a sequence FPDT and the systems beside it take (tables 1 and 3, figures 1 and 11), by simulation.
 
-Device memory is that of this project's program (formulas/memory.py), run as the paper says: batch 1, full recompute
+Device memory is that of this project's program (formulas/device_memory.py), run as the paper says: batch 1, full recompute
 with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths go in powers of two, as the
 paper's do but for its 3M. A node has 4 GPUs and 1 TB of host memory; with A100-40G, not described, 8 GPUs (DGX A100).
 
@@ -19,7 +19,7 @@ from examples.reproduce.capacity import AT_LEAST, longest_power
 from examples.reproduce.fpdt import training
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Simulated, cluster
-from megatron.formulas.memory import Memory, device_memory
+from megatron.formulas.device_memory import Memory, device_memory
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine import Machine

@@ -48,7 +48,7 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     from megatron.context_parallel.fpdt import chunk_work, chunked_layer
     from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
-    from megatron.training.report.memory import TensorMeter
+    from megatron.training.report.tensor_memory import TensorMeter
     from megatron.training.setup import start, stop
     from megatron.training.step import train_step
     from pretrain_llama import LLAMA

@@ -20,7 +20,7 @@ from examples.reproduce.genslm.old_systems import (
 )
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import shape_of as named_shape
-from megatron.formulas.memory import Memory, device_memory
+from megatron.formulas.device_memory import Memory, device_memory
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine_file import load
 

@@ -32,7 +32,7 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megatron.training.report.memory import TensorMeter
+    from megatron.training.report.tensor_memory import TensorMeter
 
     gc.collect()  # what others left would count when it goes
     with FakeTensorMode(), TensorMeter("cpu") as meter:
@@ -47,7 +47,7 @@ def part_bytes(length: int, threshold: int) -> int:
     """Bytes at the peak of forward and backward of one part of the largest tile, beside q, k, v and their gradients."""
     import megatron.context_parallel as cp
     from megatron.context_parallel.attention.ring_plan import ring_plan
-    from megatron.training.report.memory import TensorMeter
+    from megatron.training.report.tensor_memory import TensorMeter
 
     layout = cp.SequenceLayout(length, cp.abstract_grid())
     rule = cp.AttentionRule(cp.MaskFunction(every_third), mask_cpu_threshold=threshold)

@@ -78,7 +78,7 @@ def forward(flags: str, ranks: int, rank: int, kv_heads: int, layers: int) -> Co
     from megatron import platform
     from megatron.context_parallel.core.groups import initialize_grid
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-    from megatron.platform.simulation import simulated_world
+    from megatron.platform.simulated_cluster import simulated_world
     from megatron.training.arguments.parser import parse
     from megatron.training.model.build import build_model
     from megatron.training.setup import seed_everything

@@ -11,7 +11,7 @@ import sys
 from examples.reproduce.report import Row, published
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import attended, ring_forward, to_heads, to_sequence
-from megatron.simulator.cost.segment import price
+from megatron.simulator.cost.operations import price
 from megatron.simulator.machines.machine import Machine
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -5,7 +5,7 @@ Plain attention, the ring, gathered keys and FPDT's chunks differ only in where 
 with the true lse of every tile; the backward pass of a tile gets the *final* out and lse, so the gradients of tiles
 simply add up.
 
-Read on in ring.py and gather.py (where blocks come from), tile.py (how one tile is computed), merge.py (how results add
+Read on in ring.py and ring.py (where blocks come from), tile.py (how one tile is computed), merge.py (how results add
 up).
 """
 
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.gather import GatherSource
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.attention.ring import KeyBlock, RingSource
+from megatron.context_parallel.attention.ring import GatherSource, KeyBlock, RingSource
 from megatron.context_parallel.attention.tile import TileKernel
 from megatron.context_parallel.layout.spans import union
 from megatron.context_parallel.layout.tiles import Tile

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels.base import Kernel, TilesKernel, accumulation_dtype
-from megatron.context_parallel.attention.kernels.row_mask import RowMask
+from megatron.context_parallel.attention.kernels.base import Kernel, RowMask, TilesKernel, accumulation_dtype
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, inside_tiles
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, parts
-from megatron.context_parallel.layout.to_device import to_device
-from megatron.context_parallel.positions.dropout import Dropout, TileDropout
-from megatron.platform.autocast import autocast_inputs, without_autocast
+from megatron.context_parallel.positions.position_dropout import Dropout, TileDropout
+from megatron.platform.autograd import autocast_inputs, without_autocast
+from megatron.platform.streams import to_device
 
 MADE_AT_ONCE = 2048
 """Queries, and keys, of the largest tile for which pairs are made one by one: masks of functions, biases, dropout."""
@@ -168,7 +167,7 @@ class AttentionRule:
             of rows, where the sequence is longer than this (DeepSpeed4Science, figure 4).
         dropout: of the attention weights, by position; its heads are those before the all-to-all. None, or a
             probability of 0, keeps all.
-        gather_keys: ring ranks gather all keys at once (gather.py), in place of passing them on; not in chunks.
+        gather_keys: ring ranks gather all keys at once (ring.py), in place of passing them on; not in chunks.
         softcap: a score s becomes ``softcap * tanh(s / softcap)``, before ALiBi's share is taken from it (Gemma 2,
             arXiv 2408.00118); None leaves it.
         sinks: fp32 [heads], of the heads before the all-to-all: one more score in each softmax of a head, of a key that

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.context_parallel.layout.grid import Axis
-from megatron.decisions.heads import HeadSpans, head_plan
+from megatron.decisions.division import HeadSpans, head_plan
 from megatron.platform.autograd import refuse_transforms
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: Axis, attention: Attention) -> Tensor:
     """Run ``attention`` over all tokens of the Ulysses ranks, each on its share of the heads.
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import tiled_attention
-from megatron.context_parallel.attention.gather import GatherSource
-from megatron.context_parallel.attention.ring import RingSource
+from megatron.context_parallel.attention.ring import GatherSource, RingSource
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.attention.tile import AttentionRule, one_dtype
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.positions.dropout import Dropout
+from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.platform.autograd import refuse_transforms
 
 

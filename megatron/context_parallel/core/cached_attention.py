@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention core of a model that generates: it keeps keys and values (attention/cache.py)."""
+"""The attention core of a model that generates: it keeps keys and values (attention/kv_cache.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron.context_parallel.attention.cache import CachePlan, LayerCache, decode_attention, prefill_attention
+from megatron.context_parallel.attention.kv_cache import CachePlan, LayerCache, decode_attention, prefill_attention
 from megatron.context_parallel.core.spec import ContextParallelAttention
-from megatron.context_parallel.layout.to_device import to_device
 from megatron.context_parallel.positions.rope import rotary_angles
+from megatron.platform.streams import to_device
 
 
 class Generation:

@@ -19,15 +19,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron.context_parallel.attention.tile import AttentionRule
-from megatron.context_parallel.core.dropout import ATTENTION, FFN, HiddenDropout, ModelDropout, stream_of
+from megatron.context_parallel.core.gpt_dropout import ATTENTION, FFN, HiddenDropout, ModelDropout, stream_of
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
-from megatron.context_parallel.fpdt.offload import Offload
+from megatron.context_parallel.fpdt.host_store import Offload
+from megatron.context_parallel.layout.documents import Samples, samples
 from megatron.context_parallel.layout.masks import Documents, Mask
-from megatron.context_parallel.layout.samples import Samples, samples
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
-from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
+from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LongContextLayer(TransformerLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/samples.py tells."""
+        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/documents.py tells."""
         self.dropout = self._hidden_dropout(samples(attention_mask))
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
@@ -139,7 +139,7 @@ class ChunkedTransformerLayer(LongContextLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/samples.py tells."""
+        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/documents.py tells."""
         if not self.chunks.fpdt:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         self._refuse(signature(super()._forward_attention).bind(hidden_states, attention_mask, *args, **kwargs))

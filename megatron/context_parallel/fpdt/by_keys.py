@@ -9,7 +9,7 @@ from megatron.context_parallel.attention.attend import attend, attend_grad
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
-from megatron.context_parallel.fpdt.shelf import HiddenStates
+from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:

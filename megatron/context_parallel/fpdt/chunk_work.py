@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import sinks_grad
-from megatron.context_parallel.attention.packed import packed, unpacked
+from megatron.context_parallel.attention.merge import packed, unpacked
 from megatron.context_parallel.attention.tile import AttentionRule, TileKernel, one_dtype
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans
-from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.fpdt.shelf import HiddenStates
+from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
-from megatron.platform.autocast import SameAutocast
+from megatron.platform.autograd import SameAutocast
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
-from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.fpdt.shelf import HiddenStates
+from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.spans import Span
-from megatron.platform.autocast import SameAutocast
-from megatron.platform.autograd import once_differentiable, refuse_transforms
+from megatron.platform.autograd import SameAutocast, once_differentiable, refuse_transforms
 
 Replay = Callable[[], Callable[[], AbstractContextManager]]
 """Notes the random state and returns a function: a context in which that state is there again."""

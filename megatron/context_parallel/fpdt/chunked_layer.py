@@ -21,8 +21,8 @@ from megatron.context_parallel.fpdt import by_keys, by_queries
 from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
 from megatron.context_parallel.fpdt.chunk_work import LayerFunctions
 from megatron.context_parallel.fpdt.chunked_ffn import keep, take_kept
-from megatron.context_parallel.fpdt.shelf import HiddenStates
-from megatron.decisions.chunks import goes_by_keys
+from megatron.context_parallel.fpdt.host_store import HiddenStates
+from megatron.decisions.division import goes_by_keys
 from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans, in_main_grad, main_grad_of, take_once
-from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.fpdt.shelf import HiddenStates
+from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
-from megatron.decisions.chunks import PARTS, pieces_together
-from megatron.platform.autocast import autocast_inputs, without_autocast
-from megatron.platform.autograd import once_differentiable, refuse_transforms
+from megatron.decisions.division import PARTS, pieces_together
+from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
 
 
 def chunked_linear_cross_entropy(
@@ -236,3 +234,73 @@ def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
     mine = grad.new_empty((grad.size(0) // tensor.size, *grad.shape[1:]))
     dist.reduce_scatter_tensor(mine, grad, group=tensor.group)
     return mine
+
+
+# What a model makes of each token, for evaluation by teacher forcing: its loss, and whether greedy decoding would have
+# written it. In chunks of tokens, so that logits are never whole, and over a vocabulary that is split over TP.
+
+
+LOGITS = 2**24  # of a chunk at most, where nobody said how many chunks there are
+
+
+@torch.no_grad()
+def chunked_token_scores(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    labels_SB: Tensor,
+    wanted_SB: Tensor,
+    *,
+    vocab_size: int,
+    chunks: int | None = None,
+    tensor: Axis = Axis(),
+    sequence_parallel: bool = False,
+    offload: Offload | None = None,
+) -> Tensor:
+    """Loss of each token's label, and 1 where that label has the largest logit (of equal ones the lowest id counts).
+
+    Args:
+        hidden_SBH, weight_VH, labels_SB, vocab_size, tensor, sequence_parallel, offload: as those of
+            :func:`~megatron.context_parallel.fpdt.chunked_loss.chunked_linear_cross_entropy`.
+        wanted_SB: [s, b]; where it is 0 nothing is scored and both numbers are 0. Chunks without a wanted token are
+            passed over.
+        chunks: how many spans the tokens are cut into; default: as many as keep a span below ``LOGITS`` logits.
+
+    Returns:
+        [2, s, b], fp32 (fp64 for fp64 inputs): losses and hits, the same on every TP rank.
+    """
+    gathered = sequence_parallel and tensor.size > 1
+    ranks = tensor.size if gathered else 1
+    rows, batch, wide = hidden_SBH.size(0), hidden_SBH.size(1), accumulation_dtype(hidden_SBH.dtype)
+    pieces = chunks or ceil(rows * ranks * batch * weight_VH.size(0) / LOGITS)
+    spans = even_spans(rows, max(1, min(pieces, rows)))
+    # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
+    labels, wanted = (x.reshape(ranks, rows, -1) for x in (labels_SB, wanted_SB != 0))
+    spans = [
+        span for span in spans if wanted[:, slice(*span)].any()
+    ]  # alike on all TP ranks: they hold the same labels
+    scores = torch.zeros((2, ranks, rows, batch), dtype=wide, device=weight_VH.device)
+    for (start, stop), part in zip(spans, HiddenStates(hidden_SBH, offload).walk(spans)):
+        tokens = (gather(part, tensor) if gathered else part).reshape(-1, hidden_SBH.size(-1))
+        logits = (tokens @ weight_VH.t()).to(wide)
+        found = _scores(logits, labels[:, start:stop].reshape(-1), vocab_size, tensor)
+        scores[:, :, start:stop] = found.view(2, ranks, stop - start, batch)
+    return torch.where(wanted, scores, 0.0).view(2, ranks * rows, batch)
+
+
+def _scores(logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis) -> Tensor:
+    """[2, tokens] of logits split over TP, which it destroys."""
+    width = logits_TV.size(1)
+    first = tensor.rank * width
+    logits_TV[:, max(min(vocab_size - first, width), 0) :] = -torch.inf
+    mine = (targets >= first) & (targets < first + width)
+    column = torch.where(mine, targets - first, 0).unsqueeze(1)
+    target = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)  # 0 on all TP ranks but one: the sum is it
+    all_reduce(target, tensor, dist.ReduceOp.SUM)
+    target = target.unsqueeze(1)
+    ahead = (logits_TV > target).sum(1)  # counted, not compared by index, so that one sum over TP settles it
+    ids = torch.arange(first, first + width, device=targets.device)
+    ahead += ((logits_TV == target) & (ids < targets.unsqueeze(1))).sum(1)
+    all_reduce(ahead, tensor, dist.ReduceOp.SUM)
+    losses, _ = cross_entropy(logits_TV, targets, vocab_size, tensor, False)
+    hits = (ahead == 0) & losses.isfinite()  # of NaN nothing is larger
+    return torch.stack((losses, hits.to(losses.dtype)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from megatron.context_parallel.huggingface.attention import Call, NotCausal, masks_by
+from megatron.context_parallel.huggingface.transformers_attention import Call, NotCausal, masks_by
 
 LENGTH, MOVED = 8, 3
 

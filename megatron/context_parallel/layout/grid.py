@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.platform.meeting import meet
+from megatron.platform.network import meet
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def initialize_world(backend: str | None, timeout_minutes: float, interface: str
     """Initialize torch.distributed, if it is not yet, from the environment; without torchrun, a world of one.
 
     Args:
-        interface: network interface of every node; default as :mod:`megatron.platform.interfaces` chooses.
+        interface: network interface of every node; default as :mod:`megatron.platform.network` chooses.
 
     Returns:
         A line that says which interfaces are used; empty where there is nothing to say.

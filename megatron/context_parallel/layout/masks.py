@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
-from megatron.context_parallel.layout.to_device import to_device
-from megatron.decisions.lengths import NARROW
+from megatron.decisions.division import NARROW
+from megatron.platform.streams import to_device
 
 
 @dataclass(frozen=True)

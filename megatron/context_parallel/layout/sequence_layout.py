@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of
-from megatron.decisions.lengths import length_unit
+from megatron.decisions.division import length_unit
 from megatron.platform.autograd import refuse_transforms
 
 Balance = Literal["zigzag", "contiguous", "documents"]

@@ -16,7 +16,7 @@ from typing import Literal
 
 from megatron.context_parallel.layout.masks import Band, Mask
 from megatron.context_parallel.layout.spans import Span, Spans, joined, numbered, positions_of, split, union
-from megatron.decisions.lengths import NARROW
+from megatron.decisions.division import NARROW
 
 Kind = Literal["full", "causal", "anticausal"]
 

@@ -10,24 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.formulas.chunks import chunks_of
 from megatron.formulas.flops import forward_flops
+from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer
-from megatron.simulator.cost.program import OURS, OWN_ENDS, Program, as_run, computed_again, host_bound
+from megatron.simulator.cost.layer_program import OURS, OWN_ENDS, Program, as_run, computed_again, host_bound
+from megatron.simulator.cost.operations import Parts, Segment, add, price, price_and_launches
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
-from megatron.simulator.cost.segment import Parts, Segment, add, price, price_and_launches
-from megatron.simulator.cost.state_operations import (
+from megatron.simulator.cost.step_operations import (
     States,
+    busiest_stage,
+    ends,
     gather_parameters,
     last_bucket,
     optimizer_step,
     reduce_gradients,
     split_and_join,
+    stage_transfer,
     states,
     sum_shared_gradients,
 )
-from megatron.simulator.cost.step_operations import busiest_stage, ends, stage_transfer
 from megatron.simulator.machines.machine import Machine
 
 

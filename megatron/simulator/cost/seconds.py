@@ -15,7 +15,7 @@ masks. That is how often a flash kernel goes round its inner loop.
 from __future__ import annotations
 
 from megatron.decisions.kernels import preferred
-from megatron.simulator.cost.collectives import price_of
+from megatron.simulator.cost.collective_cost import price_of
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Machine
 

@@ -3,15 +3,183 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
 
-from megatron.formulas.chunks import chunks_of
-from megatron.formulas.strategy import Strategy, Workload
-from megatron.simulator.cost.layer_operations import beside, layer
-from megatron.simulator.cost.loss_operations import embedding, embedding_grad, loss, loss_grad
-from megatron.simulator.cost.operations import BF16
-from megatron.simulator.cost.segment import Segment
-from megatron.simulator.cost.trace import HostCopy, Transfer
+from megatron.decisions.division import pieces_together
+from megatron.formulas.communication import LOSS_SUMS, whole_vectors
+from megatron.formulas.parameters import model_states, numel, padded_vocab, shard_numel, stage_parameters
+from megatron.formulas.sizes import chunks_of
+from megatron.formulas.strategy import Group, Shape, Strategy, Workload
+from megatron.simulator.cost.layer_operations import beside, entering, layer, leaving
+from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
+from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
+
+# The two ends of a model: embedding; final norm, output layer and cross-entropy over a vocabulary split over TP.
+
+
+# Bytes of a logit that megatron-core's cross-entropy reads and writes. Forward: widen to fp32 6, largest 4, subtract 8,
+# exp 12, sum 4, the label's 4, divide 8. Backward: the label's 8, scale 8, narrow 6, add to it 4.
+FORWARD, BACKWARD = 46, 26
+
+
+def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
+    lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden)
+    return [Segment((lookup,)), Segment((), leaving(strategy, shape.hidden, tokens))]
+
+
+def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 1) -> list[Segment]:
+    """A gradient as large as the table, in each of ``pieces``, added to the main gradients, or up for FSDP."""
+    table = padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor * shape.hidden
+    each = pieces * (2 * BF16 + 2 * FP32)
+    if strategy.zero > 1 and strategy.fused:
+        each = BF16 if pieces == 1 else each + 2 * BF16  # the first is made wide, the sum narrow
+    lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden + each * table, backward=True)
+    return [Segment((), entering(strategy, shape.hidden, tokens)), Segment((lookup,))]
+
+
+def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
+    """Forward; ``tokens`` of a TP group, in ``chunks``; 0: whole."""
+    pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
+    rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
+    entropy = memory("cross_entropy", FORWARD * rows * vocab)
+    sums = (collective("all_reduce", "tp", strategy.group("tp"), FP32 * rows, count=LOSS_SUMS),)
+    return [
+        Segment((memory("norm", 2 * BF16 * tokens // strategy.tensor * shape.hidden),)),
+        Segment((), entering(strategy, shape.hidden, tokens / groups), count=groups),
+        Segment((gemm("logits", rows, vocab, shape.hidden), entropy), count=pieces),
+        Segment((), sums if strategy.tensor > 1 else (), count=pieces),
+    ]
+
+
+def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
+    """In chunks it follows its forward pass at once, which has gathered the tokens, and nothing hides its transfer."""
+    pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
+    rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
+    entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)
+    together = tokens / groups
+    dgrad = gemm("logits_dgrad", together, shape.hidden, vocab, backward=True)
+    wgrad = gemm("logits_wgrad", vocab, shape.hidden, together, backward=True)
+    sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
+    leave = leaving(strategy, shape.hidden, together)
+    if chunks:
+        wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)
+        # Their sum is scaled, for FSDP in its place and then made narrow, else into the main gradient.
+        summed = (BF16 if strategy.zero > 1 else 0) + 3 * FP32
+        summed *= vocab * shape.hidden * strategy.fused
+        return [
+            Segment((entropy,), count=pieces),
+            Segment((dgrad,), count=groups),
+            Segment((), leave, count=groups),
+            Segment((wide,) if strategy.fused else (wgrad, sums), count=groups),
+            Segment((memory("main_grad", summed, backward=True),) if summed else ()),
+        ]
+    added = () if strategy.zero > 1 and strategy.fused else (sums,)
+    return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, *added), leave)]
+
+
+def _groups(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> int:
+    """How often the chunks' gradients go into the weight's sum."""
+    if not chunks or not strategy.fused:
+        return chunks or 1
+    return ceil(chunks / pieces_together(ceil(tokens / chunks), shape.hidden, BF16))
+
+
+# Weights, gradients and optimizer states over DP x CP: DDP and ZeRO 1 once a step, ZeRO 2 and 3 once a layer.
+
+
+# An Adam step reads gradient, weight and two moments and writes three of these; then weights are read and written in
+# bf16. Before it, the gradient is read for its norm, scaled into memory of its own, and copied back; a kernel of apex
+# or Transformer Engine, which papers' programs have, scales it in its place. Bytes a parameter.
+ADAM_BYTES, SCALED_IN_PLACE = 7 * FP32 + FP32 + BF16 + 5 * FP32, 2 * FP32
+
+
+@dataclass(frozen=True)
+class States:
+    """Parameters on one rank of a pipeline stage, in whole, with the padding that travels with them.
+
+    Attributes:
+        layer: of each of ``layers`` layers; ends: of the stage's ends; table: of an embedding alone.
+        all: of the stage.
+        vectors: those of norms and biases, that TP-sp sums over TP.
+    """
+
+    layer: int
+    layers: int
+    ends: int
+    table: int
+    all: int
+    vectors: int
+
+
+def states(shape: Shape, strategy: Strategy, stage: int) -> States:
+    """Raises ValueError where pipeline stages do not divide the layers."""
+    if (shape.layers + strategy.first_less + strategy.last_less) % strategy.pipeline:
+        raise ValueError(f"{strategy.pipeline} pipeline stages do not divide {shape.layers} layers")
+    layers = strategy.stage_layers(shape.layers, stage)
+    return _states(shape, strategy.tensor, strategy.pipeline, stage, layers, strategy.zero, strategy.group("dp").size,
+                   strategy.overlap_grad_reduce)  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _states(
+    shape: Shape, tensor: int, pipeline: int, stage: int, layers: int, zero: int, ranks: int, bucketed: bool
+) -> States:
+    held = replace(stage_parameters(shape, tensor, pipeline, stage), layers=layers)
+    table = numel(stage_parameters(shape, tensor, 1, 0).embedding[:1])
+    if zero < 2:
+        every, layer = model_states(held, zero, ranks, BF16, bucketed=bucketed).gradients // FP32, held.layer_numel
+    else:
+        every, layer = (ranks * shard_numel(tensors, ranks) for tensors in (held.tensors, held.layer))
+    vectors = whole_vectors(shape, held)
+    return States(layer, held.layers, every - layer * held.layers, table, every, vectors)
+
+
+def last_bucket(strategy: Strategy, held: States, *, ours: bool = True) -> int:
+    """Parameters of the layers' last transfer under DDP: core's buckets have at least so many
+    (core/distributed/distributed_data_parallel.py). Of the papers' programs we do not know, and take a layer's."""
+    return (
+        min(held.layer, max(40_000_000, 1_000_000 * strategy.group("dp").size))
+        if strategy.fused and ours
+        else held.layer
+    )
+
+
+def reduce_gradients(strategy: Strategy, parameters: int, itemsize: int = FP32) -> Transfer:
+    """Onto shards; ZeRO 0 keeps all of them. ``itemsize``: bytes of a gradient on its way."""
+    kind = "reduce_scatter" if strategy.zero else "all_reduce"
+    return collective(kind, "dp", strategy.group("dp"), itemsize * parameters)
+
+
+def gather_parameters(strategy: Strategy, parameters: int) -> Transfer:
+    """In bf16, from shards."""
+    return collective("all_gather", "dp", strategy.group("dp"), BF16 * parameters)
+
+
+def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list[Transfer]:
+    """Once a step: of what every TP rank has whole; of a tied embedding, on the first and on the last stage."""
+    found = []
+    if strategy.tensor > 1 and strategy.sequence_parallel:
+        found.append(collective("all_reduce", "tp", strategy.group("tp"), FP32 * held.vectors))
+    if shape.tied and strategy.pipeline > 1:
+        stages = strategy.group("pp")
+        ends = Group(2, stages.stride * (stages.size - 1))
+        found.append(collective("all_reduce", "pp", ends, FP32 * held.table))
+    return found
+
+
+def optimizer_step(strategy: Strategy, parameters: int, *, ours: bool = True) -> Kernel:
+    """Adam on this rank's shard, and all of its gradients set to zero (ZeRO 2 and 3 have a shard of them)."""
+    share = strategy.context * strategy.data if strategy.zero else 1
+    each = ADAM_BYTES if strategy.fused and ours else ADAM_BYTES - SCALED_IN_PLACE
+    return memory("optimizer", each * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1))
+
+
+def split_and_join(strategy: Strategy, parameters: int) -> Kernel:
+    """FSDP's copies: gathered weights into their tensors, gradients into one buffer in fp32."""
+    gathers = 2 if strategy.zero == 3 else 1
+    return memory("shards", (gathers * 2 * BF16 + BF16 + FP32) * parameters)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 import time
 
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run import processes
+from megatron.training.arguments.dry_run_flags import processes
 from megatron.training.pretrain import EXIT_FAILED
 
 
@@ -18,8 +18,8 @@ def simulate(config: Config) -> int:
 
     from megatron.simulator.cost.jitter import Jitter
     from megatron.simulator.dry_run.dry_run import dry_run
-    from megatron.simulator.dry_run.report import check_output, show, write
-    from megatron.simulator.dry_run.vocabulary import vocabulary_of
+    from megatron.simulator.dry_run.dry_run_report import check_output, show, write
+    from megatron.simulator.dry_run.one_rank import vocabulary_of
     from megatron.simulator.machines.machine_file import load
 
     simulation = config.simulation

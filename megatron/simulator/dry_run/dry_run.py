@@ -3,7 +3,7 @@
 
 Layers are alike, so everything they cause grows by the same amount with each, once there are as many as the offload's
 buffers and FSDP's prefetch look ahead: a long stage runs with four and with five units of layers, and the rest is the
-difference, as often as there are layers left. ``every_layer`` runs them all. So are micro-batches: see steady.py.
+difference, as often as there are layers left. ``every_layer`` runs them all. So are micro-batches: see replay.py.
 """
 
 from __future__ import annotations
@@ -11,24 +11,109 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
+from typing import Any
 
-from megatron.simulator.dry_run.alike import Unlike
-from megatron.simulator.dry_run.figures import Figures, figures, grown
-from megatron.simulator.dry_run.fp8 import check_fp8, held_by
-from megatron.simulator.dry_run.one_rank import micro_batches, run_rank
-from megatron.simulator.dry_run.replay import Replay, replay
-from megatron.simulator.dry_run.reserved import Allocations, Reserved, reserved, settings
-from megatron.simulator.dry_run.runtime_memory import needed_by_setting, runtime_memory
-from megatron.simulator.dry_run.steady import Stretch, Unsteady, stretch_of
+from megatron.simulator.cost.trace import HostCopy, Trace
+from megatron.simulator.dry_run.allocation.reserved import (
+    Allocations,
+    Reserved,
+    needed_by_setting,
+    reserved,
+    runtime_memory,
+    settings,
+)
+from megatron.simulator.dry_run.call_replay import Unlike
+from megatron.simulator.dry_run.one_rank import RankStep, micro_batches, run_rank
+from megatron.simulator.dry_run.recording.fp8 import check_fp8, held_by
+from megatron.simulator.dry_run.replay import Replay, Stretch, Unsteady, replay, stretch_of
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, together
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import stage_layers
 from megatron.training.arguments.validate import data_parallel_size
-from megatron.training.report.flops import step_flops
-from megatron.training.report.memory_picture import Profile
+from megatron.training.report.memory_profile import Profile
+from megatron.training.report.mfu import step_flops
+
+# What a rank's step comes to, in numbers that are linear in its layers.
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a rank's step comes to; every number is linear in its layers.
+
+    Attributes:
+        peaks: most device bytes in each phase, by kind.
+        host_peak: bytes of host memory.
+        flops: executed, recompute and all, 2 a multiply-add; of attention the pairs that are computed.
+        communication: bytes sent, by axis.
+        copies: bytes between device and host, by direction.
+        seconds, exposed, busy: of the replay on a machine; empty without one.
+    """
+
+    peaks: dict[str, dict[str, float]]
+    host_peak: float
+    flops: float
+    communication: dict[str, float]
+    copies: dict[str, float]
+    seconds: dict[str, float]
+    exposed: dict[str, float]
+    busy: dict[str, float]
+
+    @property
+    def device_peak_by_kind(self) -> dict[str, int]:
+        fullest = max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+        return {kind: round(size) for kind, size in fullest.items()}
+
+    @property
+    def device_peak(self) -> int:
+        return sum(self.device_peak_by_kind.values())
+
+
+def figures(done: RankStep, replayed: Replay | None) -> Figures:
+    """Figures of a step, from what ran and what that stands for; ``replayed`` is the whole step."""
+    trace, times = done.trace, done.repeat.times if done.repeat else 0
+    more = done.repeat.more(trace) if done.repeat else Trace()
+    sent, sent_more = trace.communication_bytes(), more.communication_bytes()
+    copies, copies_more = copied(trace), copied(more)
+    seconds, exposed, busy = {}, {}, {}
+    if replayed:
+        optimizer = next((begin for name, begin in replayed.phases if name == "optimizer"), replayed.seconds)
+        seconds = {"step": replayed.seconds, "passes": optimizer}
+        exposed, busy = replayed.exposed, replayed.busy
+    return Figures(
+        done.peaks,
+        done.host_peak,
+        trace.flops() + times * more.flops(),
+        {axis: size + times * sent_more[axis] for axis, size in sent.items()},
+        {to: size + times * copies_more[to] for to, size in copies.items()},
+        seconds,
+        exposed,
+        busy,
+    )
+
+
+def copied(trace: Trace) -> dict[str, float]:
+    """Bytes copied between device and host, by direction."""
+    copies = {"to_host": 0.0, "to_device": 0.0}
+    for event in trace.events:
+        if isinstance(event, HostCopy):
+            copies[event.direction] += event.bytes * event.count
+    return copies
+
+
+def grown(a: Figures, b: Figures, few: int, more: int, all_of_them: int) -> Figures:
+    """Figures of ``all_of_them`` layers, from those of ``few`` and ``more``."""
+    share = (all_of_them - few) / (more - few)
+
+    def along(x: Any, y: Any) -> Any:
+        if isinstance(y, dict):
+            return {key: along(x.get(key, 0 if not isinstance(value, dict) else {}), value) for key, value in y.items()}
+        return x + share * (y - x)
+
+    return Figures(**{field.name: along(getattr(a, field.name), getattr(b, field.name)) for field in fields(Figures)})
+
 
 FEW = (4, 5)  # units of layers a stage that run in place of all
 

@@ -8,12 +8,18 @@ million spans draw as fast as a hundred.
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
+from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import HOST, Interval, Replay, duration
+from megatron.simulator.dry_run.whole_step import Placed, stage_name
 
 COLUMNS = 1200
 COLOURS = {
@@ -141,3 +147,164 @@ def draw_legend(figure: Any, kinds: list[str]) -> None:
     handles = [Patch(color=colour(kind), label=NAMES.get(kind, kind)) for kind in kinds]
     if handles:
         figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
+
+
+# The predicted step as a file that chrome://tracing and https://ui.perfetto.dev open: all ranks, all streams.
+#
+# Google's Trace Event Format, as torch.profiler writes it: a process is a rank, a thread is a stream. A kernel has the
+# name that torch.profiler gives it (``aten::mm``), a phase that of the range which a real run makes around it (forward,
+# backward, optimizer): tools/compare_trace.py lays one beside the other. Arrows are messages between pipeline stages.
+#
+# The whole step is there, all layers and micro-batches of all stages (whole_step.py). Where that would be more than the
+# reader's browser can hold, one rank stands for its stage, and passes in the middle of the step are drawn without
+# what is in them; ``otherData`` and the processes' names say so.
+
+
+MOST_EVENTS = 400_000  # what is in passes, of all ranks; about 50 MB of text
+PHASE_LANE = "phases"
+BUBBLE = "bubble"
+Event = dict[str, Any]
+
+
+def write_trace(result: DryRun, path: str | Path, most: int = MOST_EVENTS) -> None:
+    """Writes ``path``, compressed where it ends in .gz; with at most ``most`` kernels, transfers and copies.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    ranks, detailed = shown(result, most)
+    about = metadata(result, ranks, detailed)
+    opened = gzip.open(path, "wt", encoding="utf-8", compresslevel=5) if str(path).endswith(".gz") else open(path, "w")
+    with opened as file:
+        _write(file, about, (event for rank in ranks for event in rank_events(result, rank, detailed)))
+
+
+def _write(file: TextIO, about: Event, events: Iterator[Event]) -> None:
+    file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[')
+    for at, event in enumerate(events):
+        file.write((",\n" if at else "\n") + json.dumps(event, separators=(",", ":")))
+    file.write("\n]}\n")
+
+
+def shown(result: DryRun, most: int) -> tuple[list[int], int]:
+    """The ranks in the trace, and how many of a rank's passes at its begin and again at its end have their kernels,
+    perhaps none; all ranks of a stage are alike, so one of each is left out last."""
+    stages, world = len(result.step.stages), result.world_size
+    sizes = [[len(one.done.spans) for one in row] for row in result.step.stages]
+    if sum(map(sum, sizes)) * (world // stages) <= most:
+        return list(range(world)), max(map(len, sizes))
+    ranks = [_simulated(result, stage) for stage in range(stages)]
+    if sum(map(sum, sizes)) <= most:
+        return ranks, max(map(len, sizes))
+    # The outermost passes of every stage, as many as there is room for.
+    longest = max(map(len, sizes))
+    outer = [sum(row[at] + row[-1 - at] for row in sizes if at < len(row) - at) for at in range(longest)]
+    return ranks, sum(total <= most for total in accumulate(outer))
+
+
+def _simulated(result: DryRun, stage: int) -> int:
+    """Of a stage the rank that ran, or, in the middle, the one that lies where it does."""
+    stride = result.world_size // len(result.step.stages)
+    return stage * stride + _report(result, stage).rank % stride
+
+
+def _report(result: DryRun, stage: int) -> RankReport:
+    name = stage_name(stage, len(result.step.stages))
+    return next(report for report in result.ranks if report.stage == name)
+
+
+def metadata(result: DryRun, ranks: list[int], detailed: int) -> Event:
+    """What the file says of itself."""
+    longest = max(map(len, result.step.stages))
+    return {
+        "simulated": True,
+        "ranks": len(ranks),
+        "world_size": result.world_size,
+        "predicted_ms": 1e3 * result.predicted_seconds,
+        "layers_of_a_stage": {report.stage: report.layers[0] for report in result.ranks},
+        "layers_run": {report.stage: report.layers[1] for report in result.ranks},
+        "micro_batches": result.ranks[0].micro_batches[0],
+        "micro_batches_run": {report.stage: report.micro_batches[1] for report in result.ranks},
+        "left_out": [
+            *(["ranks that are as another of their stage"] if len(ranks) < result.world_size else []),
+            *(
+                [f"what is in passes {detailed + 1} to {longest - detailed} of a rank"]
+                if 2 * detailed < longest
+                else []
+            ),
+        ],
+    }
+
+
+def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
+    """Of one rank, in program order; times in microseconds."""
+    stages = len(result.step.stages)
+    stage = rank * stages // result.world_size
+    row, report = result.step.stages[stage], _report(result, stage)
+    inside = [*row[:detailed], *row[max(detailed, len(row) - detailed) :]]
+    like = "" if rank == report.rank else f", as rank {report.rank}"
+    less = f", {len(inside)} of {len(row)} passes in detail" if len(inside) < len(row) else ""
+    yield named("process_name", rank, 0, f"rank {rank} ({report.stage} stage{like}{less}), simulated")
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    streams = {
+        name: number
+        for number, name in enumerate([PHASE_LANE, *lanes_of({x.stream for one in inside for x in one.done.spans})])
+    }
+    for name, number in streams.items():
+        label = name if name in ("compute", PHASE_LANE, *HOST.values()) else f"{name} stream"
+        yield named("thread_name", rank, number, label)
+    there, free, end = set(map(id, inside)), dict.fromkeys(streams, 0.0), 0.0
+    for one in row:
+        if stages > 1 and one.begin - end > 1e-9:
+            yield span(BUBBLE, "wait", rank, streams[PHASE_LANE], end, one.begin - end)
+        end = one.begin + one.done.seconds
+        if one.turn is not None or one.done.seconds:
+            yield {**span(one.done.name, "phase", rank, streams[PHASE_LANE], one.begin, one.done.seconds), **_turn(one)}
+        if id(one) in there:
+            for stream, kind, begin, stop, name in one.done.spans:
+                begin, stop = one.begin + begin, one.begin + stop
+                late = 0.0 if stream == "compute" else max(0.0, free[stream] - begin)
+                free[stream] = stop + late
+                yield span(profiled(name, kind), kind, rank, streams[stream], begin + late, stop - begin)
+        yield from arrows(result, rank, stage, one)
+
+
+def _turn(one: Placed) -> Event:
+    return {} if one.turn is None else {"args": {"micro-batch": one.turn.micro_batch, "chunk": one.turn.chunk}}
+
+
+def arrows(result: DryRun, rank: int, stage: int, one: Placed) -> Iterator[Event]:
+    """From the end of a pass to the pass of the next stage which it waits for, and to this one from the one before."""
+    if one.turn is None:
+        return
+    stages, turn = len(result.step.stages), one.turn
+    last = stages * max(1, 1 + max(x.turn.chunk for x in result.step.stages[0] if x.turn is not None)) - 1
+    place, step = turn.chunk * stages + stage, -1 if turn.backward else 1
+    ends = (
+        ("s", place, place + step, one.begin + min(one.done.sent, 0.9999 * one.done.seconds)),
+        ("f", place - step, place, one.begin),
+    )
+    for phase, source, target, when in ends:
+        if 0 <= min(source, target) and max(source, target) <= last:
+            inside = rank % (result.world_size // stages)
+            number = ((turn.micro_batch * (last + 1) + source) * 2 + turn.backward) * result.world_size + inside
+            event = {"ph": phase, "name": "message", "cat": "pp", "id": number, "pid": rank, "tid": 0}
+            yield {**event, "ts": round(1e6 * when, 3), **({"bp": "e"} if phase == "f" else {})}
+
+
+def profiled(name: str, kind: str) -> str:
+    """What torch.profiler calls an operation that a trace names."""
+    if kind in ("gemm", "attention", "memory") and not name.endswith("_attention") and ":" not in name:
+        return f"aten::{name}"
+    return name
+
+
+def span(name: str, kind: str, rank: int, thread: int, begin: float, took: float) -> Event:
+    return {
+        "ph": "X", "name": name, "cat": kind, "pid": rank, "tid": thread, "ts": round(1e6 * begin, 3),
+        "dur": round(1e6 * took, 3),
+    }  # fmt: skip
+
+
+def named(what: str, rank: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}

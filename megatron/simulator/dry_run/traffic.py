@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.simulator.cost.trace import Kernel, Phase
 from megatron.simulator.dry_run.one_rank import run_rank
-from megatron.simulator.dry_run.recorder import Recorder
+from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.machines.machine import Machine
 from megatron.training.arguments.config import Config
 

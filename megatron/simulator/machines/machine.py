@@ -10,8 +10,8 @@ from math import exp, log
 from typing import TYPE_CHECKING
 
 from megatron.decisions.kernels import plain_kernel
-from megatron.formulas.frozen import hashed_once
-from megatron.simulator.machines.collectives import Collectives
+from megatron.formulas.strategy import hashed_once
+from megatron.simulator.machines.nccl_model import Collectives
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Bytes of device memory that no tensor holds; None: as dry_run/runtime_memory.py assumes.
+    """Bytes of device memory that no tensor holds; None: as allocation/reserved.py assumes.
 
     Attributes:
         context: of the CUDA context with the kernels that are loaded. cublas: of cuBLAS' workspace.

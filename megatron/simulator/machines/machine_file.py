@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron.simulator.machines.collectives import GENERATIONS, WAYS, Collectives, Way
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
+from megatron.simulator.machines.nccl_model import GENERATIONS, WAYS, Collectives, Way
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, short
 

@@ -22,8 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from megatron.simulator.machines.machine import KINDS
-from megatron.simulator.machines.measure import Effort, host_copy, settle
-from megatron.simulator.machines.measure_runtime import communicator
+from megatron.simulator.machines.measure_device import Effort, communicator, host_copy, settle
 from megatron.training.refusal import Refusal
 
 SMALL = 4096  # bytes of a message that measures latency

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.machines.machine_file import find, read_merged
+from megatron.simulator.planner.explain import GIB
+from megatron.simulator.planner.plan_report import Report
 from megatron.simulator.planner.plans import Plan, Problem
-from megatron.simulator.planner.report import Report
-from megatron.simulator.planner.words import GIB
 from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[3]

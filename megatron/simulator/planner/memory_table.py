@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron.formulas.memory import Memory, device_memory
+from megatron.formulas.device_memory import Memory, device_memory
 from megatron.formulas.papers import QWEN2
 from megatron.formulas.papers import activations as papers_activations
 from megatron.formulas.papers import model_states as papers_states

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.formulas.memory import Memory, device_memory
+from megatron.formulas.device_memory import Memory, device_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import Estimate, estimate
 from megatron.simulator.machines.machine import Machine

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil
 
-from megatron.decisions.lengths import length_unit
-from megatron.formulas.chunks import chunks_of
+from megatron.decisions.division import length_unit
+from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 FPDT_CHUNKS = tuple(2**power for power in range(14, 20))  # 16K to 512K tokens

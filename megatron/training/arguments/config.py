@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron.training.arguments.settings.elsewhere import ElsewhereConfig
-from megatron.training.arguments.settings.evaluation import EvaluationConfig
-from megatron.training.arguments.settings.faults import FaultConfig
-from megatron.training.arguments.settings.job import CheckpointConfig, LoggingConfig, RunConfig, SimulationConfig
-from megatron.training.arguments.settings.model import ModelConfig
-from megatron.training.arguments.settings.parallel import AttentionConfig, ChunkConfig, ParallelConfig
-from megatron.training.arguments.settings.training import DataConfig, OptimizerSettings
+from megatron.training.arguments.foreign.foreign_settings import ElsewhereConfig
+from megatron.training.arguments.settings.job_settings import (
+    CheckpointConfig,
+    EvaluationConfig,
+    FaultConfig,
+    LoggingConfig,
+    RunConfig,
+    SimulationConfig,
+)
+from megatron.training.arguments.settings.model_settings import ModelConfig
+from megatron.training.arguments.settings.parallel_settings import AttentionConfig, ChunkConfig, ParallelConfig
+from megatron.training.arguments.settings.training_settings import DataConfig, OptimizerSettings
 
 __all__ = [
     "AttentionConfig",

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load: any grid writes, any grid reads; Megatron-LM's as well, both ways (megatron_lm/), and its older forms
-(convert/); Hugging Face's, both ways (hugging_face/).
+"""Save and load: any grid writes, any grid reads.
+
+Megatron-LM's form in both directions (megatron_lm/), its older forms (older_formats.py), Hugging Face's in both
+directions (hugging_face/, converting/), and copies in host memory (in_memory/).
 """

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.checkpoint.hugging_face import kinds, llama
-from megatron.training.checkpoint.megatron_lm.args import namespace, settings_of
+from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
+from megatron.training.checkpoint.hugging_face import architectures, llama_settings
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
+from megatron.training.checkpoint.megatron_lm.megatron_args import namespace, settings_of
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
-from megatron.training.checkpoint.shelf import checkpoints_before
 from megatron.training.refusal import Refusal
 
 OWN = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform", "fp8_format")
@@ -40,7 +40,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
     known = {field.name for field in fields(ModelConfig)} - set(OWN)
     if is_hugging_face(path):
         where = glance(path, "config.json").file("config.json")
-        model = kinds.described(llama.read_config(where), where).settings
+        model = architectures.described(llama_settings.read_config(where), where).settings
         return {name: value for name, value in asdict(model).items() if name in known}
     checked = _first_whole(path, skip)
     path, common = checked.path, checked.common()

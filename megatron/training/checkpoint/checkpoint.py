@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,31 +23,169 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron.context_parallel.core.lora import is_adapter
-from megatron.training.arguments.config import CheckpointConfig, Config
-from megatron.training.checkpoint.adapters import begin_anew, without_adapters
+from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
+from megatron.training.arguments.models import activation
+from megatron.training.checkpoint import older_formats
+from megatron.training.checkpoint.checkpoint_folder import VALIDATION
 from megatron.training.checkpoint.checksums import unchanged
-from megatron.training.checkpoint.foreign import open_foreign
-from megatron.training.checkpoint.hugging_face.folders import readable
-from megatron.training.checkpoint.megatron_lm import incoming
+from megatron.training.checkpoint.hugging_face import load_folder
+from megatron.training.checkpoint.hugging_face.safetensors_folder import readable
+from megatron.training.checkpoint.megatron_lm import load_torch_dist
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.checkpoint.megatron_lm.outgoing import engine_states, for_megatron
-from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
+from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
+from megatron.training.checkpoint.megatron_lm.megatron_args import engine_states, for_megatron
+from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face, universal_path
+from megatron.training.checkpoint.older_formats import is_universal
 from megatron.training.checkpoint.owner import Owner
-from megatron.training.checkpoint.pieces import METADATA, Places, find_places
-from megatron.training.checkpoint.reading import load_state
+from megatron.training.checkpoint.read_torch_dist import load_state
 from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
-from megatron.training.checkpoint.same_model import check_model
-from megatron.training.checkpoint.saving import Save
+from megatron.training.checkpoint.save_job import Save
 from megatron.training.checkpoint.sharded_state import (
+    METADATA,
+    Places,
     elements_of_shard,
+    find_places,
     load_optimizer,
     load_weights,
     optimizer_state,
     weights_state,
 )
-from megatron.training.checkpoint.shelf import VALIDATION
-from megatron.training.model.precision import compute_dtype
+from megatron.training.model.core_config import compute_dtype
 from megatron.training.refusal import Refusal
+
+# Adapters (--lora-rank) between a checkpoint and a run: both have them, or they begin anew beside loaded weights.
+
+
+SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
+
+
+def begin_anew(saved: dict[str, Any], model: ModelConfig, path: Path, weights_only: bool) -> bool:
+    """Whether this run's adapters are not in the checkpoint.
+
+    Args:
+        saved: the checkpoint's settings of its model.
+
+    Raises:
+        Refusal: the run would go on as another one, or leave the checkpoint's adapters out.
+    """
+    there, here = saved.get("lora_rank"), model.lora_rank
+    if there is None and here is not None and not weights_only:
+        raise Refusal(
+            f"checkpoint {path} has no adapters: to begin --lora-rank {here} from its weights, pass --finetune"
+        )
+    if there is not None and here is None:
+        raise Refusal(
+            f"checkpoint {path} has adapters: give --lora-rank {there}, or merge them into the weights with "
+            "tools/convert_hf.py --from DIR --to-hf DIR, and load that"
+        )
+    if there is not None:
+        wrong = [
+            f"--{name.replace('_', '-')} {_words(saved[name])} there, {_words(getattr(model, name))} here"
+            for name in SETTINGS
+            if name in saved and saved[name] != getattr(model, name)
+        ]
+        if wrong:
+            raise Refusal(f"checkpoint {path} has other adapters: {'; '.join(wrong)}")
+    return there is None and here is not None
+
+
+def _words(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else f"{value:g}"
+
+
+def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
+    """A model's sharded state by parameters' names, without those of adapters."""
+    return {name: part for name, part in state.items() if not is_adapter(name)}
+
+
+# Whether a checkpoint is of the model that a run has: the shapes of its weights, and what it computes with them.
+
+
+# Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
+SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "softmax_type",
+    "embed_layernorm",
+    "untie_embeddings_and_output_weights",
+)
+# Settings that change the network but no shape: weights may be taken over on purpose, a run may not go on.
+FORMULAS = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+    "norm_epsilon",
+    "apply_layernorm_1p",
+)
+
+
+def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:
+    """Refuse weights of other shapes, and a run that would go on as another network; new ones may start from them."""
+
+    def differing(names: Sequence[str]) -> list[str]:
+        return [
+            f"--{name.replace('_', '-')} {saved[name]} there, {getattr(config.model, name)} here"
+            for name in names
+            if name in saved and saved[name] != getattr(config.model, name)
+        ]
+
+    positions = "position_embedding_type"
+    learned = "learned_absolute" in (saved.get(positions), getattr(config.model, positions))  # the kind with weights
+    shapes, formulas = (SHAPES, (positions, *FORMULAS))
+    if learned:
+        shapes, formulas = (*SHAPES, positions, "max_position_embeddings"), FORMULAS
+    wrong = differing(shapes if weights_only else (*shapes, *formulas))
+    changed = differing(formulas)
+    there, here = _activation_of(saved), activation(config.model)
+    if there not in (None, here):
+        changed.append(f"the activation {there} there, {here} here")
+        if not weights_only:
+            wrong.append(changed[-1])
+    if wrong:
+        raise Refusal(f"checkpoint {path} is of another model: {'; '.join(wrong)}")
+    config.notes += [f"weights of another network: {change}" for change in changed]
+
+
+def _activation_of(saved: dict[str, Any]) -> str | None:
+    """Of the model that a checkpoint describes; GELU was always by tanh before there was a flag for it."""
+    if not saved:
+        return None
+    known = {field.name for field in fields(ModelConfig)}
+    model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
+    if "bias_gelu_fusion" not in saved:
+        model.openai_gelu = True
+    return activation(model)
+
+
+# Checkpoints of other programs, each in the terms of Megatron-LM's: what ``--load`` takes beside our own.
+
+
+def open_foreign(path: Checked) -> Theirs | None:
+    """The checkpoint ``path``; None where it is one of ours. Raises Refusal where it cannot be read."""
+    if is_hugging_face(path.path):
+        return load_folder.open_folder(path)
+    if is_universal(path):
+        return older_formats.open_universal(path)
+    return load_torch_dist.open_theirs(path)
 
 
 def save(
@@ -161,7 +299,7 @@ def _load(
     anew = begin_anew(model, config.model, path.path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if theirs:
-        incoming.check_vocabulary(theirs, here, config)
+        load_torch_dist.check_vocabulary(theirs, here, config)
     elif saved is not None and saved != here:
         raise Refusal(
             f"checkpoint {path} has a vocabulary of {saved} tokens, the tokenizer here {here}: use its tokenizer"
@@ -186,7 +324,7 @@ def _load(
         adapters=not anew,
     )
     places = _places(chunks, optimizer, config)
-    loaded = incoming.load(theirs, state) if theirs else load_state(state, path)
+    loaded = load_torch_dist.load(theirs, state) if theirs else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             unwrap(chunk).load_state_dict(loaded[key], strict=not anew)
@@ -215,7 +353,7 @@ def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
         return _progress(theirs, {} if theirs else path.common())
 
 
-def _progress(theirs: incoming.Theirs | None, common: dict[str, Any]) -> Progress:
+def _progress(theirs: load_torch_dist.Theirs | None, common: dict[str, Any]) -> Progress:
     """Of a checkpoint's common state; where tokens are not counted, all samples were of one length."""
     found = theirs.progress() if theirs else common["progress"]
     progress = Progress(**found)

@@ -16,14 +16,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.training.arguments.config import CheckpointConfig
-from megatron.training.checkpoint.hugging_face import files
-from megatron.training.checkpoint.hugging_face.folders import HEADERS
+from megatron.training.checkpoint.checkpoint_folder import VALIDATION, checkpoints_before
+from megatron.training.checkpoint.hugging_face import safetensors_folder
+from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, examine, files_of, way_out
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, HUGGING_FACE, Damaged, FileList, sum_of
 from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
-from megatron.training.checkpoint.shelf import VALIDATION, checkpoints_before
-from megatron.training.checkpoint.writer import write_bytes
+from megatron.training.checkpoint.rank_file import write_bytes
 from megatron.training.refusal import Refusal
 
 
@@ -43,7 +43,7 @@ def list_files(path: Path) -> FileList:
         OSError: a file is missing or cannot be read, or the list cannot be written.
     """
     if is_hugging_face(path):
-        names = {"config.json", files.INDEX, HEADERS} & {file.name for file in path.iterdir()}
+        names = {"config.json", safetensors_folder.INDEX, HEADERS} & {file.name for file in path.iterdir()}
         names |= {file.name for file in path.glob("*.safetensors")}
         about: dict[str, Any] = {"form": HUGGING_FACE}
     else:

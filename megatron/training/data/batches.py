@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.training.data.reading import DataError
+from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal
 
 KEYS = ("tokens", "labels", "loss_mask")

@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +22,145 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
-from megatron.training.arguments.blends import Blend, parse_split
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.weighted_paths import portion
-from megatron.training.data import files as data_files
-from megatron.training.data.chats.dataset import build_chat_datasets
-from megatron.training.data.fim import Fim, fill_in, fim_of, generator
-from megatron.training.data.mock import MockDataset
-from megatron.training.data.reading import DataError, TokenFile, check_ids, first_outside, unmapped
+from megatron.training.arguments.config import Config, DataConfig
+from megatron.training.arguments.data_paths import Blend, parse_split, portion
+from megatron.training.data import index_files as data_files
+from megatron.training.data.chat_dataset import build_chat_datasets
+from megatron.training.data.index_files import whole_folder
+from megatron.training.data.read_tokens import DataError, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.data.whole_folder import whole_folder
 from megatron.training.refusal import Refusal, together
+
+# --mock-data: token sequences that need no file.
+
+
+class MockDataset(Dataset):
+    """Random token sequences from (seed, split, index) alone, with something to learn.
+
+    Runs of consecutive ids, on average 8 long, start at ids that are the more likely the smaller they are; documents
+    are on average an eighth of a sequence long, and at most 1,024 tokens. Core's mock data are always 1, 2, 3, ...,
+    never above 4095, whatever the seed or the vocabulary.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, split: int, size: int) -> None:
+        self.key, self.size, self.seq_length = (config.run.seed, split), size, config.data.seq_length
+        self.vocab_size, self.eod, self.mask_eod = tokenizer.vocab_size, tokenizer.eod, config.data.eod_mask_loss
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random = np.random.Generator(np.random.Philox(key=self.key, counter=[0, 0, 0, int(index)]))
+        n = self.seq_length + 1
+        position = np.arange(n)
+        begin = random.integers(0, 8, n) == 0
+        begin[0] = True
+        octave = random.integers(0, self.vocab_size.bit_length() + 1, n)  # integers only: equal on every machine
+        first = random.integers(0, 2**62, n) % (1 << octave)
+        start = np.maximum.accumulate(np.where(begin, position, 0))
+        ids = (first[start] + position - start) % self.vocab_size
+        ids[random.integers(0, min(max(self.seq_length // 8, 1), 1024), n) == 0] = self.eod
+        text = torch.from_numpy(ids)
+        loss_mask = torch.ones(n - 1)
+        if self.mask_eod:
+            loss_mask[text[:-1] == self.eod] = 0.0
+        return {"tokens": text[:-1], "labels": text[1:], "loss_mask": loss_mask}
+
+
+# Fill in the middle: texts are cut in three, and the model learns to write the middle after what surrounds it.
+#
+# As Megatron-LM's GPTFIMDataset has it (megatron/training/datasets/fim_dataset.py): every text of a sample, between
+# ends of documents, is with --fim-rate cut at two of its characters and becomes `<prefix> a <suffix> c <middle> b`,
+# or with
+# --fim-spm-rate `<prefix> <suffix> c <middle> a b`; the sample is then cut, or filled up, to its old length. But
+# what is drawn there depends on the worker and on what it read before; here it is drawn by the number of the sample
+# alone.
+
+
+@dataclass(frozen=True)
+class Fim:
+    """What to do with a sample, in ids."""
+
+    tokenizer: Tokenizer
+    rate: float
+    spm_rate: float
+    prefix: int
+    middle: int
+    suffix: int
+    pad: int
+    eod: int
+    split: int | None = None
+    fragment_rate: float = 0.0
+    no_prefix: str | None = None
+
+
+def fim_of(data: DataConfig, tokenizer: Tokenizer) -> Fim | None:
+    """What the flags ask for; None without --fim-data.
+
+    Raises:
+        Refusal: the tokenizer has not the token that a flag names.
+    """
+    if not data.fim_data:
+        return None
+    ids: dict[str, int] = {}
+    for name in ("prefix_token", "middle_token", "suffix_token", "pad_token", "eod_token", "split_sample"):
+        text = getattr(data, f"fim_{name}")
+        if text is None:
+            continue
+        found = tokenizer.special(text)
+        if found is None:
+            flag = f"--fim-{name.replace('_', '-')}"
+            raise Refusal(f"{flag} {text} is no token of {tokenizer.source}: name one that it has")
+        ids[name.split("_")[0]] = found
+    return Fim(tokenizer, data.fim_rate, data.fim_spm_rate, **ids, fragment_rate=data.fim_fragment_rate or 0.0,
+               no_prefix=data.fim_no_prefix)  # fmt: skip
+
+
+def fill_in(sample: np.ndarray, fim: Fim, draw: np.random.Generator) -> np.ndarray:
+    """The sample [n] with its texts cut and put together anew, as long as it was."""
+    found = [part for text in _between(sample, fim.eod) for part in (_text(text, fim, draw), [fim.eod])]
+    filled = np.concatenate(found[:-1]).astype(np.int64)[: len(sample)]
+    return np.pad(filled, (0, len(sample) - len(filled)), constant_values=fim.pad)
+
+
+def _between(ids: np.ndarray, mark: int) -> Iterator[np.ndarray]:
+    """The stretches between marks. Empty ones go, with the mark behind them, save the last, as in Megatron-LM."""
+    ends = [*np.flatnonzero(ids == mark), len(ids)]
+    for start, end in zip([0, *(end + 1 for end in ends)], ends):
+        if end > start or end == len(ids):
+            yield ids[start:end]
+
+
+def _text(ids: np.ndarray, fim: Fim, draw: np.random.Generator) -> np.ndarray:
+    """One text; of one in several parts, each part alone."""
+    if fim.split is None or not (ids == fim.split).any():
+        return _cut(ids, fim.rate, fim, draw)
+    if draw.random() >= fim.rate:
+        return ids
+    parts = [
+        part for text in _between(ids, fim.split) for part in (_cut(text, fim.fragment_rate, fim, draw), [fim.split])
+    ]
+    return np.concatenate(parts[:-1])
+
+
+def _cut(ids: np.ndarray, rate: float, fim: Fim, draw: np.random.Generator) -> np.ndarray:
+    if draw.random() >= rate:
+        return ids
+    special = (fim.prefix, fim.middle, fim.suffix, fim.pad, fim.eod)
+    text = fim.tokenizer.detokenize(ids[~np.isin(ids, special)])
+    if fim.no_prefix is not None and text.startswith(fim.no_prefix):
+        return ids
+    first, second = sorted(draw.integers(0, len(text) + 1, 2))
+    before, middle, after = (fim.tokenizer.array(part) for part in (text[:first], text[first:second], text[second:]))
+    if draw.random() < fim.spm_rate:
+        return np.concatenate([[fim.prefix, fim.suffix], after, [fim.middle], before, middle])
+    return np.concatenate([[fim.prefix], before, [fim.suffix], after, [fim.middle], middle])
+
+
+def generator(*key: Any) -> np.random.Generator:
+    """Random numbers that are a function of whole numbers, not below 0, alone."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([int(part) for part in key])))
+
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from megatron.training.data import genome, row_files
-from megatron.training.data.packed import PACKED, unpacked
-from megatron.training.data.row_forms import advice
+from megatron.training.data.row_files import PACKED, advice, unpacked
 from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal

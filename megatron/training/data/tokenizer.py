@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron.training.arguments.config import DataConfig
-from megatron.training.arguments.settings.training import END_OF_TEXT
+from megatron.training.arguments.settings.training_settings import END_OF_TEXT
 from megatron.training.data import genome
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, one_line

@@ -13,20 +13,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.context_parallel.core.dropout import ModelDropout
+from megatron.context_parallel.core.gpt_dropout import ModelDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
-from megatron.context_parallel.core.normed_words import NormedWords
-from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, block_spec
-from megatron.context_parallel.fpdt.offload import Offload
-from megatron.context_parallel.fpdt.shelf import SavedInHost
+from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, NormedWords, block_spec
+from megatron.context_parallel.fpdt.host_store import Offload, SavedInHost
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.positions.rope import Rope, Yarn
-from megatron.context_parallel.positions.rotary import LayoutRotaryEmbedding
+from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn
 from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.models import ROTARY
-from megatron.training.arguments.validate.chunks import layers_recompute, loss_chunks
+from megatron.training.arguments.validate.check_memory import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.model.attention_rule import attention_rule
 from megatron.training.model.core_config import in_chunks, transformer_config

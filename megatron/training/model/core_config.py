@@ -16,7 +16,14 @@ from torch.nn import functional
 from megatron.context_parallel.layout.grid import Grid
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import activation
-from megatron.training.arguments.validate.chunks import layers_recompute
+from megatron.training.arguments.validate.check_memory import layers_recompute
+
+# What the model computes in.
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """The dtype of activations."""
+    return torch.bfloat16 if config.optimizer.bf16 else torch.float16 if config.optimizer.fp16 else torch.float32
 
 
 def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> TransformerConfig:

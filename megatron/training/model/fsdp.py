@@ -22,7 +22,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron.training.arguments.config import Config
-from megatron.training.model.precision import compute_dtype
+from megatron.training.model.core_config import compute_dtype
 
 
 class FullySharded(_BaseDataParallel):

@@ -9,14 +9,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from megatron.context_parallel.core.dropout import EMBEDDING, HiddenDropout
+from megatron.context_parallel.core.gpt_dropout import EMBEDDING, HiddenDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
-from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.context_parallel.fpdt.chunked_scores import chunked_token_scores
+from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy, chunked_token_scores
+from megatron.context_parallel.layout.documents import samples
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.samples import samples
 
 
 class LongContextGPT(GPTModel):
@@ -42,7 +41,7 @@ class LongContextGPT(GPTModel):
         self.scores_tokens = False  # see _postprocess
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """As core's; ``attention_mask`` is what layout/samples.py tells of the batch."""
+        """As core's; ``attention_mask`` is what layout/documents.py tells of the batch."""
         self.said = attention_mask
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 

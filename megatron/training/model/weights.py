@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from megatron.context_parallel.core.lora import is_adapter
 from megatron.context_parallel.layout.spans import Span
 from megatron.training.arguments.config import Config
-from megatron.training.model.names import SINKS, VOCABULARY
+
+# megatron-core's names of the weights that TP ranks share, and along which dim.
+
+
+SINKS = "softmax_offset"
+BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", SINKS)
+BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # by rows, padded
+
 
 ROWS_DRAWN = 4096
 OUTPUT_LAYERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")

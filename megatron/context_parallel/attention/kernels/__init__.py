@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from megatron.context_parallel.attention.kernels.base import Capability, Kernel, KernelUnavailable
-from megatron.context_parallel.attention.kernels.cpu import CpuKernel
+from megatron.context_parallel.attention.kernels.cpu_kernel import CpuKernel
 from megatron.context_parallel.attention.kernels.cudnn import CudnnKernel
 from megatron.context_parallel.attention.kernels.flash import FlashKernel
 from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashAttnKernel, installed_version
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
-from megatron.context_parallel.attention.kernels.triton_kernel import TritonKernel
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.decisions.kernels import preferred
 
 __all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "choose_on", "select"]

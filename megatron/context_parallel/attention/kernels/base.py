@@ -8,15 +8,94 @@ head ``i // (h // hk)``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.row_mask import AnyMask, RowMask
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tile
-from megatron.context_parallel.positions.dropout import Dropout
+from megatron.context_parallel.positions.position_dropout import Dropout, TileDropout
+from megatron.platform.streams import to_device
+
+# The mask of a tile, whole or made for a block of its rows at a time.
+
+
+ROW_MASK_BYTES = 32 * 2**20  # what the making of one block of a RowMask's rows may take
+PAIR_BYTES = 24  # of one pair while its mask is made: two int64 of arithmetic on positions, and the booleans
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """What a tile does with each of its pairs, made for a block of rows at a time.
+
+    Attributes:
+        allowed: (first row, end row, number of keys) -> boolean [rows, keys], on any device; None allows all.
+        bias: the same arguments -> [heads, rows, keys], in the dtype of lse, on the tile's device; None adds nothing.
+        heads: that ``bias`` is for.
+        dropout: which weights, of the softmax over *all* keys, become 0; None keeps all. A kernel's lse is that
+            softmax's: dropout does not change it, and tiles merge as without.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)`` before ``bias`` is added; None leaves it.
+    """
+
+    allowed: Callable[[int, int, int], Tensor] | None = None
+    bias: Callable[[int, int, int], Tensor] | None = None
+    heads: int = 1
+    dropout: TileDropout | None = None
+    softcap: float | None = None
+
+    def bytes_per_row(self, keys: int, itemsize: int) -> int:
+        """Bytes that one row takes while it is made."""
+        made = PAIR_BYTES if self.allowed else itemsize  # besides: distances
+        return keys * (made + (self.heads if self.bias else 1) * itemsize)
+
+
+AnyMask = Tensor | RowMask | None
+
+
+def dropout_of(mask: AnyMask) -> TileDropout | None:
+    """What is dropped of a tile's weights."""
+    return mask.dropout if isinstance(mask, RowMask) else None
+
+
+def softcap_of(mask: AnyMask) -> float | None:
+    """What the scores of a tile are capped at."""
+    return mask.softcap if isinstance(mask, RowMask) else None
+
+
+def mask_rows(mask: AnyMask, causal: bool, start: int, end: int, keys: int, device: torch.device) -> Tensor | None:
+    """The pairs that query rows start..end of a tile may attend to, among its first ``keys`` keys; None for all.
+
+    A tensor is four-dimensional and may live elsewhere, in host memory say: only these rows move. Returns a boolean
+    tensor that broadcasts to ``[b, h, end - start, keys]``.
+    """
+    allowed = None
+    if isinstance(mask, RowMask):
+        if mask.allowed is not None:
+            allowed = to_device(mask.allowed(start, end, keys), device)[None, None]
+    elif mask is not None:
+        allowed = mask if mask.shape[2] == 1 else mask[:, :, start:end]
+        allowed = to_device(allowed if mask.shape[3] == 1 else allowed[..., :keys], device)
+    if causal:
+        diagonal = torch.ones(end - start, keys, dtype=torch.bool, device=device).tril(start)
+        allowed = diagonal.view(1, 1, end - start, keys) if allowed is None else allowed & diagonal
+    return allowed
+
+
+def bias_rows(mask: AnyMask, start: int, end: int, keys: int) -> Tensor | None:
+    """What is added to the scores of query rows start..end and the first ``keys`` keys: [1, h, rows, keys] or None."""
+    if not isinstance(mask, RowMask) or mask.bias is None:
+        return None
+    return mask.bias(start, end, keys)[None]
+
+
+def row_blocks(rows: int, bytes_per_row: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Cuts ``rows`` into (start, end) so that a block holds at most ``limit`` bytes, but always one row."""
+    step = max(1, limit // bytes_per_row)
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
 
 Capability = tuple[int, int]
 
@@ -197,3 +276,90 @@ def gpu_reason(device: torch.device) -> str | None:
 def is_half(dtype: torch.dtype) -> bool:
     """Whether fused kernels take such tensors."""
     return dtype in (torch.bfloat16, torch.float16)
+
+
+# A tile in as many calls as a fused kernel needs that counts elements in int32, and memory that it can read.
+
+
+INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one call reaches this many elements
+
+
+def compact(x: Tensor, limit: int = INT32_ELEMENTS) -> Tensor:
+    """``x`` itself where a fused kernel can read it in place, else a contiguous copy.
+
+    In place means: last dimension contiguous, no expanded dimension, all elements within ``limit`` of the first.
+    """
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.contiguous() if x.stride(-1) != 1 or expanded or span > limit else x
+
+
+def pieces(q: Tensor, k: Tensor, limit: int = INT32_ELEMENTS) -> list[tuple[slice, slice, slice]]:
+    """Cuts (batch, query heads, key heads) so that no tensor of a piece reaches ``limit`` elements, if a head allows.
+
+    Counts keys and values at the number of query heads, since kernels expand their gradients. A single head is never
+    cut. Nearly always returns one piece.
+    """
+    b, h, sq, d = q.shape
+    hk, sk = k.shape[1:3]
+    group, per_call = h // hk, max(1, (limit - 1) // (max(sq, sk) * d))  # per_call: query heads in one call
+    if per_call >= h:
+        step = per_call // h
+        return [(slice(i, min(i + step, b)), slice(0, h), slice(0, hk)) for i in range(0, b, step)]
+    cuts: list[tuple[slice, slice]] = []
+    if per_call >= group:
+        step = per_call // group
+        for i in range(0, hk, step):
+            end = min(i + step, hk)
+            cuts.append((slice(i * group, end * group), slice(i, end)))
+    else:
+        for i in range(hk):
+            for j in range(i * group, (i + 1) * group, per_call):
+                cuts.append((slice(j, min(j + per_call, (i + 1) * group)), slice(i, i + 1)))
+    return [(slice(i, i + 1), heads, key_heads) for i in range(b) for heads, key_heads in cuts]
+
+
+def forward_in_pieces(
+    call: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    limit: int = INT32_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """``out, lse = call(q, k, v)``, in as many calls as ``limit`` asks for, on tensors the kernel can read."""
+    cuts = pieces(q, k, limit)
+    if len(cuts) == 1:
+        return call(compact(q, limit), compact(k, limit), compact(v, limit))
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
+    for batch, heads, key_heads in cuts:
+        q_part, k_part, v_part = q[batch, heads], k[batch, key_heads], v[batch, key_heads]
+        out[batch, heads], lse[batch, heads] = call(*(compact(x, limit) for x in (q_part, k_part, v_part)))
+    return out, lse
+
+
+def backward_in_pieces(
+    call: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    limit: int = INT32_ELEMENTS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dq, dk, dv = call(dout, q, k, v, out, lse)``, in pieces; lse arrives contiguous, without -inf."""
+    dout, out, lse = dout.to(q.dtype), out.to(q.dtype), lse_for_backward(lse, accumulation_dtype(q.dtype))
+    cuts = pieces(q, k, limit)
+    if len(cuts) == 1:
+        return call(*(compact(x, limit) for x in (dout, q, k, v, out)), lse.contiguous())
+    dq = torch.empty_like(q)
+    # In fp32: several pieces add up in one key head where its query heads had to be cut.
+    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    for batch, heads, key_heads in cuts:
+        rows, columns = (batch, heads), (batch, key_heads)
+        parts = (compact(x, limit) for x in (dout[rows], q[rows], k[columns], v[columns], out[rows]))
+        dq[rows], dk_part, dv_part = call(*parts, lse[rows].contiguous())
+        dk[columns] += dk_part
+        dv[columns] += dv_part
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -13,10 +13,16 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import Capability, check_tile, gpu_reason, is_half
+from megatron.context_parallel.attention.kernels.base import (
+    AnyMask,
+    Capability,
+    backward_in_pieces,
+    check_tile,
+    forward_in_pieces,
+    gpu_reason,
+    is_half,
+)
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
-from megatron.context_parallel.attention.kernels.pieces import backward_in_pieces, forward_in_pieces
-from megatron.context_parallel.attention.kernels.row_mask import AnyMask
 from megatron.decisions.kernels import SHORTER_HEADS, lacks
 
 

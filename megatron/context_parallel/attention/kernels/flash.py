@@ -6,9 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import Capability, check_tile, gpu_reason, is_half
-from megatron.context_parallel.attention.kernels.pieces import backward_in_pieces, forward_in_pieces
-from megatron.context_parallel.attention.kernels.row_mask import AnyMask
+from megatron.context_parallel.attention.kernels.base import (
+    AnyMask,
+    Capability,
+    backward_in_pieces,
+    check_tile,
+    forward_in_pieces,
+    gpu_reason,
+    is_half,
+)
 from megatron.decisions.kernels import lacks
 
 

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import (
-    Capability,
-    accumulation_dtype,
-    check_tile,
-    empty_out,
-    lse_for_backward,
-)
-from megatron.context_parallel.attention.kernels.row_mask import (
     ROW_MASK_BYTES,
     AnyMask,
+    Capability,
     RowMask,
+    accumulation_dtype,
     bias_rows,
+    check_tile,
     dropout_of,
+    empty_out,
+    lse_for_backward,
     mask_rows,
     row_blocks,
     softcap_of,

@@ -11,22 +11,38 @@ import importlib.util
 from copy import deepcopy
 
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run import priced, processes
-from megatron.training.arguments.idle import note_idle
+from megatron.training.arguments.dry_run_flags import priced, processes
 from megatron.training.arguments.stages import settle_virtual_stages
-from megatron.training.arguments.validate.attention import check_attention, check_partitioned_positions
-from megatron.training.arguments.validate.batch import check_batch
-from megatron.training.arguments.validate.checkpoint import check_checkpoint, check_copies
-from megatron.training.arguments.validate.chunks import check_chunks
-from megatron.training.arguments.validate.data import check_data, check_lengths
-from megatron.training.arguments.validate.evaluation import check_evaluation
-from megatron.training.arguments.validate.faults import check_faults
-from megatron.training.arguments.validate.grid import check_context, check_grid, check_heads, check_sequence
-from megatron.training.arguments.validate.memory import check_profile, check_recompute, check_zero
-from megatron.training.arguments.validate.model import check_model, check_required
-from megatron.training.arguments.validate.ranges import check_ranges
-from megatron.training.arguments.validate.schedule import check_duration, check_schedule
-from megatron.training.arguments.validate.tuning import check_lora, check_sft
+from megatron.training.arguments.unused_flags import note_idle
+from megatron.training.arguments.validate.check_data import (
+    check_data,
+    check_evaluation,
+    check_lengths,
+    check_lora,
+    check_sft,
+)
+from megatron.training.arguments.validate.check_grid import (
+    check_batch,
+    check_context,
+    check_grid,
+    check_heads,
+    check_sequence,
+)
+from megatron.training.arguments.validate.check_memory import check_chunks, check_profile, check_recompute, check_zero
+from megatron.training.arguments.validate.check_model import (
+    check_attention,
+    check_model,
+    check_partitioned_positions,
+    check_required,
+)
+from megatron.training.arguments.validate.check_run import (
+    check_checkpoint,
+    check_copies,
+    check_duration,
+    check_faults,
+    check_ranges,
+    check_schedule,
+)
 from megatron.training.refusal import Gather, Refusal
 
 __all__ = ["complete", "data_parallel_size", "transformer_engine_installed"]

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.checkpoint.in_memory import copy_file
-from megatron.training.checkpoint.in_memory.exchange import gathered, swap
-from megatron.training.checkpoint.in_memory.own_folder import NotOwn, OwnFolder, open_own
+from megatron.training.checkpoint.in_memory.copy_file import NotOwn, OwnFolder, gathered, open_own, swap
+from megatron.training.checkpoint.owner import COPIES, run_of_copies
 from megatron.training.checkpoint.run_state import Progress
-from megatron.training.checkpoint.runs import COPIES, run_of_copies
-from megatron.training.checkpoint.saving import words
+from megatron.training.checkpoint.save_job import words
 from megatron.training.refusal import Refusal, together
 
 MEMORY = Path("/dev/shm")

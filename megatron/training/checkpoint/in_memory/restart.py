@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.copies import Copies
-from megatron.training.checkpoint.in_memory.exchange import gathered, swap
+from megatron.training.checkpoint.in_memory.copy_file import gathered, swap
 from megatron.training.checkpoint.run_state import Progress
 
 Step = tuple[int, str]  # iteration, and the start of the run that wrote it

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint.checkpoint import gather_parameters, unwrap
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.reading import EXTRA_STATE, check_engine_states
+from megatron.training.checkpoint.rank_file import packed
+from megatron.training.checkpoint.read_torch_dist import EXTRA_STATE, check_engine_states
 from megatron.training.checkpoint.run_state import load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.sharded_state import make_states, parts_of
-from megatron.training.checkpoint.writer import packed
 from megatron.training.refusal import Refusal, together
 
 OBJECTS = "objects"

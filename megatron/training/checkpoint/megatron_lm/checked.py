@@ -9,14 +9,20 @@ Files that belong to no checkpoint, an extra ``.distcp`` for instance, are not r
 
 from __future__ import annotations
 
+import errno
+import io
+import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
+from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.megatron_lm.common_file import read_common
 from megatron.training.checkpoint.megatron_lm.file_list import (
     CHECKSUMS,
     HUGGING_FACE,
@@ -27,9 +33,161 @@ from megatron.training.checkpoint.megatron_lm.file_list import (
     read_list,
 )
 from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
-from megatron.training.checkpoint.megatron_lm.torch_file import check_torch_file, check_torch_files_in
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, reason, short
+
+# ``common.pt``: what a checkpoint holds beside tensors, checked before anybody works with it.
+#
+# A file can say of its model, and of how far its run had come, whatever it likes. What is of another kind than the
+# setting that it claims to be is refused here, so that those who read it need not ask.
+
+
+MOST = {"num_layers": 100_000}  # layers are counted through one by one
+SECTIONS = ("model", "data", "optimizer", "attention")  # of the settings, that are read
+LARGEST = 1 << 40  # no width or vocabulary is near it
+
+
+def read_common(path: Path) -> dict[str, Any]:
+    """``common.pt`` of the checkpoint ``path``.
+
+    Raises:
+        Refusal: it cannot be read, or what it says of its run cannot be.
+    """
+    common = unpickle.read(path / "common.pt")
+    if not isinstance(common, dict) or not all(isinstance(name, str) for name in common):
+        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
+    if "config" in common:
+        sections = common["config"]
+        if not isinstance(sections, dict) or not all(isinstance(sections.get(one, {}), dict) for one in SECTIONS):
+            raise Refusal(f"checkpoint {path}: common.pt holds no settings of its run")
+        fitting(sections.get("model", {}), path)
+        if not isinstance(common.get("progress", {}), dict):
+            raise Refusal(f"checkpoint {path} does not say how far its run had come")
+    for where, name in ((common.get("progress", {}), "iteration"), (common, "iteration"), (common, "vocab_size")):
+        if name in where and where[name] is not None and not _whole(where[name]):
+            raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is no whole number")
+    return common
+
+
+def fitting(settings: Mapping[str, Any], where: object) -> Mapping[str, Any]:
+    """``settings``, in which each that :class:`ModelConfig` knows is of its kind; others are not looked at.
+
+    Raises:
+        Refusal: one is not; the message names it.
+    """
+    for name, right in _kinds().items():
+        if name in settings and not right(settings[name]):
+            raise Refusal(f"checkpoint {where}: {name} {short(settings[name])} is not what --{_flag(name)} can be")
+        if name in MOST and (settings.get(name) or 0) > MOST[name]:
+            raise Refusal(f"checkpoint {where}: {name} {settings[name]} is more than {MOST[name]}")
+    return settings
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGEST
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < LARGEST
+
+
+_RIGHT: dict[Any, Callable[[Any], bool]] = {
+    type(None): lambda value: value is None,
+    bool: lambda value: type(value) is bool,
+    int: _whole,
+    float: _number,
+    str: lambda value: type(value) is str and len(value) < 1000,
+    list[str]: lambda value: type(value) is list and all(type(one) is str for one in value),
+}
+
+
+@cache
+def _kinds() -> dict[str, Callable[[Any], bool]]:
+    """For each setting of a model, whether a value can be one."""
+    return {name: _one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
+
+
+def _one_of(hint: Any) -> Callable[[Any], bool]:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return lambda value: any(_RIGHT[kind](value) for kind in kinds)
+
+
+# Files of ``torch.save``: zip archives, which hold a CRC-32 of each record that ``torch.load`` does not look at.
+
+
+MAGIC = b"PK\x03\x04"
+
+
+def check_torch_file(path: Path) -> bool:
+    """Compare the records of a file of ``torch.save`` with their sums; False where it has none.
+
+    Raises:
+        Damaged: a record is not what was written.
+        OSError: the file cannot be read.
+    """
+    return check_torch_files_in(path, [(0, path.stat().st_size)])
+
+
+def check_torch_files_in(path: Path, places: Sequence[tuple[int, int]]) -> bool:
+    """The same of several such files that lie in one, each at (offset, length) in bytes; False where any has none."""
+    with open(path, "rb", buffering=0) as raw:
+        return all([_check(path, _Part(raw, offset, length)) for offset, length in places])
+
+
+def _check(path: Path, part: _Part) -> bool:
+    """False where there are no sums: before torch 1.6, and where ``torch.save`` was told to write none."""
+    is_zip = part.read(len(MAGIC)) == MAGIC or zipfile.is_zipfile(part)
+    if not is_zip:
+        return False
+    try:
+        with zipfile.ZipFile(part) as archive:
+            records = [record for record in archive.infolist() if record.file_size]
+            if any(record.compress_type for record in records) or sum(one.file_size for one in records) > part.length:
+                raise ValueError("it is compressed, which torch.save never does")  # and could expand without end
+            if not any(record.CRC for record in records):
+                return False
+            wrong = archive.testzip()
+    except Exception as error:  # whatever zipfile raises where the archive's directory is damaged
+        raise Damaged(f"{path} is not what was written ({reason(error)})") from None
+    if wrong is not None:
+        raise Damaged(f"{path} is not what was written (the CRC-32 of its record {wrong} differs)")
+    return True
+
+
+class _Part(io.RawIOBase):
+    """``length`` bytes of a file from ``offset`` on, as a file."""
+
+    def __init__(self, file: Any, offset: int, length: int) -> None:
+        self._file, self._offset, self.length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as zipfile expects
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(min(len(view), self.length - self._at), 0)
+        self._file.seek(self._offset + self._at)
+        read = self._file.readinto(view[:count])
+        self._at += read
+        return read
+
 
 COMMON, METADATA, FORM = "common.pt", ".metadata", "metadata.json"
 TORCH_FILES = (  # what is read of Megatron-LM's format torch, and of DeepSpeed's universal checkpoints

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch's flash attention for the CPU.
+
+What the op does and does not do (torch 2.13), and what this file therefore adds:
+
+- reads q, k, v, out by their strides, but takes the last one for 1 and is silently wrong otherwise: copy then;
+- takes an additive mask only; of another dtype than q it is silently wrong in fp64: made here, in the dtype of q;
+- gives lse 0 to a row without keys: -inf here; and NaN gradients for a final lse of -inf: +inf for the op;
+- returns gradients as ``[b, s, h, d]`` memory;
+- wants value heads of the key heads' size: the shorter ones are filled up with zeros;
+- has no dropout and no soft-cap: such tiles go to the math kernel, whose blocks fit the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron.context_parallel.attention.kernels.base import (
+    ROW_MASK_BYTES,
+    AnyMask,
+    Capability,
+    RowMask,
+    accumulation_dtype,
+    bias_rows,
+    check_tile,
+    compact,
+    dropout_of,
+    lse_for_backward,
+    mask_rows,
+    row_blocks,
+    softcap_of,
+)
+from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
+
+MATH = MathKernel()
+MASK_BYTES = 64 * 2**20  # a longer additive mask is made, and its tile computed, in blocks of rows
+
+
+class CpuKernel:
+    """fp32, fp64, bf16 and fp16; grouped heads, masks. The default where there is no GPU."""
+
+    name = "cpu"
+    supports_mask = True
+    supports_dropout = True
+    supports_softcap = True
+    supports_value_dim = True
+
+    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cpu":
+            return "needs tensors on the CPU"
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return "needs fp64, fp32, bf16 or fp16"
+        return None
+
+    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        return "needs tensors on the CPU"
+
+    def forward(
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if dropout_of(mask) or softcap_of(mask):
+            return MATH.forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
+        mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        value_dim = v_BHSD.shape[3]
+        q, k, v = _one_size(compact(q_BHSD), compact(k_BHSD), compact(v_BHSD))
+        if mask is None:
+            out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
+            return out[..., :value_dim], lse
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:3], dtype=accumulation_dtype(q.dtype), device=q.device)
+        for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
+            bias, rows = _additive(allowed, bias, q.dtype), slice(start, end)
+            out[:, :, rows], lse_rows = _forward(
+                q[:, :, rows], k[:, :, :keys], v[:, :, :keys], 0.0, False, attn_mask=bias, scale=scale
+            )
+            if allowed is not None:
+                without_keys = allowed.view(torch.uint8).amax(-1) == 0  # `any` on booleans is twenty times as slow
+                lse_rows = lse_rows.masked_fill(without_keys, float("-inf"))
+            lse[:, :, rows] = lse_rows
+        return out[..., :value_dim], lse
+
+    def backward(
+        self,
+        dout_BHSD: Tensor,
+        q_BHSD: Tensor,
+        k_BHSD: Tensor,
+        v_BHSD: Tensor,
+        out_BHSD: Tensor,
+        lse_BHS: Tensor,
+        *,
+        causal: bool,
+        mask: AnyMask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if dropout_of(mask) or softcap_of(mask):
+            tensors = (dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS)
+            return MATH.backward(*tensors, causal=causal, mask=mask, scale=scale)
+        mask = check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
+        tensors = (q_BHSD, k_BHSD, v_BHSD, out_BHSD.to(q_BHSD.dtype))
+        q, k, v, out, dout = _one_size(*(compact(x) for x in tensors), dout_BHSD.to(q_BHSD.dtype))
+        lse = lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))
+        own = [slice(x.shape[3]) for x in (q_BHSD, k_BHSD, v_BHSD)]  # without what _one_size added
+        if mask is None:
+            grads = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+            return tuple(grad[..., part] for grad, part in zip(grads, own))
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+        for start, end, keys, allowed, bias in _blocks(q, k, causal, mask):
+            bias, rows = _additive(allowed, bias, q.dtype), slice(start, end)
+            rows_and_keys = (dout[:, :, rows], q[:, :, rows], k[:, :, :keys], v[:, :, :keys])
+            dq[:, :, rows], dk_part, dv_part = _backward(
+                *rows_and_keys, out[:, :, rows], lse[:, :, rows], 0.0, False, attn_mask=bias, scale=scale
+            )
+            dk[:, :, :keys] += dk_part
+            dv[:, :, :keys] += dv_part
+        return tuple(grad[..., part].to(q.dtype) for grad, part in zip((dq, dk, dv), own))
+
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _one_size(*tensors: Tensor) -> list[Tensor]:
+    """Heads all of the size of the largest, filled up with zeros, which add nothing to any product."""
+    size = max(x.shape[3] for x in tensors)
+    return [x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3])) for x in tensors]
+
+
+def _blocks(q: Tensor, k: Tensor, causal: bool, mask: Tensor | RowMask):
+    """(first row, end row, number of keys, boolean mask of these pairs or None, bias or None), block by block."""
+    sq, sk = q.shape[2], k.shape[2]
+    if isinstance(mask, RowMask):
+        blocks = row_blocks(sq, mask.bytes_per_row(sk, q.dtype.itemsize), ROW_MASK_BYTES)
+    else:
+        blocks = row_blocks(sq, mask.shape[0] * mask.shape[1] * sk * q.dtype.itemsize, MASK_BYTES)
+    for start, end in blocks:
+        keys = end if causal else sk
+        yield start, end, keys, mask_rows(mask, causal, start, end, keys, q.device), bias_rows(mask, start, end, keys)
+
+
+def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The bias, or 0, where a pair is allowed, -inf where not.
+
+    ``1 - 1 / allowed``: on the CPU ten times as fast as `masked_fill`.
+    """
+    if allowed is None:
+        return bias.to(dtype)
+    additive = allowed.view(torch.uint8).to(dtype).reciprocal_().neg_().add_(1)
+    return additive if bias is None else bias.to(dtype).add_(additive)

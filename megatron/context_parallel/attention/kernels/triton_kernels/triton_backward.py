@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of a block of queries, and of a block of keys, from all ranges of the other side that it meets.
+
+FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels, so that each sum has one owner: no atomics, and the
+same bits every time. With the *final* lse and delta, gradients of tiles add up, here into fp32 sums in place.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
+    LOG2E,
+    block_pointers,
+    dot,
+    inside,
+    kept,
+    load_rows,
+    log2_scores,
+    marked,
+    rounded,
+)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def delta_kernel(
+    out, dout, delta, out_ss, out_sb, out_sh, out_sd, dout_ss, dout_sb, dout_sh, dout_sd, delta_ss, delta_sb, delta_sh,
+    rows, HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """``rowsum(dout * out)`` in fp32, of ``BLOCK`` rows of a head."""
+    first = tl.program_id(0) * BLOCK
+    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    out += b * out_sb + h * out_sh
+    dout += b * dout_sb + h * dout_sh
+    a = load_rows(out, first, rows, out_ss, out_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True)
+    d = load_rows(dout, first, rows, dout_ss, dout_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True)
+    number = first + tl.arange(0, BLOCK)
+    at = delta + b * delta_sb + h * delta_sh + number.to(tl.int64) * delta_ss
+    tl.store(at, tl.sum(a.to(tl.float32) * d.to(tl.float32), 1), mask=number < rows)
+
+
+@triton.jit
+def _weights(
+    products, lse, factor, cap, slope, q_at, k_at, counts, row_key, column_key, threshold, kept_scale,
+    EDGE: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+):  # fmt: skip
+    """Of each pair: softmax's weight, the derivative of its score by the product, and what dropout multiplies by."""
+    scores, tangent = log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI, CAPPED)
+    p = tl.exp2(scores - lse)
+    if EDGE:
+        p = tl.where(counts, p, 0.0)
+    steepness = tangent
+    if CAPPED:
+        steepness = 1 - tangent * tangent
+    drop = p
+    if DROPS:
+        drop = tl.where(kept(row_key, column_key, k_at, threshold), kept_scale, 0.0)
+    return p, steepness, drop
+
+
+@triton.jit
+def _score_gradient(p, steepness, drop, dp, delta, CAPPED: tl.constexpr, DROPS: tl.constexpr):
+    if DROPS:
+        dp = dp * drop
+    ds = p * (dp - delta)
+    if CAPPED:
+        ds = ds * steepness
+    return ds
+
+
+@triton.jit
+def _walk_keys(
+    dq, q, dout, lse, delta, rows, k, v, ranges, first, last, bits, q_at, k_places, row_key, column_keys, slope,
+    k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, kept_scale,
+    HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr,
+    KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    for index in range(first, last):
+        entry = ranges + index * 9
+        start, stop = tl.load(entry), tl.load(entry + 1)
+        if KIND > 0:
+            belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
+            lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
+            highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
+            if KIND == 2:
+                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 2)
+                first_key = tl.load(entry + 8)
+        for key in range(start, stop, STEP):
+            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
+            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
+            products = dot(q, tl.trans(k_block), None, PRECISION)
+            keys = key + tl.arange(0, STEP)
+            k_at = keys
+            column_key = keys
+            counts = keys[None, :]
+            if ALIBI or DROPS:
+                k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
+            if DROPS:
+                column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
+            if KIND > 0:
+                counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
+                if KIND == 2:
+                    counts &= marked(at, row, words, key - first_key, belongs, STEP)
+            p, steepness, drop = _weights(
+                products, lse[:, None], factor, cap, slope, q_at[:, None], k_at[None, :], counts,
+                row_key[:, None], column_key[None, :], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
+            )  # fmt: skip
+            dp = dot(dout, tl.trans(v_block), None, PRECISION)
+            ds = _score_gradient(p, steepness, drop, dp, delta[:, None], CAPPED, DROPS)
+            dq = dot(rounded(ds, k_block.dtype, PRECISION), k_block, dq, PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
+def query_kernel(
+    q, k, v, dout, lse, delta, dq, blocks, ranges, bits, slopes, q_places, k_places, row_keys, column_keys,
+    q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, dout_ss, dout_sb, dout_sh, dout_sd,
+    lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, dq_ss, dq_sb, dq_sh, dq_sd,
+    q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to dq, of one block of ``BLOCK`` queries of one head."""
+    block = blocks + tl.program_id(0) * 5
+    sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    first_row = tl.load(block) * BLOCK
+    rows = first_row + tl.arange(0, BLOCK)
+    here = rows < q_rows
+    b, h, row = sample.to(tl.int64), head.to(tl.int64), rows.to(tl.int64)
+    k += b * k_sb + h // GROUP * k_sh
+    v += b * v_sb + h // GROUP * v_sh
+    q_block = load_rows(q + b * q_sb + h * q_sh, first_row, q_rows, q_ss, q_sd, BLOCK, HEAD, HEAD_BLOCK, WIDE, True)
+    dout_block = load_rows(
+        dout + b * dout_sb + h * dout_sh, first_row, q_rows, dout_ss, dout_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True
+    ).to(q_block.dtype)
+    lse_here = tl.load(lse + b * lse_sb + h * lse_sh + row * lse_ss, mask=here, other=float("-inf")) * LOG2E
+    here &= lse_here > float("-inf")  # the rest has no keys, and perhaps no output
+    lse_here = tl.where(here, lse_here, float("inf"))
+    delta_here = tl.load(delta + b * delta_sb + h * delta_sh + row * delta_ss, mask=here, other=0.0)
+    q_at, row_key, slope = rows, rows, 0.0
+    if ALIBI:
+        q_at = tl.load(q_places + rows, mask=here, other=0)
+        slope = tl.load(slopes + head) * LOG2E
+    if DROPS:
+        row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
+        column_keys += b * k_rows
+    total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
+    for kind in tl.static_range(3 if MASKED else 2):
+        total = _walk_keys(
+            total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, tl.load(block + 1 + kind),
+            tl.load(block + 2 + kind), bits, q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd,
+            factor, cap, threshold, kept_scale,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+        )  # fmt: skip
+    at = block_pointers(dq + b * dq_sb + h * dq_sh, first_row, dq_ss, dq_sd, BLOCK, HEAD_BLOCK, WIDE)
+    mask = inside(first_row, q_rows, BLOCK, HEAD, HEAD_BLOCK)
+    tl.store(at, tl.load(at, mask=mask) + total * scale, mask=mask)
+
+
+@triton.jit
+def _walk_queries(
+    dk, dv, k, v, first_column, q, dout, lse, delta, ranges, first, last, bits, q_places, k_at, row_keys, column_key,
+    slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
+    HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All with keys down and queries across, so that nothing has to be turned before the second product."""
+    for index in range(first, last):
+        entry = ranges + index * 9
+        start, stop = tl.load(entry), tl.load(entry + 1)
+        if KIND > 0:
+            columns = first_column + tl.arange(0, BLOCK)
+            belongs = (columns >= tl.load(entry + 2)) & (columns < tl.load(entry + 3))
+            lowest = tl.where(belongs, columns + tl.load(entry + 4), 2147483647)
+            highest = tl.minimum(columns + tl.load(entry + 5), stop - 1)
+            if KIND == 2:
+                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), columns - tl.load(entry + 2)
+                first_query = tl.load(entry + 8)
+        for query in range(start, stop, STEP):
+            rows = query + tl.arange(0, STEP)
+            here = rows < stop
+            q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
+            lse_here = tl.load(lse + rows.to(tl.int64) * lse_ss, mask=here, other=float("-inf")) * LOG2E
+            with_keys = lse_here > float("-inf")
+            lse_here = tl.where(with_keys, lse_here, float("inf"))
+            products = dot(k, tl.trans(q_block), None, PRECISION)
+            q_at = rows
+            row_key = rows
+            counts = rows[None, :]
+            if ALIBI:
+                q_at = tl.load(q_places + rows, mask=here, other=0)
+            if DROPS:
+                row_key = tl.load(row_keys + rows, mask=here, other=0)
+            if KIND > 0:
+                counts = (rows[None, :] >= lowest[:, None]) & (rows[None, :] <= highest[:, None])
+                if KIND == 2:
+                    counts &= marked(at, row, words, query - first_query, belongs, STEP)
+            p, steepness, drop = _weights(
+                products, lse_here[None, :], factor, cap, slope, q_at[None, :], k_at[:, None], counts,
+                row_key[None, :], column_key[:, None], threshold, kept_scale, KIND > 0, ALIBI, CAPPED, DROPS,
+            )  # fmt: skip
+            dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
+            dout_block = dout_block.to(q_block.dtype)
+            weights = p
+            if DROPS:
+                weights = p * drop
+            dv = dot(rounded(weights, dout_block.dtype, PRECISION), dout_block, dv, PRECISION)
+            dp = dot(v, tl.trans(dout_block), None, PRECISION)
+            delta_here = tl.load(delta + rows.to(tl.int64) * delta_ss, mask=with_keys, other=0.0)
+            ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)
+            dk = dot(rounded(ds, q_block.dtype, PRECISION), q_block, dk, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
+def key_kernel(
+    q, k, v, dout, lse, delta, dk, dv, blocks, ranges, bits, slopes, q_places, k_places, row_keys, column_keys,
+    q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, dout_ss, dout_sb, dout_sh, dout_sd,
+    lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, dk_ss, dk_sb, dk_sh, dk_sd, dv_ss, dv_sb, dv_sh, dv_sd,
+    q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to dk and dv, of one block of ``BLOCK`` keys of one key head, from all query heads that read it."""
+    block = blocks + tl.program_id(0) * 5
+    key_heads = HEADS // GROUP
+    sample, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
+    first_row = tl.load(block) * BLOCK
+    columns = first_row + tl.arange(0, BLOCK)
+    here = columns < k_rows
+    b, h = sample.to(tl.int64), key_head.to(tl.int64)
+    k_block = load_rows(k + b * k_sb + h * k_sh, first_row, k_rows, k_ss, k_sd, BLOCK, HEAD, HEAD_BLOCK, WIDE, True)
+    v_block = load_rows(v + b * v_sb + h * v_sh, first_row, k_rows, v_ss, v_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True)
+    k_at, column_key, slope = columns, columns, 0.0
+    if ALIBI or DROPS:
+        k_at = tl.load(k_places + columns, mask=here, other=0)
+    if DROPS:
+        column_key = tl.load(column_keys + b * k_rows + columns, mask=here, other=0)
+    dk_total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
+    dv_total = tl.zeros([BLOCK, VALUE_BLOCK], tl.float32)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        wide = head.to(tl.int64)
+        q_head = q + b * q_sb + wide * q_sh
+        dout_head = dout + b * dout_sb + wide * dout_sh
+        lse_head = lse + b * lse_sb + wide * lse_sh
+        delta_head = delta + b * delta_sb + wide * delta_sh
+        row_keys_head = row_keys
+        if DROPS:
+            row_keys_head = row_keys + (b * HEADS + wide) * q_rows
+        if ALIBI:
+            slope = tl.load(slopes + head) * LOG2E
+        for kind in tl.static_range(3 if MASKED else 2):
+            dk_total, dv_total = _walk_queries(
+                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, lse_head, delta_head, ranges,
+                tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at, row_keys_head, column_key,
+                slope, q_ss, q_sd, dout_ss, dout_sd, lse_ss, delta_ss, factor, cap, threshold, kept_scale,
+                HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            )  # fmt: skip
+    at = block_pointers(dk + b * dk_sb + h * dk_sh, first_row, dk_ss, dk_sd, BLOCK, HEAD_BLOCK, WIDE)
+    mask = inside(first_row, k_rows, BLOCK, HEAD, HEAD_BLOCK)
+    tl.store(at, tl.load(at, mask=mask) + dk_total * scale, mask=mask)
+    at = block_pointers(dv + b * dv_sb + h * dv_sh, first_row, dv_ss, dv_sd, BLOCK, VALUE_BLOCK, WIDE)
+    mask = inside(first_row, k_rows, BLOCK, VALUE, VALUE_BLOCK)
+    tl.store(at, tl.load(at, mask=mask) + dv_total, mask=mask)

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of Triton's attention kernels: what is attended to and how, as the arguments of one kernel each.
+
+The kernels are in triton_forward.py and triton_backward.py; what they walk is made in triton_tiles.py. With
+``TRITON_INTERPRET=1``, set before Triton is first imported, all of it runs on CPU tensors, slowly, for tests.
+
+Sinks (a learned logit a head, without a value) need no kernel: once all tiles are in, ``out *= sigmoid(lse - sink)``
+and ``lse = logaddexp(lse, sink)``. The backward pass with that lse and out is right as it stands, and the gradient of
+a head's sink is ``-sum(exp(sink - lse) * delta)`` over its queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, groups, pack, places, walk
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.positions.position_dropout import LANES, Dropout
+from megatron.platform.streams import to_device
+
+# How large the blocks of the Triton kernels are, by head size and GPU: one table, and nothing tried at run time.
+#
+# Chosen without a GPU, by what the compiler makes of them (`benchmarks/triton_resources.py`): the largest of a few
+# usual sizes that spill no register with any mask, bias, cap or dropout. Measured times are to replace them.
+
+
+Pass = Literal["forward", "queries", "keys"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of one kernel.
+
+    Attributes:
+        block: rows that one program owns: queries, or keys for dk and dv.
+        step: rows of the other side that it takes at once.
+        warps: of a program, 32 threads each.
+        stages: steps whose loads are under way at once.
+        registers: the most that a thread takes. Without a bound ptxas aims at more programs a multiprocessor, and
+            spills what the loop does not need (pointers of the output) for it; None where it has no need to.
+    """
+
+    block: int
+    step: int
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = None
+
+
+INTERPRETED = Blocks(32, 16)  # small, so that short sequences have several blocks
+
+# (GPU, head up to) -> blocks, for elements of two bytes.
+TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
+    "forward": {
+        (80, 64): Blocks(128, 64, 8, 3),
+        (80, 128): Blocks(128, 64, 8, 2),
+        (80, 256): Blocks(64, 32, 8, 2),
+        (90, 64): Blocks(128, 64, 8, 3),
+        (90, 128): Blocks(128, 64, 8, 3),
+        (90, 256): Blocks(64, 32, 8, 2),
+        (100, 64): Blocks(128, 64, 8, 3),
+        (100, 128): Blocks(128, 64, 8, 3),
+        (100, 256): Blocks(64, 32, 8, 2),
+    },
+    "queries": {
+        (80, 64): Blocks(128, 32, 8, 2),
+        (80, 128): Blocks(64, 64, 8, 2),
+        (80, 256): Blocks(32, 32, 8, 1),
+        (90, 64): Blocks(128, 64, 8, 2),
+        (90, 128): Blocks(128, 64, 8, 2),
+        (90, 256): Blocks(64, 32, 8, 1),
+        (100, 64): Blocks(64, 64, 8, 2),
+        (100, 128): Blocks(64, 64, 8, 2),
+        (100, 256): Blocks(64, 32, 8, 1),
+    },
+    "keys": {
+        (80, 32): Blocks(128, 32, 8, 2),
+        (80, 64): Blocks(128, 64, 8, 2),
+        (80, 128): Blocks(64, 64, 8, 2),
+        (80, 256): Blocks(32, 32, 8, 1),
+        (90, 64): Blocks(64, 64, 8, 2),
+        (90, 128): Blocks(64, 32, 8, 2),
+        (90, 256): Blocks(64, 32, 8, 1),
+        (100, 64): Blocks(64, 64, 8, 2),
+        (100, 128): Blocks(64, 32, 8, 2),
+        (100, 256): Blocks(64, 32, 8, 1),
+    },
+}
+
+# The same for four bytes, of which no tensor core multiplies, on every GPU. 255 registers are the most there are.
+FP32: dict[Pass, dict[int, Blocks]] = {
+    "forward": {64: Blocks(16, 16, 8, 1), 128: Blocks(16, 16, 8, 1, 255), 256: Blocks(16, 16, 8, 1, 255)},
+    "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1, 128), 256: Blocks(16, 16, 8, 1, 128)},
+    "keys": {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
+}
+
+
+def blocks(which: Pass, dtype: torch.dtype, head: int, capability: int | None) -> Blocks:
+    """Of a kernel; ``head`` the larger of q's and v's head sizes, ``capability`` 80, 90, .. or None: interpreted."""
+    if capability is None:
+        return INTERPRETED
+    if dtype == torch.float32:
+        known = FP32[which]
+    else:  # GPUs for desks have the tensor cores, or at least the shared memory, of an A100 or less
+        family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
+        known = {size: found for (of, size), found in TABLE[which].items() if of == family}
+    return known[min(size for size in known if size >= head)]
+
+
+# One call of a Triton kernel, that a GPU runs and the compiler can be asked about.
+
+
+OPTIONS = {"enable_fp_fusion": True}  # a product and a sum in one instruction; Triton is about to change its default
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with all it is called with, by name."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: dict[str, Any]
+    sizes: Blocks
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told besides."""
+        sizes = self.sizes
+        return {"num_warps": sizes.warps, "num_stages": sizes.stages, "maxnreg": sizes.registers, **OPTIONS}
+
+    def run(self) -> None:
+        """Enqueues it on the current stream of the tensors' GPU."""
+        device = self.arguments["out" if "out" in self.arguments else "q"].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+
+LOG2E = 1.4426950408889634
+
+
+def attend_tiles(
+    tiles: Iterable[Tile],
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    *,
+    scale: float,
+    out_SBHD: Tensor,
+    lse_SBH: Tensor,
+    mask: Mask | None = None,
+    slopes: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
+) -> None:
+    """Attends to all tiles between a query block and a key block, merged into ``out`` and ``lse`` in place.
+
+    One launch; more only where the bits of masked tiles would take over `triton_tiles.BITS_AT_ONCE` bytes.
+
+    Args:
+        tiles: their rows count within q and k, v.
+        q_SBHD: [s, b, heads, d]; k_SBHD: [t, b, kv_heads, d]; v_SBHD: [t, b, kv_heads, dv]. Any strides.
+        scale: factor on q @ k^T, above 0.
+        out_SBHD, lse_SBH: fp32 [s, b, heads, dv] and [s, b, heads], any strides: the softmax over all keys so far and
+            their log-sum-exp, natural logarithm; for a query without any yet lse is -inf, and out is not read.
+        mask: asked about the pairs of masked tiles.
+        slopes: ALiBi's, fp32 [heads]: ``slope * |distance|`` is taken from each score.
+        softcap: scores become ``softcap * tanh(score / softcap)``, before ALiBi.
+        dropout: of the weights, for these samples and heads.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
+    for group in groups(tuple(tiles)):
+        call.forward(group, out_SBHD, lse_SBH).run()
+
+
+def attend_tiles_grad(
+    tiles: Iterable[Tile],
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    *,
+    dout: Tensor,
+    lse: Tensor,
+    delta_SBH: Tensor,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    mask: Mask | None = None,
+    slopes: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
+) -> None:
+    """The backward pass of :func:`attend_tiles`: adds the tiles' gradients to sums, fp32 of any strides, in place.
+
+    One launch for dq and one for dk and dv; the same bits every time.
+
+    Args:
+        dout: [s, b, heads, dv], any strides.
+        lse: the *final* one, of all tiles of these queries, fp32 [s, b, heads].
+        delta_SBH: what :func:`delta` makes of the final output, fp32 [s, b, heads].
+        dq, dk, dv: in the shapes of q, k, v.
+    """
+    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
+    for group in groups(tuple(tiles)):
+        for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
+            launch.run()
+
+
+def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
+    """``sum(dout * out)`` over the last dimension, fp32 [s, b, heads], of the final output: once a backward pass."""
+    s, b, h, d = out_SBHD.shape
+    total = torch.empty(s, b, h, dtype=torch.float32, device=out_SBHD.device)
+    tensors = {"out": out_SBHD, "dout": dout_SBHD, "delta": total}
+    arguments = {
+        **tensors,
+        **_strides(tensors),
+        "rows": s,
+        "HEADS": h,
+        "VALUE": d,
+        "VALUE_BLOCK": _power(d),
+        "BLOCK": 32,
+        "WIDE": _wide(32, out_SBHD, dout_SBHD),
+    }
+    Launch(_functions()["delta"], (-(-s // 32), b * h), arguments, Blocks(32, 32, 4, 1)).run()
+    return total
+
+
+@dataclass(frozen=True)
+class Call:
+    """What forward and backward have in common; makes launches of it.
+
+    ``capability``: of the GPU, 80, 90, ..; None interprets. That of the tensors' device by default.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    mask: Mask | None = None
+    slopes: Tensor | None = None
+    softcap: float | None = None
+    dropout: Dropout | None = None
+    capability: int | None = -1
+
+    def __post_init__(self) -> None:
+        (_, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
+        if self.k.shape != (t, b, hk, d) or self.v.shape[:3] != (t, b, hk) or h % hk:
+            shapes = (list(x.shape) for x in (self.q, self.k, self.v))
+            raise ValueError("q {} does not fit k {}, v {} as [s, b, heads, d]".format(*shapes))
+        if not self.scale > 0:
+            raise ValueError(f"a scale is above 0, not {self.scale}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"a soft-cap is above 0, not {self.softcap}")
+        if self.slopes is not None and self.slopes.shape != (h,):
+            raise ValueError(f"slopes {list(self.slopes.shape)} are not one for each of {h} heads")
+        if self.dropout is not None and len(self.dropout.samples) != b:
+            raise ValueError(f"dropout names {len(self.dropout.samples)} samples, the batch has {b}: name each")
+        if b * h >= 2**16:
+            raise ValueError(f"{b} samples of {h} heads are more than a GPU's grid takes: fewer at once")
+        if self.capability == -1:
+            major, minor = (0, 0) if interpreted() else torch.cuda.get_device_capability(self.q.device)
+            object.__setattr__(self, "capability", 10 * major + minor or None)
+
+    def forward(self, tiles: tuple[Tile, ...], out: Tensor, lse: Tensor) -> Launch:
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
+        _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
+        (bits,) = self._bits(tiles, ["q"])
+        return self._launch("forward", "q", tiles, tensors, bits, self._by_position(tiles))
+
+    def backward(
+        self, tiles: tuple[Tile, ...], dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Launch, Launch]:
+        """The launch for dq, and that for dk and dv."""
+        if dout.shape != (*self.q.shape[:3], self.v.size(3)):
+            raise ValueError(f"dout {list(dout.shape)} does not fit q {list(self.q.shape)}, v {list(self.v.shape)}")
+        rows = self.q.shape[:3]
+        _check_sums({"lse": (lse, rows), "delta": (delta, rows)})
+        _check_sums({"dq": (dq, self.q.shape), "dk": (dk, self.k.shape), "dv": (dv, self.v.shape)})
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": dout, "lse": lse, "delta": delta}
+        (of_queries, of_keys), by_position = self._bits(tiles, ["q", "k"]), self._by_position(tiles)
+        return (
+            self._launch("queries", "q", tiles, {**tensors, "dq": dq}, of_queries, by_position),
+            self._launch("keys", "k", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, by_position),
+        )
+
+    def _bits(self, tiles: tuple[Tile, ...], sides: list[Side]) -> Sequence[Tensor | None]:
+        if not any(tile.masked for tile in tiles):
+            return [None] * len(sides)
+        if self.mask is None:
+            raise ValueError("masked tiles ask a mask about their pairs: give it")
+        return pack(tiles, self.mask, self.q.device, sides)
+
+    def _launch(
+        self,
+        which: Pass,
+        side: Side,
+        tiles: tuple[Tile, ...],
+        tensors: dict[str, Tensor],
+        bits: Tensor | None,
+        by_position: dict[str, Tensor | None],
+    ) -> Launch:
+        (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
+        device, value = self.q.device, self.v.size(3)
+        capped = self.softcap is not None
+        sizes = blocks(which, self.q.dtype, max(d, value), self.capability)
+        walked = walk(tiles, side, s if side == "q" else t, sizes.block, sizes.step, device)
+        arguments = {
+            **tensors,
+            **_strides(tensors),
+            "blocks": walked.blocks,
+            "ranges": walked.ranges,
+            "bits": bits,
+            **by_position,
+            "q_rows": s,
+            "k_rows": t,
+            "factor": self.scale * LOG2E * (2 / self.softcap if capped else 1),
+            "cap": self.softcap * LOG2E if capped else 1.0,
+            "threshold": self.dropout.threshold if self.dropout else 0,
+            "kept_scale": self.dropout.scale if self.dropout else 1.0,
+            "HEADS": h,
+            "GROUP": h // hk,
+            "HEAD": d,
+            "VALUE": value,
+            "HEAD_BLOCK": _power(d),
+            "VALUE_BLOCK": _power(value),
+            "BLOCK": sizes.block,
+            "STEP": sizes.step,
+            "MASKED": bits is not None,
+            "ALIBI": self.slopes is not None,
+            "CAPPED": capped,
+            "DROPS": self.dropout is not None,
+            "WIDE": _wide(max(sizes.block, sizes.step), *tensors.values()),
+            "PRECISION": "interpreted" if self.capability is None else "ieee",  # of products of fp32
+        }
+        if which != "forward":
+            arguments["scale"] = self.scale
+        heads = h if side == "q" else hk
+        return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes)
+
+    def _by_position(self, tiles: tuple[Tile, ...]) -> dict[str, Tensor | None]:
+        """Positions of rows, for ALiBi and dropout, and the keys of dropout's hashes."""
+        found = dict.fromkeys(("slopes", "q_places", "k_places", "row_keys", "column_keys"))
+        device = self.q.device
+        if self.slopes is not None or self.dropout is not None:
+            found["q_places"] = places(tiles, "q", self.q.size(0), device)
+            found["k_places"] = places(tiles, "k", self.k.size(0), device)
+        if self.slopes is not None:
+            found["slopes"] = to_device(self.slopes.to(torch.float32), device)
+        if self.dropout is not None:
+            found["row_keys"] = self.dropout.row_keys(found["q_places"].long(), self.q.size(2))
+            found["column_keys"] = self.dropout.column_keys(found["k_places"].long() // LANES)
+        return found
+
+
+def _check_sums(tensors: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+    for name, (x, shape) in tensors.items():
+        if x.shape != shape or x.dtype != torch.float32:
+            raise ValueError(f"{name} is to be fp32 {list(shape)}, not {x.dtype} {list(x.shape)}")
+
+
+def _strides(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Those of a tensor q [s, b, h, d], as the kernels call them: q_ss, q_sb, q_sh, q_sd."""
+    return {f"{name}_s{at}": stride for name, x in tensors.items() for at, stride in zip("sbhd", x.stride())}
+
+
+def _power(size: int) -> int:
+    """The block that holds a head: a power of two, of at least what a tensor core multiplies."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _wide(rows: int, *tensors: Tensor) -> bool:
+    """Whether distances within a block do not fit in 32 bits."""
+    return any((rows * x.stride(0) + _power(x.size(-1)) * x.stride(-1)) >= 2**31 for x in tensors)
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets kernels, on CPU tensors."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _functions() -> dict[str, Any]:
+    """The kernels; with them Triton is imported, which takes a second and need not be installed."""
+    from megatron.context_parallel.attention.kernels.triton_kernels import triton_backward, triton_forward
+
+    return {
+        "forward": triton_forward.forward_kernel,
+        "queries": triton_backward.query_kernel,
+        "keys": triton_backward.key_kernel,
+        "delta": triton_backward.delta_kernel,
+    }

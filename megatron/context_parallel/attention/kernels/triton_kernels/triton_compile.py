@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels as they are compiled for a GPU, without one: what they take of it.
+
+Triton brings NVIDIA's assembler. A `Launch` of tensors on the ``meta`` device is compiled as the first call of such
+tensors would compile it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch, Pass
+from megatron.context_parallel.layout.masks import Causal, MaskFunction
+from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.positions.position_dropout import Dropout
+
+FEATURES = ("mask", "alibi", "softcap", "dropout")
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of compute capability 8, 9 and 10
+SM_SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # CUDA's programming guide
+SM_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+SM_REGISTERS = 2**16
+TENSOR_COLUMNS = 512  # of the memory that Blackwell's tensor cores add up in
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes.
+
+    Attributes:
+        registers: of a thread.
+        spills: bytes of memory that a thread keeps values in for want of registers.
+        shared: bytes of a block's shared memory.
+        warps: of a block.
+        products: tensor core instructions in its PTX, by name.
+        columns: of tensor memory (Blackwell).
+        step: instructions of the innermost loop where all pairs count; None without tensor cores.
+        capability: what it was compiled for.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    warps: int
+    products: dict[str, int]
+    columns: int
+    step: int | None
+    capability: int
+
+    @property
+    def programs(self) -> int:
+        """Programs that one multiprocessor holds at once."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps  # a warp gets them by 256
+        limits = [SM_REGISTERS // registers, SM_WARPS[self.capability] // self.warps]
+        limits.append(SM_SHARED_KIB[self.capability] * 1024 // (self.shared + 1024))  # 1 KiB is the system's
+        if self.columns:
+            limits.append(TENSOR_COLUMNS // self.columns)
+        return min(limits)
+
+    @property
+    def occupancy(self) -> float:
+        """Warps that one multiprocessor holds, as a share of the most it can."""
+        return self.programs * self.warps / SM_WARPS[self.capability]
+
+
+def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
+    """Compiles for a GPU of ``capability`` 80, 90, ..; in a process that does not interpret."""
+    signature, constants, aligned = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            kind, at = TYPES[value.dtype], value.storage_offset() * value.itemsize
+        elif isinstance(value, int):
+            kind, at = "i32" if -(2**31) <= value < 2**31 else "i64", value
+        else:
+            kind, at = "fp32", 1
+        signature[parameter.name] = kind
+        if at % 16 == 0 and not parameter.do_not_specialize:
+            aligned[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+
+
+def resources(launch: Launch, capability: int) -> Resources:
+    """What a launch takes on a GPU of ``capability``, as its machine code says."""
+    compiled = compile_launch(launch, capability)
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    usage = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", _dump("-res-usage", cubin))}
+    products = {name: len(re.findall(rf"\b{re.escape(name)}", ptx)) for name in TENSOR_CORES}
+    return Resources(
+        registers=usage["REG"],
+        spills=usage["STACK"] + usage["LOCAL"],
+        shared=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
+        products={name: count for name, count in products.items() if count},
+        columns=compiled.metadata.tmem_size or 0,
+        step=_step(_dump("-sass", cubin)),
+        capability=capability,
+    )
+
+
+def _dump(what: str, cubin: bytes) -> str:
+    """A report of NVIDIA's tool on machine code."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, what, str(binary)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _step(sass: str) -> int | None:
+    """Instructions of the shortest innermost loop in which tensor cores work."""
+    instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in instructions)
+    loops = {(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at}
+    lengths = []
+    for first, last in loops:
+        if any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
+            continue
+        body = [text for at, text in instructions if first <= at <= last]
+        if any(re.search(r"\b(HMMA|HGMMA|UTC\w*MMA)\b", text) for text in body):
+            lengths.append(len(body))
+    return min(lengths, default=None)
+
+
+def example(
+    capability: int, head: int, dtype: torch.dtype = torch.bfloat16, features: Collection[str] = ()
+) -> dict[Pass, Launch]:
+    """The launches of a causal attention of 8 heads and 2 key heads with some of `FEATURES`."""
+    rows, heads, key_heads = 4096, 8, 2
+
+    def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    mask = MaskFunction(lambda q, k: q >= k) if "mask" in features else Causal()
+    call = Call(
+        meta(rows, 1, heads, head, kind=dtype),
+        *(meta(rows, 1, key_heads, head, kind=dtype) for _ in range(2)),
+        head**-0.5,
+        mask,
+        meta(heads) if "alibi" in features else None,
+        30.0 if "softcap" in features else None,
+        Dropout(0.1, seed=1) if "dropout" in features else None,
+        capability,
+    )
+    found = tiles(((0, rows),), ((0, rows),), mask)
+    of_query, of_key, row = meta(rows, 1, heads, head), meta(rows, 1, key_heads, head), meta(rows, 1, heads)
+    dout = meta(rows, 1, heads, head, kind=dtype)
+    queries, keys = call.backward(found, dout, row, row, of_query, of_key, of_key)
+    return {"forward": call.forward(found, of_query, row), "queries": queries, "keys": keys}

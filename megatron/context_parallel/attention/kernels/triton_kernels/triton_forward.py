@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a block of queries to all ranges of keys it meets, merged into what it has attended to before.
+
+FlashAttention-2's forward pass (arXiv 2307.08691), which begins not with nothing but with a running output: that is one
+more key of weight 1, whose score is the running lse and whose value is the running output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs import (
+    LOG2E,
+    block_pointers,
+    dot,
+    inside,
+    kept,
+    load_rows,
+    log2_scores,
+    marked,
+    rounded,
+)
+
+
+@triton.jit
+def _walk(
+    acc,
+    top,
+    total,
+    q,
+    rows,
+    k,
+    v,
+    ranges,
+    first,
+    last,
+    bits,
+    q_at,
+    k_places,
+    row_key,
+    column_keys,
+    slope,
+    k_ss,
+    k_sd,
+    v_ss,
+    v_sd,
+    factor,
+    cap,
+    threshold,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
+    ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Attends to ranges ``first .. last``, of KIND 0: all pairs count; 1: they are compared; 2: bits are asked."""
+    for index in range(first, last):
+        entry = ranges + index * 9
+        start, stop = tl.load(entry), tl.load(entry + 1)
+        if KIND > 0:
+            belongs = (rows >= tl.load(entry + 2)) & (rows < tl.load(entry + 3))
+            lowest = tl.where(belongs, rows + tl.load(entry + 4), 2147483647)
+            highest = tl.minimum(rows + tl.load(entry + 5), stop - 1)
+            if KIND == 2:
+                at, words, row = bits + tl.load(entry + 6), tl.load(entry + 7), rows - tl.load(entry + 2)
+                first_key = tl.load(entry + 8)
+        for key in range(start, stop, STEP):
+            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
+            products = dot(q, tl.trans(k_block), None, PRECISION)
+            keys = key + tl.arange(0, STEP)
+            k_at = keys
+            if ALIBI or DROPS:
+                k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
+            scores, unit = products, factor  # multiplied late, with a sum, in one instruction
+            if ALIBI or CAPPED:
+                scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
+                unit = 1.0
+            if KIND > 0:
+                counts = (keys[None, :] >= lowest[:, None]) & (keys[None, :] <= highest[:, None])
+                if KIND == 2:
+                    counts &= marked(at, row, words, key - first_key, belongs, STEP)
+                scores = tl.where(counts, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+            above = new_top
+            if KIND > 0:
+                above = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(scores * unit - above[:, None])
+            shrink = tl.exp2(top - above)
+            total = total * shrink + tl.sum(p, 1)
+            if DROPS:
+                column_key = tl.load(column_keys + keys, mask=keys < stop, other=0)
+                p = tl.where(kept(row_key[:, None], column_key[None, :], k_at[None, :], threshold), p, 0.0)
+            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
+            acc = dot(rounded(p, v_block.dtype, PRECISION), v_block, acc * shrink[:, None], PRECISION)
+            top = new_top
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
+def forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    blocks,
+    ranges,
+    bits,
+    slopes,
+    q_places,
+    k_places,
+    row_keys,
+    column_keys,
+    q_ss,
+    q_sb,
+    q_sh,
+    q_sd,
+    k_ss,
+    k_sb,
+    k_sh,
+    k_sd,
+    v_ss,
+    v_sb,
+    v_sh,
+    v_sd,
+    out_ss,
+    out_sb,
+    out_sh,
+    out_sd,
+    lse_ss,
+    lse_sb,
+    lse_sh,
+    q_rows,
+    k_rows,
+    factor,
+    cap,
+    threshold,
+    kept_scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DROPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of ``BLOCK`` queries of one head: out fp32 and lse, natural logarithm, are read, merged and written."""
+    block = blocks + tl.program_id(0) * 5
+    sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    first_row = tl.load(block) * BLOCK
+    rows = first_row + tl.arange(0, BLOCK)
+    here = rows < q_rows
+    b, h = sample.to(tl.int64), head.to(tl.int64)
+    q += b * q_sb + h * q_sh
+    k += b * k_sb + h // GROUP * k_sh
+    v += b * v_sb + h // GROUP * v_sh
+    out += b * out_sb + h * out_sh
+    lse += b * lse_sb + h * lse_sh + rows.to(tl.int64) * lse_ss
+
+    before = tl.load(lse, mask=here, other=float("-inf"))
+    top = before * LOG2E
+    total = tl.where(before == float("-inf"), 0.0, 1.0)
+    out_at = block_pointers(out, first_row, out_ss, out_sd, BLOCK, VALUE_BLOCK, WIDE)
+    out_here = inside(first_row, q_rows, BLOCK, VALUE, VALUE_BLOCK)
+    # What was not attended to is not read either.
+    acc = tl.load(out_at, mask=out_here & (total > 0)[:, None], other=0.0)
+
+    q_block = load_rows(q, first_row, q_rows, q_ss, q_sd, BLOCK, HEAD, HEAD_BLOCK, WIDE, True)
+    q_at, row_key, slope = rows, rows, 0.0
+    if ALIBI:
+        q_at = tl.load(q_places + rows, mask=here, other=0)
+        slope = tl.load(slopes + head) * LOG2E
+    if DROPS:
+        row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
+        column_keys += b * k_rows
+        acc = acc / kept_scale  # by which all is multiplied in the end
+    for kind in tl.static_range(3 if MASKED else 2):
+        acc, top, total = _walk(
+            acc, top, total, q_block, rows, k, v, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits,
+            q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+        )  # fmt: skip
+    total = tl.where(total == 0.0, 1.0, total)  # of a row without keys
+    if DROPS:
+        acc = acc * kept_scale
+    tl.store(out_at, acc / total[:, None], mask=out_here)
+    tl.store(lse, (top + tl.log2(total)) / LOG2E, mask=here)

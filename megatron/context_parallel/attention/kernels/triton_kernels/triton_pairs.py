@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Triton kernels share: rows of a tensor, the score of each pair, and whether it counts.
+
+Vectors over queries and keys come shaped to broadcast, [rows, 1] and [1, keys] or the other way round, so that the same
+lines serve both orders.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron.context_parallel.positions import position_dropout
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FIRST = tl.constexpr(position_dropout.FIRST)
+SECOND = tl.constexpr(position_dropout.SECOND)
+LANES = tl.constexpr(position_dropout.LANES)
+LEVELS = tl.constexpr(position_dropout.LEVELS)
+
+
+@triton.jit
+def block_pointers(
+    base, first, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
+):
+    """Where rows ``first ..`` are. Distances within the block have 32 bits, unless WIDE."""
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    if WIDE:
+        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
+    return base + tl.cast(first, tl.int64) * row_stride + (rows * row_stride + columns * column_stride)
+
+
+@triton.jit
+def inside(first, stop, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which elements of a block there are: rows before ``stop``, ``SIZE`` columns."""
+    return ((first + tl.arange(0, ROWS)) < stop)[:, None] & (tl.arange(0, COLUMNS) < SIZE)[None, :]
+
+
+@triton.jit
+def load_rows(
+    base,
+    first,
+    stop,
+    row_stride,
+    column_stride,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Rows ``first ..`` as [ROWS, COLUMNS], 0 from column ``SIZE`` on and, where CHECKED, from row ``stop`` on."""
+    at = block_pointers(base, first, row_stride, column_stride, ROWS, COLUMNS, WIDE)
+    if CHECKED:
+        return tl.load(at, mask=inside(first, stop, ROWS, SIZE, COLUMNS), other=0.0)
+    elif SIZE < COLUMNS:
+        return tl.load(at, mask=(tl.arange(0, COLUMNS) < SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def dot(a, b, total, PRECISION: tl.constexpr):
+    """``a @ b + total`` in fp32. The interpreter takes bf16 for integers: there, both become fp32 first."""
+    if PRECISION == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """fp32 as ``dtype``, to the nearest. The interpreter cuts bf16 off instead: there, it is done on the bits."""
+    if PRECISION == "interpreted" and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, CAPPED: tl.constexpr):
+    """Scores times log2(e), of ``q k^T``; and what the tangent was, of which the backward pass has need.
+
+    The cap comes before ALiBi's bias, as in flash-attn. ``factor``: scale * log2(e); under a cap 2 * scale * log2(e) /
+    softcap, and ``cap`` is softcap * log2(e).
+    """
+    scores = products * factor
+    tangent = scores
+    if CAPPED:
+        tangent = 1 - 2 / (tl.exp2(scores) + 1)
+        scores = tangent * cap
+    if ALIBI:
+        scores -= tl.abs(q_at - k_at).to(tl.float32) * slope
+    return scores, tangent
+
+
+@triton.jit
+def marked(bits, row, words, first, exists, STEP: tl.constexpr):
+    """The mask's answer for rows of a tile's block side, [rows], and STEP of the other one from its ``first`` on.
+
+    ``bits``: the tile's; a row has ``words``. ``exists``: which rows there are. A word is read once for all its pairs.
+    """
+    column = tl.arange(0, STEP)[None, :] + (first & 31)
+    at = bits + (row * words + (first >> 5))
+    found = tl.load(at, mask=exists, other=0)[:, None]
+    for index in tl.static_range(1, STEP // 32):
+        further = tl.load(at + index, mask=exists & ((first >> 5) + index < words + row * 0), other=0)
+        found = tl.where(column >= 32 * index, further[:, None], found)
+    return ((found >> (column & 31)) & 1) != 0
+
+
+@triton.jit
+def kept(row_key, column_key, k_at, threshold):
+    """Dropout's answer: `positions.dropout.Dropout.kept`, for one element of a hash at a time."""
+    x = row_key.to(tl.uint64, bitcast=True) ^ column_key.to(tl.uint64, bitcast=True)
+    x = x * FIRST
+    x = x ^ (x >> 32)
+    x = x * SECOND
+    x = x ^ (x >> 32)
+    lane = (k_at & (LANES - 1)).to(tl.uint64)
+    return ((x >> (lane * 16)) & (LEVELS - 1)).to(tl.int32) >= threshold

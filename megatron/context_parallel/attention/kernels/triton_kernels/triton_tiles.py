@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles as a GPU walks them: for each block of rows, the ranges of the other side's rows that it meets.
+
+A tile is a rectangle with, perhaps, one slanting edge: rows a and b of its sides meet where ``low <= b - a <= high``.
+Each block of one side so meets consecutive rows of the other. Those that all rows of the block meet are plain: the
+kernel computes them without a question. The rest, at either end and along a diagonal, are edges, where each pair is
+compared; and where a mask has to be asked, a bit is read for each pair besides.
+
+All of it is arithmetic on a few small arrays in host memory, done once for tiles that come again every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.spans import numbered, positions
+from megatron.context_parallel.layout.tiles import Tile, parts
+
+Side = Literal["q", "k"]
+
+FAR = 2**30  # further than any two rows are apart
+WORD = 32  # pairs in a word of bits
+BITS_AT_ONCE = 2**28  # bytes that the bits of one launch take at most
+MASKED_ROWS = 2**14  # queries, and keys, of a masked tile whose bits alone are more than that: 32 MiB
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What each block of one side meets of the other, heaviest block first.
+
+    Attributes:
+        blocks: int32 [blocks, 5]: the block's number; its first range; one past its last plain, edge and masked one.
+        ranges: int32 [ranges, 9]: from and to, of the rows walked; then of the tile: first row and one past the last
+            of the block's side, low, high, the word of bits at which it begins (-1: not masked), words a row, and the
+            first row of the side that is walked.
+        pairs: that are computed, those that edges throw away with them.
+    """
+
+    blocks: Tensor
+    ranges: Tensor
+    pairs: int
+
+
+@lru_cache(maxsize=1024)
+def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
+    """The walk of blocks of ``block`` rows, of a side that has ``rows``, over the other side in steps of ``step``."""
+    t = _table(tiles, side)
+    first = t["a0"] // block
+    count = (t["a1"] - 1) // block - first + 1
+    tile = np.repeat(np.arange(len(tiles)), count)
+    number = first[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+    a0, a1, b0, b1, low, high = (t[name][tile] for name in ("a0", "a1", "b0", "b1", "low", "high"))
+    masked = t["bits"][tile] >= 0
+    begin, end = number * block, np.minimum((number + 1) * block, rows)
+    start = np.maximum(b0, np.maximum(begin, a0) + low)
+    stop = np.minimum(b1, np.minimum(end, a1) + high)
+    start = np.where(masked, b0 + np.maximum(start - b0, 0) // WORD * WORD, start)  # a step's bits: as few words
+    # What all rows of the block meet, in whole steps from the start.
+    plain = start + -(-np.maximum(np.maximum(b0, end - 1 + low) - start, 0) // step) * step
+    steps = (np.minimum(b1, begin + high + 1) - plain) // step
+    steps = np.where((a0 <= begin) & (end <= a1) & ~masked & (start < stop), np.maximum(steps, 0), 0)
+    plain = np.where(steps, plain, start)
+    after = plain + steps * step
+
+    tile3, number3 = np.tile(tile, 3), np.tile(number, 3)
+    kind = np.concatenate((np.zeros_like(tile), np.where(masked, 2, 1), np.where(masked, 2, 1)))
+    from_, to = np.concatenate((plain, start, after)), np.concatenate((after, plain, stop))
+    kept = np.nonzero(from_ < to)[0]
+    kept = kept[np.lexsort((from_[kept], kind[kept], number3[kept]))]
+    tile3, number3, kind, from_, to = tile3[kept], number3[kept], kind[kept], from_[kept], to[kept]
+    fields = ("a0", "a1", "low", "high", "bits", "words", "b0")
+    ranges = np.stack((from_, to, *(t[name][tile3] for name in fields)), axis=1)
+
+    numbers, place = np.unique(number3, return_inverse=True)
+    work = np.bincount(place, -(-(to - from_) // step), len(numbers)).astype(np.int64)
+    counts = np.stack([np.bincount(place[kind == which], minlength=len(numbers)) for which in range(3)], axis=1)
+    ends = np.cumsum(counts.ravel()).reshape(counts.shape)
+    blocks = np.concatenate((numbers[:, None], ends[:, :1] - counts[:, :1], ends), axis=1)
+    blocks = blocks[np.argsort(-work, kind="stable")]
+    return Walk(_int32(blocks, device), _int32(ranges, device), int(work.sum()) * block * step)
+
+
+def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
+    """Tiles in columns: a is the block's side, b the one that is walked."""
+    q, k = (
+        np.array([t.q for t in tiles], np.int64).reshape(-1, 2),
+        np.array([t.k for t in tiles], np.int64).reshape(-1, 2),
+    )
+    diagonal = k[:, 0] - q[:, 0]  # of key - query
+    low = np.where([t.kind == "anticausal" for t in tiles], diagonal, -FAR)
+    high = np.where([t.kind == "causal" for t in tiles], diagonal, FAR)
+    a, b = (q, k) if side == "q" else (k, q)
+    if side == "k":
+        low, high = -high, -low
+    words = -(-(b[:, 1] - b[:, 0]) // WORD)
+    sizes = np.where([t.masked for t in tiles], words * (a[:, 1] - a[:, 0]), 0)
+    bits = np.where([t.masked for t in tiles], np.cumsum(sizes) - sizes, -1)
+    columns = {"a0": a[:, 0], "a1": a[:, 1], "b0": b[:, 0], "b1": b[:, 1], "low": low, "high": high}
+    return {**columns, "bits": bits, "words": words}
+
+
+def _int32(x: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, once the copy is done: what is kept may be used on any stream."""
+    return torch.from_numpy(x.astype(np.int32)).to(device)
+
+
+@lru_cache(maxsize=64)
+def places(tiles: tuple[Tile, ...], side: Side, rows: int, device: torch.device) -> Tensor:
+    """The global position of each row of a side, int32 [rows]; 0 for rows that are in no tile."""
+    found = torch.zeros(rows, dtype=torch.int32)
+    for tile in tiles:
+        (first, _), spans = (tile.q, tile.q_at) if side == "q" else (tile.k, tile.k_at)
+        for row, (start, stop) in numbered(spans):
+            found[first + row : first + row + stop - start] = torch.arange(start, stop, dtype=torch.int32)
+    return found.to(device)
+
+
+def groups(tiles: tuple[Tile, ...]) -> Iterator[tuple[Tile, ...]]:
+    """Tiles as they are launched: all at once, but for bits that would take more than `BITS_AT_ONCE`."""
+    group, held = [], 0
+    for whole in tiles:
+        for tile in parts(whole, MASKED_ROWS) if _bit_bytes(whole) > BITS_AT_ONCE else (whole,):
+            if group and held + _bit_bytes(tile) > BITS_AT_ONCE:
+                yield tuple(group)
+                group, held = [], 0
+            group.append(tile)
+            held += _bit_bytes(tile)
+    if group:
+        yield tuple(group)
+
+
+def _bit_bytes(tile: Tile) -> int:
+    """Of the larger one of a tile's two sides."""
+    queries, keys = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    return tile.masked * 4 * max(queries * -(-keys // WORD), keys * -(-queries // WORD))
+
+
+def pack(tiles: tuple[Tile, ...], mask: Mask, device: torch.device, sides: Sequence[Side]) -> list[Tensor]:
+    """The answers of ``mask`` to all pairs of the masked tiles, one tile after another, int32 [words], for each side.
+
+    A word has 32 keys of a query (for the other side: queries of a key), the first in its lowest bit; each query (key)
+    of a tile begins a word.
+    """
+    found: dict[Side, list[Tensor]] = {side: [] for side in sides}
+    for tile in tiles:
+        if not tile.masked:
+            continue
+        q_at, k_at = positions(tile.q_at, device)[:, None], positions(tile.k_at, device)[None]
+        step = max(WORD, ROW_MASK_BYTES // (PAIR_BYTES * k_at.size(1)) // WORD * WORD)  # words of queries stay whole
+        blocks = [mask.allowed(q_at[i : i + step], k_at) for i in range(0, len(q_at), step)]
+        if "q" in found:
+            found["q"] += [_packed(allowed).flatten() for allowed in blocks]
+        if "k" in found:
+            found["k"].append(torch.cat([_packed(allowed.t()) for allowed in blocks], dim=1).flatten())
+    return [torch.cat(found[side]) for side in sides]
+
+
+def _packed(allowed: Tensor) -> Tensor:
+    """Booleans [rows, columns] as int32 [rows, words]."""
+    rows, columns = allowed.shape
+    padded = torch.zeros(rows, -(-columns // WORD) * WORD, dtype=torch.uint8, device=allowed.device)
+    padded[:, :columns] = allowed
+    # Eight bytes of 0 or 1, as one number, to a byte: the product has them in order in its highest one.
+    return (padded.view(torch.int64) * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8).view(torch.int32)

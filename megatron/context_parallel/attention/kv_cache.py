@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values that stay where they were computed, dealt over the grid; and one new token attending to all of them.
+
+Heads are dealt over the Ulysses ranks, the sequence over the ring: a prompt as its layout has it, decoded tokens in
+turns. For a new token keys do not travel, its query is on every rank already: each rank attends to what it keeps, and
+the partial results meet once, merged by their lse in fp32 (fp64 for fp64), as FlashDecoding merges its splits and the
+ring its tiles. The tiles, and so masks and ALiBi, are those of training (layout/tiles.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.context_parallel.attention.attend import attend, tiled_attention
+from megatron.context_parallel.attention.merge import Accumulator
+from megatron.context_parallel.attention.ring import GatherSource, RingSource
+from megatron.context_parallel.attention.ring_plan import ring_plan
+from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.ulysses import head_plan, ulysses_attention
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span, Spans, count, joined
+from megatron.context_parallel.layout.tiles import Tile, tiles
+
+TURN = 16
+"""So many decoded tokens in a row are kept by one ring rank, the next ones by the next: few spans, even caches."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Which ring rank keeps the keys and values of which tokens.
+
+    Attributes:
+        layout: of the prompts, each filled up on the right to its length. What follows a prompt is attended to by
+            nobody: under a causal mask not by the prompt, and what is decoded overwrites it.
+        lengths: tokens of each sample's prompt; equal lengths side by side.
+        decoded: most tokens after a prompt that are kept.
+    """
+
+    layout: SequenceLayout
+    lengths: tuple[int, ...]
+    decoded: int
+
+    def groups(self) -> list[tuple[slice, int]]:
+        """Samples whose prompts are of one length, and that length."""
+        found, first = [], 0
+        for length, samples in groupby(self.lengths):
+            size = len(list(samples))
+            found.append((slice(first, first + size), length))
+            first += size
+        return found
+
+    def home(self, step: int) -> tuple[int, int]:
+        """The ring rank that keeps the ``step``-th decoded token, and the token's number among those it keeps."""
+        turn, place = divmod(step, TURN)
+        number, ring = divmod(turn, self.layout.grid.ring.size)
+        return ring, number * TURN + place
+
+    def kept(self, decoded: int, ring: int) -> int:
+        """How many of the first ``decoded`` tokens ring rank ``ring`` keeps."""
+        rounds, rest = divmod(decoded, TURN * self.layout.grid.ring.size)
+        return rounds * TURN + min(max(rest - ring * TURN, 0), TURN)
+
+    def prompt_spans(self, length: int, ring: int) -> Spans:
+        """Positions of a prompt's tokens on ring rank ``ring``, in the order of its first rows."""
+        spans = ((start, min(stop, length)) for start, stop in self.layout.ring_spans(ring))
+        return tuple(span for span in spans if span[0] < span[1])
+
+    def spans(self, length: int, decoded: int, ring: int) -> Spans:
+        """Positions of a sample's rows on ring rank ``ring`` once so many tokens have been decoded."""
+        turns: list[Span] = []
+        for first in range(ring * TURN, decoded, TURN * self.layout.grid.ring.size):
+            turns.append((length + first, length + min(first + TURN, decoded)))
+        return joined((*self.prompt_spans(length, ring), *turns))
+
+    def rows(self, ring: int) -> int:
+        """Rows that a sample's cache has on ring rank ``ring``."""
+        return count(self.prompt_spans(max(self.lengths), ring)) + self.kept(self.decoded, ring)
+
+
+class LayerCache:
+    """Keys and values of one layer that this rank keeps: [rows, b, kv heads of this rank, d] each.
+
+    A sample's rows are its prompt's, then at once those of its decoded tokens.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.plan, self.ring = plan, plan.layout.grid.ring.rank
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def fill(self, k_SBHD: Tensor, v_SBHD: Tensor) -> None:
+        """Take what is kept of the prompts' keys and values [rows of the ring rank, b, heads, d]."""
+        kept, rows = count(self.plan.prompt_spans(max(self.plan.lengths), self.ring)), self.plan.rows(self.ring)
+        self.k, self.v = (x.new_empty((rows, *x.shape[1:])) for x in (k_SBHD, v_SBHD))
+        self.k[:kept], self.v[:kept] = k_SBHD[:kept], v_SBHD[:kept]
+
+    def append(self, k_SBHD: Tensor, v_SBHD: Tensor, step: int) -> None:
+        """Take the ``step``-th decoded token [1, b, heads, d], if it is this rank's to keep."""
+        ring, place = self.plan.home(step)
+        if ring != self.ring:
+            return
+        for samples, length in self.plan.groups():
+            row = count(self.plan.prompt_spans(length, ring)) + place
+            self.k[row, samples], self.v[row, samples] = k_SBHD[0, samples], v_SBHD[0, samples]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on this rank."""
+        return 0 if self.k is None else self.k.nbytes + self.v.nbytes
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, rule: AttentionRule) -> Tensor:
+    """Attention over the prompts, as ``cp.attention``; what this rank gets of keys and values stays in ``cache``.
+
+    Args:
+        q: [s_local, b, heads, d], tokens of the plan's layout; k, v: the same with kv_heads.
+        rule: a causal one, whose dropout is not looked at.
+
+    Returns:
+        [s_local, b, heads, d], heads of v's size.
+    """
+    layout = cache.plan.layout
+
+    def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor) -> Tensor:
+        cache.fill(k_SBHD, v_SBHD)
+        if rule.gather_keys and layout.grid.ring.size > 1:
+            source = GatherSource(layout, rule.mask)
+        else:
+            source = RingSource(ring_plan(layout, rule.mask), layout.grid.ring)
+        return tiled_attention(
+            q_SBHD,
+            k_SBHD,
+            v_SBHD,
+            source=source,
+            kernel=rule.tile_kernel(q_SBHD, layout.grid.ulysses, layout.seq_length, v_SBHD.size(3)),
+            sinks=rule.local_sinks(q_SBHD, layout.grid.ulysses),
+        )
+
+    return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=local)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: int, rule: AttentionRule) -> Tensor:
+    """Attention of the ``step``-th decoded token of each sample to its prompt and to what was decoded, itself included.
+
+    All ranks of ``grid.context`` call it with the same tensors, and get the same result: one all-gather of
+    ``b * heads * (d + 1)`` numbers in fp32 from each ring.
+
+    Args:
+        q: [1, b, heads, d]; k, v: [1, b, kv_heads, d], or heads of v of another size; k and v are kept by one ring.
+        rule: a causal one, whose dropout is not looked at.
+
+    Returns:
+        [1, b, heads, d], heads of v's size, in the dtype of q.
+    """
+    grid = cache.plan.layout.grid
+    q_here, k_here, v_here = _heads_of_rank(q, k, v, grid.ulysses.size, grid.ulysses.rank)
+    cache.append(k_here, v_here, step)
+    longest = max(cache.plan.lengths) + step + 1
+    kernel = rule.tile_kernel(q_here, grid.ulysses, longest, v.size(3))
+    outs, lses = [], []
+    for samples, found in step_tiles(cache.plan, grid.ring.rank, step, rule.mask):
+        result = Accumulator(q_here[:, samples], v.size(3))
+        if found:
+            attend(found, q_here[:, samples], cache.k[:, samples], cache.v[:, samples], kernel=kernel, result=result)
+        out, lse = result.sums()
+        outs.append(out)
+        lses.append(lse)
+    part = torch.cat((torch.cat(outs, 1), torch.cat(lses, 1)[..., None]), dim=3)  # [1, b, heads of this rank, d + 1]
+    context = grid.context.size
+    parts = part
+    if context > 1:
+        parts = part.new_empty((context, *part.shape[1:]))
+        dist.all_gather_into_tensor(parts, part.contiguous(), group=grid.context.group)
+    total = Accumulator(q, v.size(3))
+    by_ring = parts.view(grid.ring.size, grid.ulysses.size, *part.shape[1:])  # Ulysses is innermost
+    for ring in by_ring.transpose(1, 2).flatten(2, 3):
+        total.add((0, 1), ring[:, :, None, :-1], ring[:, :, None, -1])
+    return total.finish(rule.sinks)[0]
+
+
+@lru_cache(maxsize=4)  # one a step, for all layers
+def step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, tuple[Tile, ...]]]:
+    """For each group of samples, the tiles between its ``step``-th decoded token and what ring rank ``ring`` keeps."""
+    compute = tiles.__wrapped__  # its own memory is for tiles that come again, which those of a step never do
+    found = []
+    for samples, length in plan.groups():
+        query = ((length + step, length + step + 1),)
+        found.append((samples, compute(query, plan.spans(length, step + 1, ring), mask)))
+    return found
+
+
+def _heads_of_rank(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What Ulysses rank ``rank`` would be sent of tensors [s, b, heads, d] that are here as a whole."""
+    if ranks == 1:
+        return q, k, v
+    plan = head_plan(q.size(2), k.size(2), ranks)
+    q, (k, v) = q[:, :, slice(*plan.q_spans[rank])], (x[:, :, slice(*plan.kv_spans[rank])] for x in (k, v))
+    if plan.needs_expansion(rank):
+        k, v = (torch.stack([x[:, :, head] for head in plan.kv_index[rank]], dim=2) for x in (k, v))
+    return q, k, v
+
+
+def cached_heads(heads: int, kv_heads: int, ulysses: int, rank: int = 0) -> int:
+    """Key/value heads that Ulysses rank ``rank`` keeps, where a TP rank has ``heads`` and ``kv_heads``."""
+    return kv_heads if ulysses == 1 else len(head_plan(heads, kv_heads, ulysses).kv_index[rank])

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``core_attention`` of a megatron-core layer: what core asks of it is computed, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.core.transformer_layer import AttentionSettings
+from megatron.context_parallel.layout.documents import Samples, samples
+from megatron.context_parallel.layout.masks import Causal, Full, Mask, Window
+from megatron.context_parallel.positions.position_dropout import Dropout
+
+PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
+CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)  # one thing where queries and keys are as many
+
+
+class ContextParallelAttention(MegatronModule):
+    """Queries, keys and values of this rank's tokens in, their outputs out.
+
+    The arguments are those that core passes to its own ``DotProductAttention`` and ``TEDotProductAttention``.
+
+    Args:
+        config: its ``window_size`` and ``window_attn_skip_freq`` choose this layer's window.
+        settings: layout, rule and RoPE. A mask of its rule other than ``Causal()`` replaces core's causal one.
+        attn_mask_type: causal, none, or either one with padding that ``packed_seq_params`` describes.
+        k_channels, v_channels, cp_comm_type, pg_collection: say what the tensors and the layout say as well.
+
+    Attributes:
+        rule: of this layer.
+
+    Raises:
+        ValueError: something is asked for that is not computed here.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        settings: AttentionSettings,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        num_splits: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(
+                f"attention_dropout={dropout} of megatron-core depends on the grid: set it to 0, and give "
+                "AttentionSettings a ModelDropout"
+            )
+        if attention_type != "self":
+            raise ValueError(f'attention_type="{attention_type}": a layer of cross-attention calls cp.attention itself')
+        if num_splits not in (None, 1):
+            raise ValueError(f"num_splits={num_splits} is an option of flash-attn's kernel: leave it out")
+        if getattr(config, "qk_clip", False):
+            raise ValueError("qk_clip=True needs the largest score of each head, which is not kept: set it to False")
+        self.settings, self.scale, self.layer_number = settings, softmax_scale, layer_number
+        self.mask_type = attn_mask_type
+        self.window = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size
+        self.rule = replace(settings.rule, mask=self._mask(attn_mask_type), scale=softmax_scale)
+        tensor = settings.layout.grid.tensor
+        self.heads = config.num_attention_heads // tensor.size
+        self.first_head = tensor.rank * self.heads
+        self.softmax_offset = None  # core's name, so that checkpoints are the same
+        if config.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.empty(self.heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, dim=0, stride=1)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        num_splits: int | None = None,
+    ) -> Tensor:
+        """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
+
+        Args:
+            attention_mask: what layout/documents.py says of the batch; masks themselves are never tensors.
+            attn_mask_type: of this call; default: the layer's.
+            packed_seq_params: where the documents of the whole sequence end; then q, k and v may lack the dimension b.
+
+        Raises:
+            ValueError: something is asked for that is not computed here.
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is a tensor over all pairs, which is never made: AttentionRule has ALiBi")
+        if num_splits not in (None, 1):
+            raise ValueError(f"num_splits={num_splits} is an option of flash-attn's kernel: leave it out")
+        # In a recomputed layer core passes the type through a tensor, which has no number in a simulation.
+        kind = self.mask_type if attn_mask_type is None or is_fake(query) else attn_mask_type
+        rule = self.rule if kind == self.mask_type else replace(self.rule, mask=self._mask(kind))
+        if query.dim() == 3:  # as core passes packed sequences
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        if packed_seq_params is not None and not self.settings.separate:
+            raise ValueError("packed_seq_params separates documents, AttentionSettings(separate=False) does not")
+        seen = with_packed(samples(attention_mask), packed_seq_params, rule.mask)
+        if kind in PADDED and not seen.ends:
+            raise ValueError(f"attn_mask_type={kind.name}: packed_seq_params must say which tokens are padding")
+        if seen.ends and query.size(1) != len(seen.ends):
+            raise ValueError(f"documents of {len(seen.ends)} samples, and a batch of {query.size(1)}")
+        rotary = self.settings.rotary
+        if rotary is not None:
+            query, key = rotary.rotate(query, key, rotary.angles(seen.ends))
+        out = attention(
+            query,
+            key,
+            value,
+            layout=self.settings.layout_of(seen),
+            mask=self.settings.masks_of(seen, rule.mask),
+            kernel=rule.kernel,
+            scale=rule.scale,
+            alibi_slopes=rule.alibi_slopes,
+            mask_cpu_threshold=rule.mask_cpu_threshold,
+            dropout=self.dropout_of(seen),
+            gather_keys=rule.gather_keys,
+            softcap=rule.softcap,
+            sinks=self.sinks(query.device),
+        )
+        return out.flatten(2)
+
+    def _mask(self, kind: AttnMaskType) -> Mask:
+        """The mask inside a document.
+
+        Raises:
+            ValueError: core asks for one that is not made here, or core and the rule ask for different ones.
+        """
+        ours, theirs = self.settings.rule.mask, self._mask_of_core(kind)
+        if theirs == Causal() or theirs == ours:
+            return ours
+        if ours != Causal():
+            raise ValueError(f"megatron-core asks for {theirs}, AttentionRule for {ours}: give one of them")
+        return theirs
+
+    def _mask_of_core(self, kind: AttnMaskType) -> Mask:
+        if kind not in (*CAUSAL, *PADDED, AttnMaskType.no_mask):
+            raise ValueError(
+                f"attn_mask_type={kind.name} needs a tensor of pairs: give AttentionRule a MaskFunction instead"
+            )
+        causal = kind in (*CAUSAL, AttnMaskType.padding_causal)
+        if self.window is None:
+            return Causal() if causal else Full()
+        left, right = self.window
+        length = self.settings.layout.seq_length
+        if causal and right > 0:
+            raise ValueError(f"window_size={self.window} looks ahead, attn_mask_type={kind.name} does not: give one")
+        if left < 0 and (causal or right < 0):
+            return Causal() if causal else Full()
+        return Window(length if left < 0 else left, 0 if causal else length if right < 0 else right)
+
+    def sinks(self, device: torch.device) -> Tensor | None:
+        """One more score a head in each softmax: learned, or 0 (off-by-one)."""
+        if self.config.softmax_type == "off-by-one":
+            return torch.zeros(self.heads, device=device)
+        return self.softmax_offset
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut over TP, as core's own attention saves them."""
+        state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+
+    def dropout_of(self, seen: Samples) -> Dropout | None:
+        """Of this layer's attention weights, for the heads of this TP rank; none in evaluation."""
+        if not self.training:
+            return None
+        return self.settings.dropout.of_weights(self.layer_number, seen, self.first_head)
+
+
+def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Samples:
+    """The samples of a batch, with the documents that ``packed`` describes.
+
+    The tokens that fill a document up count to it: under a causal mask they change nothing of what comes before them.
+
+    Args:
+        mask: inside a document.
+
+    Raises:
+        ValueError: ``packed`` has something else to say.
+    """
+    if packed is None:
+        return seen
+    if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
+        raise ValueError(f'packed_seq_params: qkv_format="{packed.qkv_format}", want "thd" with cu_seqlens_q')
+    if packed.local_cp_size is not None or packed.cp_group is not None:
+        raise ValueError("packed_seq_params: the layout chooses the ranks, not local_cp_size and cp_group")
+    ends = []
+    for name in ("q", "kv"):
+        real, padded = getattr(packed, f"cu_seqlens_{name}"), getattr(packed, f"cu_seqlens_{name}_padded")
+        if real is not None and padded is not None and not padded.equal(real) and mask != Causal():
+            raise ValueError(f"packed_seq_params: padding inside documents needs a causal mask, this one is {mask}")
+        real = real if padded is None else padded
+        ends.append(None if real is None else tuple(dict.fromkeys(real.tolist()[1:])))
+    if ends[1] not in (None, ends[0]):
+        raise ValueError("packed_seq_params: documents of keys differ from those of queries")
+    if seen.ends not in ((), (ends[0],)):
+        raise ValueError("packed_seq_params and attention_mask name different documents")
+    return Samples(seen.numbers, (ends[0],))

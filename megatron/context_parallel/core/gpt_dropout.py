@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dropouts of a GPT: which numbers each of them draws, and dropout of hidden states where megatron-core adds them.
+
+core draws from a generator whose state hangs on the grid; ours draw by position (positions/position_dropout.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.core.learned_positions import token_spans
+from megatron.context_parallel.layout.documents import Samples
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span, positions
+from megatron.context_parallel.positions.position_dropout import Dropout, drop
+
+EMBEDDING = 0
+WEIGHTS, ATTENTION, FFN = range(3)  # of a layer: attention weights, attention's output, the FFN's
+STREAMS_PER_LAYER = 4
+
+
+@dataclass(frozen=True)
+class ModelDropout:
+    """Probabilities of a model's dropouts, and the seed of the run."""
+
+    attention: float = 0.0
+    hidden: float = 0.0
+    seed: int = 0
+
+    def of_weights(self, layer: int, seen: Samples, first_head: int) -> Dropout | None:
+        """Of the attention weights of layer ``layer``, counted from 1 through the whole model."""
+        return self._draw(self.attention, STREAMS_PER_LAYER * layer + WEIGHTS, seen, first_head)
+
+    def of_hidden(self, stream: int, seen: Samples) -> Dropout | None:
+        """Of hidden states: ``EMBEDDING``, or what :func:`stream_of` gives."""
+        return self._draw(self.hidden, stream, seen)
+
+    def _draw(self, probability: float, stream: int, seen: Samples, first_head: int = 0) -> Dropout | None:
+        if not probability:
+            return None
+        if not seen.numbers:
+            raise ValueError(
+                "dropout draws by the number of each sample in the run, and nobody told: pass "
+                "layout.samples.told(numbers, document_ends) in the place of the attention mask"
+            )
+        return Dropout(probability, self.seed, stream, seen.numbers, first_head)
+
+
+def stream_of(layer: int, which: int) -> int:
+    """The stream of a layer's ``ATTENTION`` or ``FFN``."""
+    return STREAMS_PER_LAYER * layer + which
+
+
+@dataclass(frozen=True)
+class HiddenDropout:
+    """Dropout of the hidden states that this rank holds of a batch.
+
+    Attributes:
+        model: the probabilities.
+        seen: the samples.
+        layout: who holds which tokens of them.
+        sequence_parallel: TP ranks hold different tokens.
+    """
+
+    model: ModelDropout
+    seen: Samples
+    layout: SequenceLayout
+    sequence_parallel: bool
+
+    def __call__(self, x: Tensor, stream: int, rows: Span | None = None) -> Tensor:
+        """``x`` [s, b, h], this rank's tokens or some of their rows, with dropout ``stream``."""
+        dropout = self.model.of_hidden(stream, self.seen)
+        if dropout is None:
+            return x
+        return drop(x, dropout, self._at if rows is None else self._at[rows[0] : rows[1]])
+
+    @cached_property
+    def _at(self) -> Tensor:
+        spans = token_spans(self.layout, sequence_parallel=self.sequence_parallel)
+        return positions(spans, torch.device("cpu"))

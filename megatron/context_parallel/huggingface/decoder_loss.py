@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a decoder with a head, in chunks of tokens: logits are never whole.
+
+A head that is one product goes through the heart's own loss (fpdt/chunked_loss.py). What more a model does with its
+logits (soft-cap, scale, bias, LoRA) is not read from its configuration: its own forward is run, chunk by chunk, over
+hidden states that are there already.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from megatron.context_parallel.attention.kernels.base import accumulation_dtype
+from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
+from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.huggingface.rank_batch import IGNORED
+from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.spans import Span
+
+LARGE = 100.0  # logits at which a soft-cap would show
+
+
+def cross_entropy_sum(model: PreTrainedModel, hidden_BSH: Tensor, targets_BS: Tensor, chunks: int | None) -> Tensor:
+    """Sum of the losses of the targets that count.
+
+    Args:
+        hidden_BSH: what the model's base gives.
+        targets_BS: int64, -100 where nothing counts.
+        chunks: spans of tokens; default as in FPDT, twice the vocabulary over the hidden size.
+
+    Returns:
+        A scalar in fp32 (fp64).
+    """
+    if isinstance(_head(model).weight, DTensor):
+        raise ValueError("the output layer is sharded on its own: leave it to the fully_shard of the whole model")
+    hidden, targets = hidden_BSH.flatten(0, 1), targets_BS.flatten()
+    chunks = chunks or 2 * ceil(vocabulary(model) / hidden.size(-1))
+    if not torch.is_grad_enabled():
+        hidden = hidden.detach()
+    if (weight := plain_weight(model)) is None:
+        return _own_logits_sum(model, hidden, targets, chunks)
+    return chunked_linear_cross_entropy(
+        hidden[:, None],
+        weight if torch.is_grad_enabled() else weight.detach(),
+        targets.clamp(min=0)[:, None],
+        targets.ne(IGNORED).to(accumulation_dtype(hidden.dtype))[:, None],
+        chunks=chunks,
+        vocab_size=weight.size(0),
+    )
+
+
+def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
+    """What the model's own forward makes of hidden states.
+
+    Raises:
+        ValueError: it needs more than what its base gives.
+    """
+    try:
+        return type(model).forward(_OnlyHead(model, hidden_BSH), inputs_embeds=hidden_BSH, return_dict=True).logits
+    except (AttributeError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"the output layer of {type(model).__name__} cannot be run on its own, as a loss in chunks has to: {error}"
+        ) from error
+
+
+def plain_weight(model: PreTrainedModel) -> Tensor | None:
+    """The output layer's weight, if logits are its product with hidden states and nothing else, large ones as well."""
+    head = _head(model)
+    if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
+        return None
+    weight = head.weight
+    with torch.no_grad():
+        some = torch.randn(1, 2, weight.size(1), generator=torch.Generator().manual_seed(1))
+        some = some.to(weight.device, weight.dtype)
+        some *= LARGE / F.linear(some, weight).abs().max()
+        # NaN, of a weight that is 0, equals nothing: such a head takes the other way.
+        return weight if torch.equal(logits_of(model, some), F.linear(some, weight)) else None
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    return _head(model).weight.size(0)
+
+
+def mean_over(axis: Axis, local: Tensor) -> Tensor:
+    """The sum over ranks of ``local``, on each; its gradients, averaged over the ranks, are those of the sum."""
+    return local if axis.size == 1 else _Sum.apply(local, axis)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, axis: Axis) -> Tensor:
+        ctx.size = axis.size
+        total = local.clone()
+        dist.all_reduce(total, group=axis.group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.size, None
+
+
+class _OnlyHead:
+    """A model, for its own forward, whose base gives hidden states that are there already."""
+
+    def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
+        self._model = model
+        vars(self)[model.base_model_prefix] = _Base(model.base_model, hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class _Base:
+    """In place of a base, or of the decoder within it that OPT's own forward calls."""
+
+    def __init__(self, base: nn.Module, hidden: Tensor) -> None:
+        self._base, self._hidden = base, hidden
+
+    def __call__(self, *_: Any, **__: Any) -> _Found:
+        return _Found(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = getattr(self._base, name)
+        return _Base(inner, self._hidden) if isinstance(inner, nn.Module) else inner
+
+
+class _Found:
+    """What a base gives: hidden states, and nothing of all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    return model.get_output_embeddings()
+
+
+def _own_logits_sum(model: PreTrainedModel, hidden_TH: Tensor, targets: Tensor, chunks: int) -> Tensor:
+    wide = accumulation_dtype(hidden_TH.dtype)
+
+    def losses(part: Tensor, rows: Span) -> Tensor:
+        logits = logits_of(model, part[None])[0]
+        return F.cross_entropy(logits.to(wide), targets[slice(*rows)], ignore_index=IGNORED, reduction="none")
+
+    base = {id(parameter) for parameter in model.base_model.parameters()}
+    own = [*_head(model).parameters(), *(x for x in model.parameters() if id(x) not in base)]
+    own = list({id(parameter): parameter for parameter in own}.values())
+    spans = even_spans(hidden_TH.size(0), chunks)
+    return apply_in_chunks(losses, hidden_TH, own, spans, shape=targets.shape, dtype=wide).sum()

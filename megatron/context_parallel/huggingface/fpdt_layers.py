@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT for decoder layers of the common shape: norm, attention, norm, MLP, each half added to its input.
+
+Nothing of a layer is written anew. Queries, keys and values are what its own attention module hands to the attention
+function, which stops there; the rest are its own sub-modules. That they make up the layer is tried on a few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
+from megatron.context_parallel.fpdt.host_store import Offload
+from megatron.context_parallel.huggingface.probe import run_alone
+from megatron.context_parallel.huggingface.transformers_attention import Call, Shared
+from megatron.context_parallel.layout.grid import Grid
+from megatron.context_parallel.layout.masks import Mask
+from megatron.formulas import sizes as counts
+
+PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+@dataclass(frozen=True)
+class Fpdt:
+    """Decoder layers in chunks.
+
+    Attributes:
+        chunk_size: tokens of a chunk, over all ranks.
+        offload: keep finished chunks in host memory.
+        ffn_chunks: spans that the MLP goes through; default twice as many as there are chunks.
+        recompute: keep a layer's input alone for the backward pass; leave gradient checkpointing off then.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    chunk_size: int = 65536
+    offload: bool = True
+    ffn_chunks: int | None = None
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1 or (self.ffn_chunks is not None and self.ffn_chunks < 1):
+            raise ValueError(f"sizes are 1 or more: {self}")
+
+    def chunks(self, seq_length: int, grid: Grid) -> int:
+        """How many chunks a ring rank's sequence is cut in. ValueError: they are longer than that, or too short."""
+        ring, unit = grid.ring.size, counts.chunk_unit(grid.ulysses.size, 1, False)
+        longest = counts.chunk_rows(self.chunk_size, ring, unit)
+        if longest < 1 or self.chunk_size > seq_length:
+            raise ValueError(f"fpdt with chunk_size={self.chunk_size}: use {ring * unit} to {seq_length}")
+        return counts.attention_chunks(seq_length // ring // unit, longest)
+
+
+def chunked_layers(model: PreTrainedModel, fpdt: Fpdt) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+    """The decoder layers of a model, and for each what takes the place of its forward: (layer, its forward, ...).
+
+    Raises:
+        ValueError: a layer is of another shape.
+    """
+    layers = list(getattr(model.base_model, "layers", ()))
+    for layer in layers:
+        named = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
+        if named != PARTS or not isinstance(getattr(layer.self_attn, "o_proj", None), nn.Module):
+            raise _other_shape(layer, f"it consists of {', '.join(sorted(named))}")
+        if dropped := [name for name, part in layer.named_modules() if isinstance(part, nn.Dropout) and part.p]:
+            raise _other_shape(layer, f"it has dropout in {dropped[0]}")
+    if not layers:
+        raise ValueError(f"fpdt needs decoder layers in {type(model.base_model).__name__}.layers: leave fpdt out")
+    _try(model, layers)
+    offloads: dict[torch.device, Offload] = {}
+    return [(layer, partial(_forward, fpdt, offloads)) for layer in layers]
+
+
+def _forward(
+    fpdt: Fpdt,
+    offloads: dict[torch.device, Offload],
+    layer: nn.Module,
+    own: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *,
+    attention_mask: Shared,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
+) -> Tensor:
+    """[b, s_local, h], the same."""
+    device, x = hidden_states.device, hidden_states.transpose(0, 1)
+    if fpdt.offload and device not in offloads:
+        offloads[device] = Offload(device)
+    masks = attention_mask.part.masks(attention_mask.window)
+    run = partial(_chunked, fpdt, offloads.get(device), layer, attention_mask)
+    if len(masks) == 1:
+        return run(x, masks[0], position_embeddings).transpose(0, 1)
+    done = []  # tiles are of one sample's documents
+    for sample, mask in enumerate(masks):
+        here = tuple(e if e.size(0) == 1 else e[sample : sample + 1] for e in position_embeddings)
+        done.append(run(x[:, sample : sample + 1], mask, here))
+    return torch.cat(done, dim=1).transpose(0, 1)
+
+
+def _chunked(
+    fpdt: Fpdt,
+    offload: Offload | None,
+    layer: nn.Module,
+    shared: Shared,
+    x_SBH: Tensor,
+    mask: Mask,
+    position_embeddings: tuple[Tensor, Tensor],
+) -> Tensor:
+    layout = shared.part.layout
+
+    def project(x: Tensor, chunk: int) -> tuple[Tensor, ...]:
+        rows = slice(*layout.local_chunks[chunk])
+        return _project(layer, x, tuple(e[:, rows] for e in position_embeddings), shared.window).qkv
+
+    def output(out: Tensor, x: Tensor, chunk: int) -> Tensor:
+        return _output(layer, out, x)
+
+    with torch.no_grad():
+        first = tuple(e[:, :1] for e in position_embeddings)
+        ask = _project(layer, x_SBH[:1], first, shared.window).call
+    if ask.dropout or ask.sinks is not None:
+        what = "dropout of attention weights" if ask.dropout else "sinks"
+        raise ValueError(f"fpdt with {what} of {type(layer).__name__} is not supported: leave fpdt out")
+    pieces = fpdt.ffn_chunks or counts.ffn_chunks(layout.chunks)
+    chunked = ChunkedLayer(
+        project=project,
+        output=output,
+        ffn=partial(_ffn, layer),
+        ffn_pieces=ceil(pieces / layout.chunks),
+        parameters=list(layer.parameters()),
+        layout=layout,
+        rule=replace(shared.rule(ask, x_SBH.size(1)), mask=mask),
+        offload=offload,
+        recompute=fpdt.recompute and layer.training,
+    )
+    return chunked(x_SBH.contiguous())
+
+
+class _Projected(Exception):
+    """Not an error: q, k and v [s, b, heads, d] on their way to attention, and what is asked of it."""
+
+    def __init__(self, qkv: tuple[Tensor, ...], call: Call) -> None:
+        self.qkv, self.call = qkv, call
+
+
+@dataclass(frozen=True)
+class _StopThere:
+    """Attention that is not computed."""
+
+    window: int | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        raise _Projected(tuple(x.permute(2, 0, 1, 3) for x in (q, k, v)), call)
+
+
+def _project(
+    layer: nn.Module, x_SBH: Tensor, position_embeddings: tuple[Tensor, ...], window: int | None
+) -> _Projected:
+    normed = layer.input_layernorm(x_SBH).transpose(0, 1)
+    try:
+        layer.self_attn(
+            hidden_states=normed, position_embeddings=position_embeddings, attention_mask=_StopThere(window)
+        )
+    except _Projected as found:
+        return found
+    raise _other_shape(layer, "its attention does not ask for attention")
+
+
+def _output(layer: nn.Module, out_SBHD: Tensor, x_SBH: Tensor) -> Tensor:
+    return x_SBH + layer.self_attn.o_proj(out_SBHD.flatten(2))
+
+
+def _ffn(layer: nn.Module, x_SBH: Tensor) -> Tensor:
+    return x_SBH + layer.mlp(layer.post_attention_layernorm(x_SBH))
+
+
+def _try(model: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Refuse a layer that is not what its parts make up."""
+    seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = []
+    hooks = [
+        layer.register_forward_hook(
+            lambda module, args, kwargs, y: seen.append((module, args, kwargs, y)), with_kwargs=True
+        )
+        for layer in layers
+    ]
+
+    def compare() -> None:
+        for layer, args, kwargs, y in seen:
+            x = (args[0] if args else kwargs["hidden_states"]).transpose(0, 1).contiguous()
+            q, _, v = _project(layer, x, kwargs["position_embeddings"], kwargs["attention_mask"].window).qkv
+            out = v.repeat_interleave(q.size(2) // v.size(2), dim=2)
+            mine = _ffn(layer, _output(layer, out, x)).transpose(0, 1)
+            error = float((mine - y).abs().max() / y.abs().max())
+            if not error < (1e-4 if y.dtype in (torch.float32, torch.float64) else 3e-2):
+                raise _other_shape(layer, "its parts are put together in another way")
+
+    try:
+        run_alone(model, then=compare)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _other_shape(layer: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"fpdt takes decoder layers of norm, attention, norm and MLP; {type(layer).__name__} is another ({why}): leave "
+        "fpdt out"
+    )

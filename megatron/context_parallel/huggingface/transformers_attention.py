@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and masks as transformers asks for them, under a name of ours (AttentionInterface, AttentionMaskInterface).
+
+Where a model makes its mask of s x s entries, it gets a small object instead that says what is meant. The model hands
+it to each attention as ``attention_mask``, and a recomputed layer gets the same one: nothing has to be remembered
+between them. What kind of object it is depends on who runs the model: :func:`masks_by` says so for the time of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.context_parallel.attention.tile import AttentionRule
+from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.huggingface.rank_batch import Part
+from megatron.context_parallel.positions.position_dropout import Dropout
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import causal_mask_function
+except ImportError as error:
+    raise ImportError("models over ranks need AttentionMaskInterface: install a newer transformers") from error
+
+NAME = "megatron_context_parallel"
+# What models and their callers pass to attention beside what is read below, and what changes nothing in it.
+HARMLESS = {
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels",
+}  # fmt: skip
+# What transformers says of the entries that a mask would have; there are none.
+OF_ENTRIES = {
+    "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "allow_is_bidirectional_skip",
+    "dtype", "device", "config",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer's attention asks for, beside q, k and v.
+
+    Attributes:
+        window: keys that a query sees, itself included; None: all before it.
+        layer: its number in the model.
+        scale, softcap, sinks: see :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
+        dropout: probability now.
+    """
+
+    window: int | None
+    layer: int
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+
+
+class InPlaceOfMask(Protocol):
+    """What a model hands to its attention as ``attention_mask``."""
+
+    window: int | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """[b, heads, s, d] -> [b, s, heads, d of v]."""
+        ...
+
+
+_masks_by: ContextVar[Callable[[int | None], InPlaceOfMask] | None] = ContextVar("masks_by", default=None)
+
+
+@contextmanager
+def masks_by(make: Callable[[int | None], InPlaceOfMask]) -> Iterator[None]:
+    """A context in which models get what ``make`` (window) gives in place of their masks."""
+    token = _masks_by.set(make)
+    try:
+        yield
+    finally:
+        _masks_by.reset(token)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Attention over all ranks of the grid.
+
+    Attributes:
+        part: the batch it is about.
+        kernel: of the tiles.
+        window: keys that a query sees, itself included; None: all before it.
+        seed: of dropout.
+    """
+
+    part: Part
+    kernel: str
+    window: int | None
+    seed: int
+
+    def rule(self, call: Call, samples: int) -> AttentionRule:
+        """All but the mask."""
+        dropout, data = None, self.part.layout.grid.data.rank
+        if call.dropout:
+            numbers = tuple(range(data * samples, (data + 1) * samples))
+            dropout = Dropout(call.dropout, self.seed + (self.part.number << 32), call.layer, numbers)
+        return AttentionRule(
+            kernel=self.kernel, scale=call.scale, softcap=call.softcap, sinks=call.sinks, dropout=dropout
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        rule = self.rule(call, q.size(0))
+        q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+        out = attention(
+            q, k, v, layout=self.part.layout, mask=self.part.masks(call.window), kernel=rule.kernel,
+            scale=rule.scale, softcap=rule.softcap, sinks=rule.sinks, dropout=rule.dropout,
+        )  # fmt: skip
+        return out.transpose(0, 1).contiguous()  # some models take a view of it
+
+
+@dataclass(frozen=True)
+class NotCausal:
+    """A mask that is refused only where an attention uses it: some decoders make one that none does."""
+
+    why: str
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: InPlaceOfMask | NotCausal | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of :data:`NAME`: [b, heads, s_local, d] -> [b, s_local, heads, d].
+
+    Raises:
+        ValueError: the layer wants what is not supported.
+    """
+    who = type(module).__name__
+    if isinstance(attention_mask, NotCausal):
+        raise ValueError(f"{attention_mask.why}: not supported over ranks")
+    if not hasattr(attention_mask, "attend"):
+        raise ValueError(
+            f"{who} has no causal mask of transformers' own making: attention over another sequence, over images, or "
+            "with a mask given by the caller is not supported over ranks"
+        )
+    if is_causal is False:
+        raise ValueError(f"{who} asks for attention that is not causal: not supported over ranks")
+    for name, asked in others.items():
+        if name not in HARMLESS and asked is not None:
+            raise ValueError(f"{who} passes {name} to its attention, which is not supported over ranks")
+    window = attention_mask.window
+    if sliding_window not in (None, window):
+        raise ValueError(f"{who} has a window of {sliding_window} tokens, and its mask one of {window}: not supported")
+    call = Call(window, getattr(module, "layer_idx", None) or 0, scaling, softcap, s_aux, dropout)
+    return attention_mask.attend(query, key, value, call), None
+
+
+def mask(
+    *,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **others: Any,
+) -> InPlaceOfMask | NotCausal:
+    """The mask function of :data:`NAME`; what it gives has no entries.
+
+    Raises:
+        ValueError: something else is asked of the mask, or nobody said which batch this is.
+    """
+    for name, asked in others.items():
+        if name not in OF_ENTRIES and asked is not None:
+            raise ValueError(f"the model passes {name} to its masks, which is not supported over ranks")
+    make = _masks_by.get()
+    if make is None:
+        raise ValueError(
+            "this model is spread over ranks: call it with what context.shard(batch) gives, or give it back with "
+            "context.remove() first"
+        )
+    if use_vmap or not allow_is_causal_skip:
+        return NotCausal("the model adds a rule of its own to its causal mask (images that see themselves whole, say)")
+    if not _is_causal(mask_function, local_size):
+        return NotCausal("the model's mask is neither causal nor a causal sliding window")
+    return make(local_size)
+
+
+def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
+    """Whether a mask function lets a query see what is before it, within ``window``, asked at the edges."""
+    if function is causal_mask_function and window is None:
+        return True
+    left = window or 1000
+    q = torch.tensor([0, 1, left - 1, left, left + 1, 2 * left, 5 * left])[:, None]
+    k = torch.cat([q + step for step in (-left - 1, -left, 1 - left, -1, 0, 1, left)], dim=1).clamp(min=0)
+    q, none = q.expand_as(k), torch.zeros_like(k)
+    seen = torch.as_tensor(function(none, none, q, k)).expand_as(k)
+    return bool(seen.eq((k <= q) & ((k > q - left) if window else True)).all())
+
+
+def register() -> None:
+    """Let transformers know :data:`NAME`."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transformer layer keeps for its backward pass and the most it holds while it runs, whole or in chunks (FPDT)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.decisions.division import IN_FLIGHT, goes_by_keys
+from megatron.formulas.parameters import stage_parameters
+from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
+from megatron.formulas.strategy import Strategy, Workload
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer, over what was there before it, its input among it.
+
+    Attributes:
+        kept: after its forward pass, output included.
+        forward: at most, in a forward pass that keeps nothing.
+        backward: at most, from the gradient of its output to that of its input.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+@lru_cache(maxsize=8192)
+def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
+    """A layer of megatron-core, with our attention; its FFN whole or in runs (--ffn-chunks)."""
+    shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
+    norm = norm_kept(workload, strategy, itemsize, fused)
+    spread = strategy.ulysses > 1
+    attention = norm + _attention_kept(workload, strategy, itemsize)
+    again = 0
+    if strategy.recompute == "selective":  # attention runs again, beside what is kept of it
+        again = sizes.q + sizes.kv // 2 + sizes.local_q + sizes.lse
+        again += sizes.local_q + sizes.local_kv if spread else 0
+    working = again + attention_working(workload, strategy, itemsize)
+
+    first, second = matrices(workload, strategy, itemsize)
+    if chunks.ffn:
+        run = ffn_run(workload, strategy, itemsize, fused)
+        kept = attention + 2 * sizes.hidden
+        backward = kept + sizes.hidden + run + (first + second) * WIDE // itemsize * sums_of_its_own(strategy)
+        forward_ffn = run - first - second
+    else:
+        inside, peak = mlp_kept(workload, strategy, fused, itemsize)
+        kept = attention + sizes.hidden + norm + inside + sizes.hidden
+        gathered = _gathered(workload, strategy, itemsize)
+        # FSDP keeps all gradients of a layer until its backward pass is over.
+        backward = kept + max(peak + (second if strategy.zero > 1 else 0), sizes.ffn + gathered + second)
+        after = attention + 2 * sizes.hidden + norm + sizes.ffn * (2 if shape.gated else 1) + sizes.whole
+        backward = max(backward, after + first + (second if strategy.zero > 1 else 0))
+        forward_ffn = norm + inside + sizes.hidden
+    # Attention comes last: dout and the gradient of the residual, beside all that attention keeps.
+    grads = first + second if strategy.zero > 1 else 0
+    backward = max(backward, attention + sizes.hidden + working + grads)
+    projected = norm + sizes.qkv + 2 * sizes.q + sizes.kv // 2 + sizes.q
+    forward = max(2 * sizes.hidden + forward_ffn, projected + 2 * (sizes.local_q + sizes.local_kv) * spread)
+    return Layer(kept, forward, backward)
+
+
+def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """Queries, keys and values as they enter the kernel (with the tensor they are views of), its output and lse."""
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    groups = max(shape.kv_heads // strategy.tensor, 1)
+    copied = sizes.q if shape.heads > shape.kv_heads and groups > 1 else 0  # core copies queries out from between keys
+    if strategy.recompute == "selective":
+        return sizes.qkv + copied + sizes.q
+    if strategy.ulysses > 1:  # before and after the all-to-all back
+        return sizes.local_q + sizes.local_kv + sizes.lse + 2 * sizes.q
+    rotated = sizes.q + sizes.kv // 2 if not shape.positions else copied
+    return sizes.qkv + rotated + sizes.q + sizes.lse
+
+
+def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """What a norm adds to its input: its output, and statistics.
+
+    RMSNorm on a CPU is made of single operations, which keep an intermediate; in bf16 two in fp32, and not the input.
+    """
+    sizes = sizes_of(workload, strategy, itemsize)
+    if workload.shape.layer_norm:
+        return sizes.hidden + 2 * sizes.statistics
+    copies = 1 if fused else 2 if itemsize == WIDE else 4
+    return copies * sizes.hidden + sizes.statistics
+
+
+def mlp_kept(workload: Workload, strategy: Strategy, fused: bool, itemsize: int) -> tuple[int, int]:
+    """(kept inside the MLP, most above that when the activation function goes back)."""
+    ffn = sizes_of(workload, strategy, itemsize).ffn
+    if workload.shape.gated:  # both halves, and their product; unfused also silu and a copy of the linear half
+        return (3 if fused else 5) * ffn, 2 * ffn
+    return 2 * ffn, ffn
+
+
+def matrices(workload: Workload, strategy: Strategy, itemsize: int) -> tuple[int, int]:
+    """Bytes of the MLP's two matrices, in the compute dtype: of their gradients on their way."""
+    shape = workload.shape
+    second = shape.ffn // strategy.tensor * shape.hidden * itemsize
+    return (2 if shape.gated else 1) * second, second
+
+
+def sums_of_its_own(strategy: Strategy) -> bool:
+    """Whether chunks sum weights' gradients beside the buffers of data parallelism: FSDP has none to add them to."""
+    return strategy.zero > 1
+
+
+def ffn_run(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Most that one run of a chunked FFN holds in the backward pass, where it is computed again, with the gradients of
+    the MLP's matrices."""
+    sizes, chunks = sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)
+    inside, peak = mlp_kept(workload, strategy, fused, itemsize)
+    first, second = matrices(workload, strategy, itemsize)
+    ends = norm_kept(workload, strategy, itemsize, fused) + 2 * sizes.hidden  # result, and the run's gradient before
+    gathered = _gathered(workload, strategy, itemsize)
+    wide = 2 if workload.shape.gated else 1
+    activation = ends + inside + max(peak, sizes.ffn + gathered)
+    matrix = ends + wide * sizes.ffn + sizes.whole + gathered
+    rows, run = chunks.all_rows, chunks.ffn_rows
+    return max(activation * run // rows + second, matrix * run // rows + first + second)
+
+
+def _gathered(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """The gradient of the MLP's output, of all TP ranks' tokens."""
+    if strategy.tensor == 1 or not strategy.sequence_parallel:
+        return 0
+    return sizes_of(workload, strategy, itemsize).whole
+
+
+def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> int:
+    """Bytes of attention's backward pass beside what attention keeps: dout, dq, dk, dv; on a ring, blocks under way."""
+    sizes, ring = sizes_of(workload, strategy, itemsize), strategy.ring
+    working = 2 * sizes.local_q + sizes.local_kv + sizes.lse
+    if ring > 1:
+        working = sizes.local_q * (1 + WIDE // itemsize) + ring_blocks(sizes.local_kv, ring, itemsize)
+        working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
+        if ring > 2 and workload.causal and not workload.keys:
+            # Our own dk and dv are of one tile, in its dtype until those of others come home. The most is there when
+            # a block's sums are packed to be sent, beside those that arrive, or when a tile is done.
+            wide = WIDE // itemsize
+            sums = max((3 + 3 * wide) * sizes.local_kv, (4 + 2 * wide) * sizes.local_kv + sizes.local_q // 2)
+            working = sizes.local_q * (1 + wide) + sums
+    if strategy.ulysses > 1:
+        shape = workload.shape
+        heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
+        sent = sizes.local_q + sizes.local_kv * heads.sent_kv // heads.local_kv
+        # While gradients travel back, queries, keys, values, outputs and lse are gone.
+        working = max(working, 2 * sent + sizes.kv - sizes.q - sizes.lse)
+    return working
+
+
+def ring_blocks(block: int, ring: int, itemsize: int) -> int:
+    """Keys and values on a ring in its backward pass: held and arriving; and fp32 gradients: ours, this block's,
+    and from three ranks on arriving and leaving."""
+    wide = WIDE // itemsize
+    return (2 + 2 * wide) * block if ring == 2 else (2 + 4 * wide) * block
+
+
+# A layer under FPDT: what it keeps, and the most it holds while its chunks go through.
+
+
+@lru_cache(maxsize=8192)
+def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
+    """As :func:`~megatron.formulas.layer_memory.whole_layer`, for ChunkedLayer."""
+    shape, chunks = workload.shape, chunks_of(workload, strategy)
+    sizes = sizes_of(workload, strategy, itemsize)
+    heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
+    offload, recompute, count = strategy.fpdt_offload, strategy.recompute == "full", chunks.attention
+    part = chunks.rows / chunks.all_rows
+    q, kv, lse = (int(part * size) for size in (sizes.local_q, sizes.local_kv, sizes.lse))
+    hidden, outside = int(part * sizes.hidden), int(part * sizes.q)
+    on_ring, wide = strategy.ring > 1, WIDE // itemsize
+    by_keys = on_ring or (offload and goes_by_keys(heads.local_q, heads.local_kv, itemsize))
+    coming = 2 if count > 1 else 1  # chunks on the device: the one in use, and the next
+    load = 1 if offload else 0  # without a host they are where they are kept
+
+    run = ffn_run(workload, strategy, itemsize, fused)
+    first, second = matrices(workload, strategy, itemsize)
+    summed = WIDE * sums_of_its_own(strategy)
+    numel = stage_parameters(shape, strategy.tensor, 1, 0).layer_numel
+    mlp, every = (first + second) // itemsize * summed, numel * summed
+
+    # A GPU's copies take their time: what went to the host last is on the device still.
+    leaving = IN_FLIGHT if fused and offload and count > 1 else 0
+    # The FFN of a chunk: its input and its gradient beside one run.
+    if by_keys:  # all chunks go through it first; dout and the residual of the chunk before are still there
+        ffn = (load * coming + leaving) * outside + (outside + hidden if count > 1 else 0)
+        weights = mlp + (every - mlp) // 2
+        pair = load * coming * ((3 + wide) * q + lse) + (q + hidden)
+        pair += load * coming * kv + 2 * wide * kv + q + kv
+        pair += (ring_blocks(kv, strategy.ring, itemsize) if on_ring else 0) + leaving * wide * q
+    else:
+        ffn = load * (coming * (2 * q + lse) + (kv * (1 + wide) if count > 1 else 0))
+        weights = every if count > 1 else mlp
+        ffn += leaving * wide * kv
+        pair = load * coming * (2 * q + lse + (1 + wide) * kv) + q + hidden + wide * q + q + 2 * wide * kv
+    states = 2 * sizes.hidden  # the gradients of output and input; streamed, the chunks that come, and those that leave
+    if strategy.stream_hidden:
+        states = 2 * coming * hidden + leaving * hidden
+    backward = states + max(ffn + 2 * hidden + run + weights, pair + every, numel * itemsize)
+    saved = 2 * sizes.local_q + sizes.local_kv + sizes.lse
+    if not offload:
+        waiting = wide * sizes.local_kv * (count - 1) // count
+        if by_keys:
+            backward += saved + sizes.local_q * (1 + wide)
+        else:
+            backward += saved * max(count - 1, 1) // count + waiting
+    kept = (0 if strategy.stream_hidden else sizes.hidden) + (0 if recompute or offload else saved)
+    # A forward pass that saves nothing has the keys and values of all chunks here.
+    keys = sizes.local_kv if (recompute or not offload) and not strategy.stream_hidden else coming * kv
+    projected = int(part * (sizes.qkv + 3 * sizes.q + sizes.kv // 2)) + kv
+    made = (coming + leaving) * hidden if strategy.stream_hidden else sizes.hidden
+    forward = made + keys + 2 * hidden + max(run - first - second, projected, 4 * q * wide)
+    return Layer(kept, forward, backward)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint and a few flags to a model that generates: what both must say, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.inference.decoder import Decoder
+from megatron.training.arguments.argv import options
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.parser import parse, settings, spellings
+from megatron.training.arguments.validate.check_model import sees_ahead
+from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.arguments_of import shape_of
+from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, glance
+from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
+from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.model.build import build_model
+from megatron.training.refusal import Refusal, short, together
+from megatron.training.setup import Runtime
+
+# The settings of training that generation reads; all others are refused where they are given.
+READ = {
+    "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
+    "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
+    "distributed_backend distributed_timeout_minutes network_interface",
+    "attention": "attention_kernel attention_mask window_size window_global_tokens mask_function mask_cpu_threshold",
+    "data": "micro_batch_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
+    "tiktoken_num_special_tokens",
+    "model": "vocab_size make_vocab_size_divisible_by padded_vocab_size transformer_impl",
+    "run": "device seed",
+}
+WHY = {
+    "sequence_parallel": "one new token has no sequence to split over TP",
+    "fpdt": "prompts are read through the ring at once, not in chunks",
+    "ffn_chunks": "prompts are read at once, not in chunks",
+    "partition_position_embedding": "a new token may have any position, so each rank holds the whole table",
+    "zero_stage": "each rank holds the weights of its TP part and stage whole; use TP or PP to split them",
+    "fp8_format": "FP8 layers are not tried with single tokens; use --dtype bf16",
+    "num_virtual_stages_per_pipeline_rank": "stages work one after the other, each in one piece",
+    "num_layers_per_virtual_pipeline_stage": "stages work one after the other, each in one piece",
+    "bf16": "use --dtype bf16",
+    "fp16": "use --dtype fp16",
+}
+MASK = ("attention_mask", "window_size", "window_global_tokens", "mask_function", "sparse_block_size",
+        "sparse_pattern", "sparse_window_blocks", "sparse_global_blocks", "sparse_random_blocks",
+        "sparse_stride")  # fmt: skip
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
+             "tiktoken_num_special_tokens")  # fmt: skip
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says beside its model.
+
+    Attributes:
+        settings: of this program, as {"section.field": value}: mask and tokenizer.
+        dtype: of :data:`DTYPES`.
+        stop: ids that end an answer; None: those of the tokenizer.
+    """
+
+    settings: dict[str, Any]
+    dtype: str
+    stop: tuple[int, ...] | None
+
+
+def configure(words: Sequence[str], load: str, step: int | None, dtype: str | None, world: int) -> tuple[Config, Saved]:
+    """A checked configuration of the model in ``load``.
+
+    Args:
+        words: further flags of training; those that :data:`READ` names.
+        step: iteration; default the latest.
+        dtype: to compute in; default the checkpoint's.
+        world: processes.
+
+    Raises:
+        Refusal: a flag that is not read, no checkpoint, or settings that generation has no way for.
+    """
+    given = _given(words)
+    path = checkpoint_path(Path(load), step)
+    if path is None:
+        raise Refusal(
+            f"--load {load} holds no checkpoint: give the folder of one, ours, Megatron-LM's or Hugging Face's"
+        )
+    saved = read_saved(path, Path(load))
+    taken = dict(saved.settings)
+    for names in (MASK, TOKENIZER):
+        if any(name in given for name in names):  # a mask, or a tokenizer, comes from one place
+            taken = {key: value for key, value in taken.items() if key.split(".")[1] not in names}
+    if "tokenizer_type" in given:
+        taken.pop("model.vocab_size", None)
+    check_taken(taken, load)
+    dtype = dtype or saved.dtype
+    defaults = taken | {
+        "data.micro_batch_size": 8,
+        "data.seq_length": 2 * world,  # any grid can cut it; prompts bring lengths of their own
+        "data.mock_data": True,
+        "optimizer.bf16": dtype == "bf16",
+        "optimizer.fp16": dtype == "fp16",
+        "run.skip_train": True,
+        "run.eval_iters": 0,
+        "checkpoint.finetune": True,
+        "checkpoint.use_checkpoint_args": True,
+    }
+    defaults = {key: value for key, value in defaults.items() if key.split(".")[1] not in given}
+
+    def without_length(folder: str, number: int | None, skip: bool) -> dict[str, Any] | None:
+        found = shape_of(folder, number, skip)
+        return found and {name: value for name, value in found.items() if name != "seq_length"}
+
+    command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]
+    config = parse(command, defaults, world, without_length)
+    check_mask(config)
+    return config, saved
+
+
+def _given(words: Sequence[str]) -> set[str]:
+    """Names of the settings that flags give. Raises Refusal where one is not read."""
+    known = {flag: (section, field.name) for section, _, field in settings() for flag in spellings(field)}
+    found = set()
+    for flag, *_ in options(words):
+        section, name = known.get(flag, ("", ""))
+        if section and name not in READ.get(section, "").split():
+            why = WHY.get(name, "it is training's, and generation does not read it")
+            raise Refusal(f"{flag} is not for generation: {why}; leave {flag} out")
+        found.add(name)
+    return found - {""}
+
+
+def check_taken(taken: dict[str, Any], load: str) -> None:
+    """Refuse settings of a checkpoint that name code, or that no flag could have given."""
+    if taken.get("attention.attention_mask") == "function":  # a file does not choose the code that runs
+        raise Refusal(
+            f"--load {load}: its mask is a function, {short(taken.get('attention.mask_function'))}, and a checkpoint "
+            "does not choose what is run: give --attention-mask function --mask-function FILE.py:NAME, a file you trust"
+        )
+    types = {f"{section}.{field.name}": field for section, _, field in settings()}
+    for name, value in taken.items():
+        field = types[name]
+        parts = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
+        kind = int if "int" in field.type else str
+        good = all(type(part) is kind for part in parts) and (len(parts) == 2) == field.type.startswith("tuple")
+        if not good or value not in (field.metadata.get("choices") or [value]):
+            raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which none can be")
+
+
+def check_mask(config: Config) -> None:
+    """Refuse masks under which a token would see what is not there yet, or that hang on the sequence's length."""
+    attention = config.attention
+    mask = attention.attention_mask
+    if config.data.reset_attention_mask:
+        raise Refusal("--attention-mask document is not for generation: a prompt is one document; use causal or window")
+    if sees_ahead(attention):
+        what = mask if mask == "full" else f"window with --window-size {'{},{}'.format(*attention.window_size)}"
+        raise Refusal(
+            f"--attention-mask {what} lets tokens see later ones, which generation has not got: it takes causal masks"
+        )
+    if mask == "block-sparse":
+        raise Refusal(
+            "--attention-mask block-sparse is not for generation: its blocks hang on the length of the whole sequence; "
+            "use causal, window or function"
+        )
+
+
+def read_saved(path: Path, folder: Path) -> Saved:
+    """What the checkpoint ``path``, which ``--load folder`` means, says beside its model."""
+    if is_hugging_face(path):
+        said = _json(glance(path, "config.json").file("config.json"))
+        kind = str(said.get("dtype") or said.get("torch_dtype") or "float32")
+        dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
+        return Saved(_tokenizer_in(path), dtype, _stop_in(path))
+    found = glance(path, COMMON).common().get("config")
+    if not isinstance(found, dict):  # Megatron-LM's: its mask is causal, its tokenizer's files are where they were
+        return Saved({}, "fp32", None)
+    attention, data, optimizer = (found.get(name) or {} for name in ("attention", "data", "optimizer"))
+    if not all(isinstance(part, dict) for part in (attention, data, optimizer, found.get("model") or {})):
+        raise Refusal(f"checkpoint {path} holds no settings of this program")
+    taken = {f"attention.{name}": attention[name] for name in MASK if attention.get(name) is not None}
+    tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
+    if "data.tokenizer_type" in tokenizer:
+        size = (found.get("model") or {}).get("vocab_size")
+        tokenizer |= {} if size is None else {"model.vocab_size": size}  # else the tokenizer's own
+    else:
+        tokenizer = _tokenizer_in(folder / "hf")
+    dtype = "bf16" if optimizer.get("bf16") else "fp16" if optimizer.get("fp16") else "fp32"
+    return Saved(taken | tokenizer, dtype, _stop_in(folder / "hf"))
+
+
+def _tokenizer_in(folder: Path) -> dict[str, Any]:
+    """A Hugging Face tokenizer, if the folder has one."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": str(folder)}
+    return {}
+
+
+def _stop_in(folder: Path) -> tuple[int, ...] | None:
+    """The ids at which transformers ends an answer of the model in a Hugging Face folder; None where it says none."""
+    for name in ("generation_config.json", "config.json"):
+        found = _json(folder / name).get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file, or it is none."""
+    try:
+        found = parse_json(read_bytes(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_length(config: Config, longest: int, new_tokens: int, where: str) -> None:
+    """Refuse answers that go beyond a table of learned positions."""
+    table = config.model.max_position_embeddings
+    if config.model.position_embedding_type == "learned_absolute" and longest + new_tokens - 1 > table:
+        raise Refusal(
+            f"{where} has {longest} tokens, and --max-new-tokens {new_tokens} goes beyond the {table} learned "
+            f"positions of the model: use at most {max(table - longest + 1, 0)}, or a shorter prompt"
+        )
+
+
+def load_decoder(config: Config, runtime: Runtime, vocab_size: int) -> Decoder:
+    """Build this rank's part of the model and read its weights. All ranks call it.
+
+    Raises:
+        Refusal: on every rank alike; the checkpoint is damaged or of another model.
+    """
+    found = together(lambda: checkpoint.find(config.checkpoint, config.notes))
+    whole = choose_whole(found, config.checkpoint, config.notes)
+    chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
+    checkpoint.load(whole, chunks, None, None, config)
+    return Decoder(chunks[0], runtime.grid, runtime.layout.balance)

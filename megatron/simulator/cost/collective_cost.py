@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a transfer costs by its size: the fastest of NCCL's algorithms, each a latency and a bandwidth.
+
+NCCL compares, for a message of so many bytes, ``latency + bytes / bandwidth`` of every algorithm and protocol it has
+(its ``src/graph/tuning.cc``), and takes the least. So does this, with the latencies of that table
+(machines/nccl_model.py) and the bandwidths of the machine's links:
+
+- **rings**: n - 1 hops, all_reduce 2 (n - 1); every rank's bytes cross every edge. Between nodes an edge has the link's
+  bandwidth or that of as many network cards as the group has ranks on a node, whichever is less.
+- **trees**, of all_reduce: up and down a chain in a node and log2 of the nodes; half of a ring's bandwidth for the
+  tensor. On two nodes it crosses the network once each way, which is as good as twice the cards.
+- **NVLS**, of all_reduce on NVSwitch from Hopper on: the switch sums; between nodes a tree.
+- **PAT**, of all_gather and reduce_scatter with one rank a node: log2 of the nodes for the latency.
+
+A machine whose file has no ``collectives`` (a CPU's, one that was measured) has rings alone, at one rate. Where the
+file says what a kind of transfer was measured to take over a link (``Link.kinds``), that is its one rate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import log2
+from typing import NamedTuple
+
+from megatron.simulator.machines.machine import Machine, Measured
+from megatron.simulator.machines.nccl_model import LL128_TREE_HOP, Collectives, Way
+
+# Where the ranks of a group sit, and so which links they cross.
+#
+# Ranks are numbered TP < Ulysses < Ring < DP < PP, nodes hold as many in a row as they have GPUs. A group is ``size``
+# ranks ``stride`` apart; groups of its kind stand side by side, ``stride`` of them between one another, then begin
+# again after ``size`` x ``stride`` ranks. Where nodes do not divide these blocks the groups lie differently: the one
+# that spans the most nodes, and of those the one with the fewest ranks on a node, is what all wait for.
+
+
+class Placement(NamedTuple):
+    """Of the group that is placed worst.
+
+    Attributes:
+        nodes: that it spans. fewest, most: of its ranks on one of them.
+        neighbours: whether those on a node follow one another.
+    """
+
+    nodes: int
+    fewest: int
+    most: int
+    neighbours: bool
+
+    def cards(self, interleaved: float) -> float:
+        """Network cards of a node that its rings use: one for each of the ranks there, as every ring leaves by another
+        GPU; where these are not neighbours, one and a share ``interleaved`` of the others."""
+        return self.fewest if self.neighbours else 1 + interleaved * (self.fewest - 1)
+
+    def hop_share(self, stride: int, gpus_per_card: int) -> int:
+        """How many GPUs' parts of a shared network card a hop out of the node gets, such as a ring's.
+
+        Of a group's ranks on a node one alone sends to the next node, while the others send inside. So the card
+        carries one message for each of the ``stride`` groups that lie between one another, and not one a GPU.
+        """
+        return min(self.fewest, max(1, gpus_per_card // stride))
+
+
+@lru_cache(maxsize=4096)
+def placed(size: int, stride: int, gpus: int) -> Placement:
+    """A group on nodes of ``gpus``. One whose block fits into a node is taken to lie in one."""
+    if stride >= gpus:
+        return Placement(size, 1, 1, True)
+    if size * stride <= gpus:
+        return Placement(1, size, size, stride == 1)
+    if gpus % stride == 0 and size % (gpus // stride) == 0:
+        each = gpus // stride
+        return Placement(size * stride // gpus, each, each, stride == 1 or each == 1)
+    worst = None
+    for first in firsts(size * stride, stride, gpus):
+        counts = Counter((first + rank * stride) // gpus for rank in range(size)).values()
+        key = (-len(counts), min(counts))
+        if worst is None or key < worst[0]:
+            worst = key, Placement(len(counts), min(counts), max(counts), stride == 1 or max(counts) == 1)
+    return worst[1]
+
+
+def firsts(block: int, stride: int, gpus: int) -> set[int]:
+    """Places in a node at which groups begin."""
+    begins = {index * block % gpus for index in range(gpus)}
+    return {(begin + beside) % gpus for begin in begins for beside in range(stride)}
+
+
+PLATEAU = 1.4  # of the latency of rings between nodes, all_reduce by Simple
+# What trees keep of their bandwidth at 64 bytes, 128, ... 256 MB: pipelines that do not fill. Between two sizes
+# interpolated, so that more bytes never take less time.
+FILLED = {
+    "ll": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1),
+    "ll128": (
+        1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1
+    ),
+    "simple": (
+        0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8,
+        0.9, 0.9, 0.9,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An algorithm: ``latency`` seconds, and ``rate`` seconds a byte that a rank sends.
+
+    ``filled``: by powers of two from 64 bytes of tensor on, what is kept of the bandwidth; ``tensor``: bytes of it for
+    a byte that is sent.
+    """
+
+    name: str
+    latency: float
+    rate: float
+    filled: tuple[float, ...] = ()
+    tensor: float = 1.0
+
+    def __call__(self, size: float) -> float:
+        if not self.filled:
+            return self.latency + size * self.rate
+        place = log2(max(size * self.tensor, 64.0)) - 6
+        low = int(place)
+        if low >= len(self.filled) - 1:
+            kept = 1.0 if low >= len(self.filled) else self.filled[-1] + (1 - self.filled[-1]) * (place - low)
+        else:
+            kept = self.filled[low] + (self.filled[low + 1] - self.filled[low]) * (place - low)
+        return self.latency + size * self.rate / kept
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds by bytes: the fastest of ``lines``; the slowest where they are parts that go ``together``.
+
+    Attributes:
+        beyond: bytes from which on it is one line, the ``large`` one: most transfers of training are there.
+    """
+
+    lines: tuple[Line, ...]
+    together: bool = False
+    large: Line = field(init=False)
+    beyond: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        large = (max if self.together else min)(self.lines, key=lambda line: (line.rate, line.latency))
+        object.__setattr__(self, "large", large)
+        object.__setattr__(self, "beyond", max(_settled(large, line) for line in self.lines))
+
+    def __call__(self, size: float) -> float:
+        if size >= self.beyond:
+            return self.large.latency + size * self.large.rate
+        times = [line(size) for line in self.lines]
+        return max(times) if self.together else min(times)
+
+    def chosen(self, size: float) -> str:
+        """The algorithm that takes this long."""
+        pick = max if self.together else min
+        return pick(self.lines, key=lambda line: line(size)).name
+
+
+def _settled(large: Line, other: Line) -> float:
+    """Bytes from which on ``large``, whose pipeline is full, is not passed by ``other``."""
+    full = 64.0 * 2 ** len(large.filled) / large.tensor if large.filled else 0.0
+    if other.rate == large.rate:
+        return full
+    return max(full, (large.latency - other.latency) / (other.rate - large.rate))
+
+
+def price_of(kind: str, size: int, stride: int, machine: Machine) -> Price:
+    """Of a kind of transfer among ``size`` > 1 ranks ``stride`` apart; kept in the machine's ``prices``."""
+    where = placed(size, stride, machine.gpus)
+    if kind == "all_to_all":
+        return _all_to_all(size, where, machine)
+    if kind == "p2p":
+        return Price((_hop(where, stride, machine),))
+    if machine.collectives is None or _is_measured(kind, where, machine):
+        return Price((_one_rate(kind, size, where, machine),))
+    return Price(pruned(_lines(kind, size, where, machine, machine.collectives)))
+
+
+def bandwidth(where: Placement, machine: Machine, times: float = 1.0, kind: str = "") -> float:
+    """Bytes a second over an edge of a ring; ``times``: of the network cards' bandwidth."""
+    calibration = machine.calibration
+    inside = machine.link.of(kind).bandwidth * calibration.link
+    if where.nodes == 1:
+        return inside
+    outside = machine.network.of(kind).bandwidth * calibration.network * where.cards(calibration.interleaved)
+    return min(inside, times * outside)
+
+
+def _is_measured(kind: str, where: Placement, machine: Machine) -> bool:
+    """Whether the machine's file has measured this kind on the slowest link that the group crosses."""
+    return isinstance((machine.network if where.nodes > 1 else machine.link).of(kind), Measured)
+
+
+def _start(kind: str, where: Placement, machine: Machine) -> float:
+    """Seconds that a transfer takes at least, beside its steps; what was measured has them in its steps."""
+    return 0.0 if _is_measured(kind, where, machine) else machine.collective
+
+
+def pruned(lines: Iterator[Line]) -> tuple[Line, ...]:
+    """Without those that another one beats at every size."""
+    found = list(lines)
+
+    def beaten(place: int, line: Line) -> bool:
+        for index, other in enumerate(found):
+            equal = not line.filled and (other.latency, other.rate) == (line.latency, line.rate)
+            if index == place or other.filled or (equal and index > place):  # of equals the first stays
+                continue
+            if other.latency <= line.latency and other.rate <= line.rate:
+                return True
+        return False
+
+    return tuple(line for place, line in enumerate(found) if not beaten(place, line))
+
+
+def _hop(where: Placement, stride: int, machine: Machine) -> Line:
+    """A send and a receive, over the slowest edge."""
+    if where.nodes > 1:
+        link = machine.network.of("p2p")
+        share = machine.calibration.network * where.hop_share(stride, machine.network.gpus_per_card)
+    else:
+        link, share = machine.link.of("p2p"), machine.calibration.p2p
+    return Line("p2p", _start("p2p", where, machine) + link.latency, 1 / (link.bandwidth * share))
+
+
+def _all_to_all(size: int, where: Placement, machine: Machine) -> Price:
+    """What stays in the node and what leaves it go at the same time, the latter through the GPU's own card; of the
+    group's worst placed rank, (n - k) / (n - 1) of what it sends leaves. Between two of a node it is one hop."""
+    calibration, start = machine.calibration, _start("all_to_all", where, machine)
+    near, far = machine.link.of("all_to_all"), machine.network.of("all_to_all")
+    within = (where.most - 1) / (size - 1)
+    share = calibration.all_to_all if where.most > 2 else calibration.p2p
+    inner = Line("all_to_all in nodes", start + (where.most - 1) * near.latency, within / (near.bandwidth * share))
+    if where.nodes == 1:
+        return Price((inner,))
+    away = size - where.fewest
+    outside = far.bandwidth * calibration.network * calibration.network_all_to_all
+    outer = Line("all_to_all between nodes", start + away * far.latency, away / (size - 1) / outside)
+    return Price((inner, outer), together=True)
+
+
+def _one_rate(kind: str, size: int, where: Placement, machine: Machine) -> Line:
+    """Rings at one rate; all_reduce with the latency of a tree, of which only log2 of the nodes is between nodes, where
+    it was not measured."""
+    near, far = machine.link.of(kind).latency, machine.network.of(kind).latency
+    if kind == "all_reduce" and not _is_measured(kind, where, machine):
+        latency = 2 * ((where.most - 1) * near + log2(where.nodes) * far)
+    else:
+        latency = (size - where.nodes) * near + (where.nodes - 1) * far
+    rate = 1 / bandwidth(where, machine, kind=kind)
+    return Line("ring", _start(kind, where, machine) + latency, rate)
+
+
+def _lines(kind: str, size: int, where: Placement, machine: Machine, ways: Collectives) -> Iterator[Line]:
+    reduces = kind == "all_reduce"
+    tensor = size / (2 * (size - 1)) if reduces else size / (size - 1)  # its bytes for a byte that a ring sends
+    nodes, passes = where.nodes, 2 if reduces else 1
+    plain = bandwidth(where, machine)
+    # What these links take longer than those of NCCL's table; Simple's fence crosses them too.
+    near = max(0.0, machine.link.latency - ways.ring_ll.step)
+    slower = max(0.0, machine.network.latency - ways.ring_ll.hop)
+    for name, ring, tree in ways.protocols():
+        simple = name == "simple"
+        fences = 2 if simple else 1
+        if ring:
+            step, hop = ring.step, ring.hop
+            if nodes > 1:
+                step = max(step, ways.post * (3 if simple else 1))
+                apart = tree.hop if tree else LL128_TREE_HOP  # NCCL's table has the tree's hop there, for rings too
+                hop = (apart if where.most == 1 else ring.hop) + fences * slower
+            latency = ring.start + passes * ((size - nodes) * (step + fences * near) + (nodes - 1) * hop)
+            if simple and reduces and nodes > 1:
+                latency *= PLATEAU
+            yield Line(f"ring {name}", latency, 1 / _capped(plain, ring, nodes))
+        if reduces and tree:
+            # Half of a ring's bandwidth is the tensor's: of the bytes that a ring would send, (n - 1) / n.
+            wide = bandwidth(where, machine, 2.0 if nodes == 2 else 1.0)
+            rate = size / (size - 1) / _capped(wide, tree, nodes)
+            step, hop = tree.step + fences * near, tree.hop + fences * slower
+            latency = tree.start + 2 * ((where.most - 1) * step + log2(nodes) * hop)
+            yield Line(f"tree {name}", latency, rate, FILLED[name], tensor)
+    if reduces and nodes == 1 and size > 2 and ways.nvls:
+        yield Line("nvls", ways.nvls.start + ways.nvls.step + 2 * near, tensor / (plain * ways.nvls.share))
+    if reduces and nodes > 1 and where.fewest > 1 and ways.nvls_tree:
+        yield _nvls_tree(size, where, machine, ways.nvls_tree, near, slower)
+    if not reduces and where.most == 1 and ways.pat and kind != "broadcast":
+        latency = ways.pat.start + log2(size) * (ways.pat.hop + slower) + size * ways.pat.step
+        yield Line("pat", latency, 1 / _capped(plain, ways.pat, nodes))
+
+
+def _nvls_tree(size: int, where: Placement, machine: Machine, way: Way, near: float, slower: float) -> Line:
+    """Bytes of the tensor a second: what the switches sum, or what the tree between nodes carries."""
+    inside = machine.link.bandwidth * machine.calibration.link * way.between
+    sent = 2 * (size - 1) / size  # by a ring, for a byte of the tensor
+    cards = machine.network.bandwidth * machine.calibration.network * where.cards(machine.calibration.interleaved)
+    rate = min(inside, (2 if where.nodes == 2 else 1) * cards / sent)
+    latency = way.start + way.step + 2 * near + 2 * log2(where.nodes) * (way.hop + 2 * slower)
+    return Line("nvls tree", latency, 1 / (sent * rate), FILLED["simple"], 1 / sent)
+
+
+def _capped(plain: float, way: Way, nodes: int) -> float:
+    share = way.share if nodes == 1 else way.between
+    return min(share * plain, way.limits[min(nodes, 3) - 1])

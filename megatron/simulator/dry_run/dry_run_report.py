@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dry run says: tables in the terminal, a JSON file, pictures of memory and time."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.simulator.cost.jitter import Jitter, spread, told
+from megatron.simulator.cost.trace import AXES
+from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, runtime_memory
+from megatron.simulator.dry_run.dry_run import DryRun, RankReport
+from megatron.simulator.dry_run.replay import duration
+from megatron.training.refusal import Refusal
+from megatron.training.report.memory_profile import DEVICE_KINDS, draw, readable
+
+LABELS = {"default": "reserved by PyTorch", "expandable_segments": "reserved, expandable segments"}
+
+
+def show(result: DryRun, console: Console, jitter: Jitter | None = None) -> None:
+    """Memory, communication and time of every rank that ran; with ``jitter`` also of a step whose ranks are not equally
+    fast."""
+    console.print(_memory(result))
+    console.print(_communication(result))
+    if result.machine is None:
+        console.print(" > --gpu NAME adds the time of a step on that GPU, and whether it fits")
+        return
+    console.print(_time(result))
+    console.print(
+        f" > a step takes {duration(result.predicted_seconds)} on {result.world_size} x {result.machine.name} "
+        f"(simulated), MFU {100 * result.mfu:.1f} %{' of the bf16 peak' if result.config.model.fp8_format else ''}"
+    )
+    if jitter:
+        console.print(f" > {unequal(result, jitter)}")
+    if result.machine.is_gpu:
+        for line in _runtime(result):
+            console.print(f" > {line}")
+    for reason in result.reasons:
+        console.print(f" > does not fit: {reason}")
+    for line in verdict(result):
+        console.print(f" > {line}")
+
+
+ALLOCATORS = {
+    "default": "PyTorch's default allocator",
+    "expandable_segments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+}
+
+
+def verdict(result: DryRun) -> list[str]:
+    """With which of the allocator's settings a step fits on the fullest rank's device, and by how much."""
+    machine, sizes = result.machine, [needed(result, report) for report in result.ranks]
+    if not all(sizes):
+        left = machine.usable_memory - max(report.figures.device_peak for report in result.ranks)
+        return [f"it fits, with {readable(left)} of device memory to spare"] if result.fits else []
+    lines = []
+    for setting, name in ALLOCATORS.items():
+        left = machine.memory - max(one[setting] for one in sizes)
+        says = f"it fits, with {readable(left)} of device memory to spare"
+        if left < 0:
+            says = f"it does not fit: {readable(-left)} of device memory are lacking"
+        elif not result.fits:
+            says = f"the device's memory would do, with {readable(left)} to spare"
+        lines.append(f"with {name} {says}")
+    return lines
+
+
+def needed(result: DryRun, report: RankReport) -> dict[str, float]:
+    """Bytes of a device that a rank's process takes, by the allocator's setting; empty where that is not known."""
+    if result.machine is None:
+        return {}
+    return needed_by_setting(report.reserved.bytes, result.config, result.world_size, result.machine)
+
+
+def _runtime(result: DryRun) -> Iterator[str]:
+    """What PyTorch's allocator reserves, where that is not the whole story, and what others take beside it."""
+    yield from sorted({note for report in result.ranks for note in report.reserved.notes})
+    for report in result.ranks:
+        taken = report.reserved
+        if taken.scaled:
+            yield f"{name(report)}: reserved is scaled, not replayed, from {taken.scaled}"
+        for setting, retries in taken.retries.items():
+            if retries is None:
+                yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: more than there is for PyTorch"
+            elif retries:
+                yield f"{name(report)}: full, so that all that is cached is given back {retries} times ({setting})"
+    own = runtime_memory(result.config, result.world_size, result.machine)
+    yield (
+        f"beside PyTorch's: context {readable(own.context)}, NCCL {readable(own.nccl)} for {own.communicators} groups; "
+        f"in what it reserves: cuBLAS' workspace, {readable(own.cublas)} ({own.source.partition(':')[0]}); the "
+        f"machine's file sets {readable(result.machine.reserved)} aside"
+    )
+
+
+def unequal(result: DryRun, jitter: Jitter) -> str:
+    """A step on ranks that vary; what ran stands for the whole step, as long as that takes."""
+    slowest = max(result.ranks, key=lambda report: report.figures.seconds["step"]).replayed
+    waits = slowest.waits.scaled(result.predicted_seconds / slowest.seconds)
+    return told(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
+
+
+def _memory(result: DryRun) -> Table:
+    table = Table(title="memory of a rank at the fullest moment of a step", title_justify="left")
+    table.add_column("")
+    for report in result.ranks:
+        table.add_column(name(report), justify="right")
+    kinds = [report.figures.device_peak_by_kind for report in result.ranks]
+    for kind in DEVICE_KINDS:
+        table.add_row(kind, *(readable(found.get(kind, 0)) for found in kinds))
+    table.add_row("device, in all", *(readable(report.figures.device_peak) for report in result.ranks), style="bold")
+    for setting in result.ranks[0].reserved.bytes:
+        label = LABELS.get(setting, f"reserved, {setting}")
+        table.add_row(label, *(readable(report.reserved.bytes[setting]) for report in result.ranks))
+    table.add_row("host", *(readable(report.figures.host_peak) for report in result.ranks))
+    return table
+
+
+def _communication(result: DryRun) -> Table:
+    table = Table(title="bytes that a rank moves in a step, and its arithmetic", title_justify="left")
+    table.add_column("")
+    for report in result.ranks:
+        table.add_column(name(report), justify="right")
+    for axis in (*AXES, "other"):
+        sent = [report.figures.communication[axis] for report in result.ranks]
+        if any(sent):
+            table.add_row(f"sent over {axis}", *(readable(size) for size in sent))
+    for direction in ("to_host", "to_device"):
+        moved = [report.figures.copies[direction] for report in result.ranks]
+        if any(moved):
+            table.add_row(f"copied {direction.replace('_', ' ')}", *(readable(size) for size in moved))
+    table.add_row("TFLOP", *(f"{report.figures.flops / 1e12:,.3f}" for report in result.ranks))
+    return table
+
+
+def _time(result: DryRun) -> Table:
+    table = Table(title=f"where a rank's time goes on {result.machine.name}", title_justify="left")
+    table.add_column("")
+    for report in result.ranks:
+        table.add_column(name(report), justify="right")
+    names = sorted({kind for report in result.ranks for kind in report.figures.exposed})
+    for kind in names:
+        table.add_row(kind, *(duration(report.figures.exposed.get(kind, 0.0)) for report in result.ranks))
+    table.add_row("a step", *(duration(report.figures.seconds["step"]) for report in result.ranks), style="bold")
+    return table
+
+
+def name(report: RankReport) -> str:
+    return f"rank {report.rank} ({report.stage})"
+
+
+def as_json(result: DryRun) -> dict[str, Any]:
+    """As the design says; times in ms, memory in bytes."""
+    return {
+        "ranks": [
+            {
+                "rank": report.rank,
+                "stage": report.stage,
+                "device_peak_bytes": report.figures.device_peak,
+                "device_peak_by_kind": report.figures.device_peak_by_kind,
+                "host_peak_bytes": round(report.figures.host_peak),
+                "reserved_bytes": {name: round(size) for name, size in report.reserved.bytes.items()},
+                "reserved_retries": report.reserved.retries,
+                "reserved_scaled_from": report.reserved.scaled or None,
+                "needed_bytes": {name: round(size) for name, size in needed(result, report).items()},
+                "flops": report.figures.flops,
+                "communication_bytes": {axis: round(size) for axis, size in report.figures.communication.items()},
+                "host_copy_bytes": {to: round(size) for to, size in report.figures.copies.items()},
+                "exposed_ms": {kind: 1000 * seconds for kind, seconds in report.figures.exposed.items()},
+                "layers": report.layers[0],
+                "layers_run": report.layers[1],
+                "micro_batches": report.micro_batches[0],
+                "micro_batches_run": report.micro_batches[1],
+            }
+            for report in result.ranks
+        ],
+        "world_size": result.world_size,
+        "gpu": result.machine.name if result.machine else None,
+        "predicted_ms": None if result.predicted_seconds is None else 1000 * result.predicted_seconds,
+        "mfu": result.mfu,
+        "fits": result.fits,
+        "reasons": list(result.reasons),
+    }
+
+
+def check_output(path: str | None) -> None:
+    """Raises:
+    Refusal: --dry-run-json cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        folder = os.path.dirname(path) or "."
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refusal(f"--dry-run-json {path} cannot be written: {error.strerror}") from None
+    if os.path.isdir(path):
+        raise Refusal(f"--dry-run-json {path} is a folder: give a file")
+
+
+def write(result: DryRun, path: str, events: int | None = None) -> list[str]:
+    """The JSON file, beside it a picture of memory, one of time for each rank, a trace of all with at most so many
+    ``events``; returns the names."""
+    Path(path).write_text(json.dumps(as_json(result), indent=1) + "\n")
+    written = [path]
+    stem = str(Path(path).with_suffix(""))
+    profiles = [report.profile for report in result.ranks]
+    titles = [f"{name(report)}{_ran(report)}" for report in result.ranks]
+    draw(profiles, titles, f"{stem}_memory.png", by="events")
+    written.append(f"{stem}_memory.png")
+    for report in result.ranks:
+        if report.replayed is not None and report.replayed.spans:
+            from megatron.simulator.dry_run import timeline
+
+            output = f"{stem}_time_rank{report.rank}.png"
+            timeline.draw(report.replayed, output, f"{name(report)} on {result.machine.name}{_ran(report)}")
+            written.append(output)
+    if result.machine is not None:
+        from megatron.simulator.dry_run.timeline import MOST_EVENTS, write_trace
+
+        written.append(f"{stem}_trace.json.gz")
+        write_trace(result, written[-1], events or MOST_EVENTS)
+    return written
+
+
+def _ran(report: RankReport) -> str:
+    """Where not everything ran, what did."""
+    all_of_them = (("layers", report.layers), ("micro-batches", report.micro_batches))
+    return "".join(f", {ran} of {there} {what}" for what, (there, ran) in all_of_them if ran != there)

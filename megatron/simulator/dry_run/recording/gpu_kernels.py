@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on a simulated GPU: what stands for its kernels."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+from torch.nn import functional
+from torch.optim import adam
+
+from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.kernels import KERNELS, math_kernel
+from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, AnyMask, Kernel
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import groups
+from megatron.context_parallel.fpdt import chunked_loss
+from megatron.context_parallel.fpdt.host_store import HostPool, Offload
+from megatron.context_parallel.layout.tiles import Tile
+from megatron.context_parallel.positions import position_dropout, rope
+from megatron.platform.streams import COMPUTE, STORES, Streams
+from megatron.simulator.cost import trace
+from megatron.simulator.cost.seconds import attention_named
+from megatron.simulator.cost.trace import Transfer
+from megatron.simulator.dry_run.recording.recorder import Recorder
+from megatron.simulator.machines.machine import Machine
+
+# FSDP's streams on a simulated GPU: weights come while the unit before computes, gradients leave beside compute.
+#
+# On a GPU FSDP gathers on a stream of its own, as soon as the host has got there, which is one unit ahead of the device
+# (its gathered weights wait for the copy-out of the unit before), and reduces on another, for which the backward pass
+# waits at its end. On a CPU, where the simulation runs, both are waited for at once.
+
+
+@contextmanager
+def sharded_streams(recorder: Recorder) -> Iterator[None]:
+    """Within, FSDP's collectives are waited for where a GPU waits for them."""
+    events = recorder.trace.events
+    gathered: dict[int, list[int]] = {}  # tickets, by the id of FSDP's result
+    reduced: list[int] = []
+    free_since: list[int | None] = [None]  # place in the trace since when the stream of gathers has nothing to do
+    gather, reduce = fsdp.foreach_all_gather, fsdp.foreach_reduce
+    wait, finish = fsdp.FSDPParamGroup.wait_for_unshard, fsdp.FSDPParamGroup.finalize_backward
+
+    @wraps(gather)
+    def gather_ahead(*args: Any, **kwargs: Any) -> Any:
+        begin = len(events)
+        with recorder.deferring() as tickets:
+            result = gather(*args, **kwargs)
+        moved = [event for event in events[begin:] if isinstance(event, Transfer)]
+        events[begin:] = [event for event in events[begin:] if not isinstance(event, Transfer)]
+        place = begin if free_since[0] is None else free_since[0]
+        events[place:place] = moved
+        gathered[id(result)] = tickets
+        return result
+
+    @wraps(wait)
+    def wait_for_gather(group: fsdp.FSDPParamGroup) -> None:
+        for ticket in gathered.pop(id(group._all_gather_result), ()):
+            recorder.wait(ticket)
+            free_since[0] = len(events)
+        wait(group)
+
+    @wraps(reduce)
+    def reduce_beside(*args: Any, **kwargs: Any) -> Any:
+        with recorder.deferring() as tickets:
+            result = reduce(*args, **kwargs)
+        reduced.extend(tickets)
+        return result
+
+    @wraps(finish)
+    def finish_backward(group: fsdp.FSDPParamGroup) -> None:
+        while reduced:
+            recorder.wait(reduced.pop(0))
+        finish(group)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(fsdp, "foreach_all_gather", gather_ahead))
+        stack.enter_context(patch.object(fsdp, "foreach_reduce", reduce_beside))
+        stack.enter_context(patch.object(fsdp.FSDPParamGroup, "wait_for_unshard", wait_for_gather))
+        stack.enter_context(patch.object(fsdp.FSDPParamGroup, "finalize_backward", finish_backward))
+        yield
+
+
+FUSED_ATTENTION = ("flash_attn", "cudnn", "flash")
+
+
+def simulated_kernel(
+    recorder: Recorder,
+    machine: Machine,
+    name: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    many_tiles: bool = False,
+    **needs: bool,
+) -> Kernel:
+    """As `kernels.select` on a GPU of ``machine``, which is simulated on ``device``. Raises KernelUnavailable."""
+    chosen = machine.choose_attention(name, dtype, head_dim, many_tiles=many_tiles, **needs)
+    if chosen == "triton":
+        return SimulatedTriton(recorder)
+    return SimulatedFused(recorder, chosen) if chosen in FUSED_ATTENTION else KERNELS[chosen]
+
+
+class SimulatedFused:
+    """A fused kernel. PyTorch's flash attention, of which fake tensors know the shapes, stands for each of them."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name = recorder, name
+
+    def forward(
+        self, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, *, causal: bool, mask: AnyMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        with self.recorder.calling(attention_named(self.name)):
+            return KERNELS["flash"].forward(q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask, scale=scale)
+
+    def backward(self, *tensors: Tensor, causal: bool, mask: AnyMask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        with self.recorder.calling(attention_named(self.name)):
+            return KERNELS["flash"].backward(*tensors, causal=causal, mask=mask, scale=scale)
+
+
+class SimulatedTriton:
+    """In the place of `TritonKernel`: nothing is computed, launches are written down with the pairs that tiles hold.
+
+    What dropout's hashes and a soft-cap take is not priced.
+    """
+
+    name = "triton"
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def attend(
+        self, tiles: tuple[Tile, ...], q: Tensor, k: Tensor, v: Tensor, *, out_SBHD: Tensor, lse_SBH: Tensor, **_: Any
+    ) -> None:
+        """One launch for each of `groups`; see `kernels.base.TilesKernel`."""
+        for group in groups(tiles):
+            self._price(group, 4.0, q, k, moved=(q, k, v, *(out_SBHD, lse_SBH) * 2))
+
+    def attend_grad(
+        self,
+        tiles: tuple[Tile, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dout: Tensor,
+        lse: Tensor,
+        delta_SBH: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        **_: Any,
+    ) -> None:
+        """Two launches, each of which computes scores and their gradients: 6 and 8 of the 10 FLOPs of one kernel."""
+        final = (dout, lse, delta_SBH)
+        for group in groups(tiles):
+            self._price(group, 6.0, q, k, moved=(q, k, v, *final, dq, dq), backward=True)
+            self._price(group, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True, asks=False)
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
+        """Row sums of ``dout * out``, fp32 [s, b, h]."""
+        total = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
+        self.recorder.price(trace.Kernel("delta", "memory", 0.0, _bytes(out, dout, total)))
+        return total
+
+    def _price(
+        self,
+        tiles: tuple[Tile, ...],
+        flops: float,
+        q: Tensor,
+        k: Tensor,
+        *,
+        moved: tuple[Tensor, ...],
+        backward: bool = False,
+        asks: bool = True,
+    ) -> None:
+        """``asks``: the mask about each pair of masked tiles, as the first launch of a pass does."""
+        asked = asks * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
+        if asked:
+            self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, asked * PAIR_BYTES))
+        rows, batch, heads, size = q.shape
+        flops *= batch * heads * size * sum(tile.pairs for tile in tiles)
+        shape = (rows, k.size(0), batch * heads, size)
+        name = attention_named(self.name)
+        self.recorder.price(trace.Kernel(name, "attention", flops, _bytes(*moved), shape, q.element_size(), backward))
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+# Host memory of a simulated rank: buffers without memory, and a GPU's copy streams.
+
+
+CPU = torch.device("cpu")
+
+
+class SimulatedPool(HostPool):
+    """Counts as a :class:`HostPool` does; its buffers are fake tensors."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = max(prod(shape) * dtype.itemsize, 1)
+        buffer = torch.empty(size, dtype=torch.uint8)
+        storage = buffer.untyped_storage()
+        storage.is_host_buffer = True
+        weakref.finalize(storage, self._return, size).atexit = False
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use)
+        return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+    def block_of(self, host: Tensor) -> int:
+        return host.untyped_storage()._cdata
+
+    def _return(self, size: int) -> None:
+        self.in_use -= size
+
+
+class SimulatedStreams(Streams):
+    """A GPU's: an event is the ticket of the copy before it. That copies wait for each other is not simulated."""
+
+    asynchronous = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(CPU)
+        self.recorder = recorder
+        self._last: dict[str, int] = {}
+
+    def copy(self, stream: str, to: Tensor, source: Tensor) -> None:
+        if source.requires_grad and torch.is_grad_enabled():
+            with self.recorder.hushed():
+                to.copy_(source)
+        else:
+            self.recorder.written(to)
+        direction = "to_host" if stream == STORES else "to_device"
+        self._last[stream] = self.recorder.copy(direction, to.numel() * to.element_size())
+
+    def record(self, stream: str) -> int | None:
+        return self._last.get(stream)
+
+    def wait(self, stream: str, event: int | None) -> None:
+        if stream == COMPUTE and event is not None:
+            self.recorder.wait(event)
+
+
+def simulated_offload(recorder: Recorder, on_gpu: bool) -> Offload:
+    """A simulated rank's offload; on a CPU its copies are compute, as they are there."""
+    streams = SimulatedStreams(recorder) if on_gpu else Streams(CPU)
+    return Offload(CPU, streams, SimulatedPool(streams))
+
+
+# A GPU's kernels on a CPU: what is one kernel there and several operations here is recorded as the one kernel.
+
+
+# torch.compile makes one kernel of each (core's @jit_fuser).
+FUSED = (
+    (fused_bias_swiglu, ("swiglu", "bias_swiglu", "swiglu_back", "bias_swiglu_back")),
+    (fused_bias_dropout, ("bias_dropout_add_fused_train", "bias_dropout_add_fused_inference")),
+)
+
+
+@contextmanager
+def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -> Iterator[None]:
+    """Within, the kernels that a GPU fuses are recorded as one each, and their insides take no memory; attention runs
+    on what stands for the kernel that ``machine`` would choose.
+
+    Args:
+        fused_rope: the rotation of queries and keys is one of them.
+    """
+    with ExitStack() as stack:
+        for module, names in FUSED:
+            for name in names:
+                stack.enter_context(patch.object(module, name, _as_one(recorder, getattr(module, name))))
+        stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
+        stack.enter_context(patch.object(adam, "_single_tensor_adam", _adam(recorder, adam._single_tensor_adam)))
+        stack.enter_context(sharded_streams(recorder))
+        if fused_rope:
+            stack.enter_context(patch.object(rope, "_rotated", _as_one(recorder, _rotate)))
+        # Not the pieces that suit a CPU's caches.
+        stack.enter_context(patch.dict(rope.PIECE, clear=True))
+        stack.enter_context(patch.dict(math_kernel.SCORE_BYTES, cpu=math_kernel.SCORE_BYTES["cuda"]))
+        stack.enter_context(
+            patch.dict(position_dropout.ELEMENTS_AT_ONCE, cpu=position_dropout.ELEMENTS_AT_ONCE["cuda"])
+        )
+        stack.enter_context(patch.object(kernels, "select", partial(simulated_kernel, recorder, machine)))
+        stack.enter_context(patch.object(chunked_loss, "_adds_wide", lambda *_: True))
+        yield
+
+
+def _rotate(x: Tensor, angles: Tensor, how: rope.Rope, sign: int) -> Tensor:
+    """Triton's kernel (context_parallel/positions/rope_kernel.py)."""
+    return torch.empty_like(x)
+
+
+def _as_one(recorder: Recorder, function: Callable) -> Callable:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return recorder.fused(function, args, kwargs)
+
+    return run
+
+
+def _adam(recorder: Recorder, function: Callable) -> Callable:
+    """Transformer Engine's Adam, which core takes on a GPU, updates all tensors in one kernel."""
+
+    def fused_adam(*args: Any, **kwargs: Any) -> tuple:
+        function(*args, **kwargs)
+        return args[0], args[2], args[3]  # what it writes: parameters and moments
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        recorder.fused(fused_adam, args, kwargs)
+
+    return run
+
+
+def _rms_norm(recorder: Recorder, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None):
+    """CUDA's: saves its input and one number a row."""
+    return _RmsNorm.apply(recorder, x, weight)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.recorder = recorder
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+
+        def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+            return torch.empty_like(x)
+
+        return recorder.fused(rms_norm, (x, weight), {})
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor]:
+        x, weight, rstd = ctx.saved_tensors
+
+        def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.empty_like(x), torch.empty_like(weight)
+
+        return None, *ctx.recorder.fused(rms_norm_backward, (dy, x, weight), {})

@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches a step of the real program and writes down its trace: kernels, transfers, host copies, waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from megatron.context_parallel.layout.grid import Grid
+from megatron.formulas.strategy import Group
+from megatron.platform.simulated_cluster import UNKNOWN, Answer
+from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.training.report.tensor_memory import TensorMeter
+
+# The kernel that an operation is on a device: its FLOPs, and the bytes that it reads and writes.
+
+
+aten = torch.ops.aten
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors_in(tensors))
+
+
+def tensors_in(things: Any) -> list[Tensor]:
+    """All tensors in what an operation is given or returns."""
+    if isinstance(things, Tensor):
+        return [things]
+    if isinstance(things, tuple | list):
+        return [x for thing in things for x in ((thing,) if isinstance(thing, Tensor) else tensors_in(thing))]
+    return [x for x in tree_leaves(things) if isinstance(x, Tensor)] if isinstance(things, dict) else []
+
+
+@cache
+def called(func: Any) -> str:
+    """An operation's name in the trace."""
+    return func._schema.name.removeprefix("aten::")
+
+
+MOVES_NOTHING = (
+    aten._local_scalar_dense.default,
+    aten.new_empty.default,
+    aten.empty_like.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.lift_fresh.default,
+)
+
+
+@cache
+def moves_nothing(func: Any) -> bool:
+    """Whether an operation only makes views or memory."""
+    if func.namespace == "prim" or func._schema.name.startswith(("aten::empty", "aten::detach", "aten::set_")):
+        return True
+    if func in MOVES_NOTHING:
+        return True
+    returned = func._schema.returns
+    return bool(returned) and all(x.alias_info is not None and not x.alias_info.is_write for x in returned)
+
+
+def host_copy(func: Any, args: tuple, out: Any) -> HostCopy | None:
+    """A copy between a host buffer and the device."""
+    if func is aten.copy_.default:
+        to, source = args[0], args[1]
+    elif func is aten.clone.default:
+        to, source = out, args[0]
+    else:
+        return None
+    there, here = in_host(to), in_host(source)
+    if there == here:
+        return None
+    return HostCopy("to_host" if there else "to_device", to.numel() * to.element_size())
+
+
+def in_host(x: Tensor) -> bool:
+    x = getattr(x, "_local_tensor", x)
+    return torch._C._has_storage(x) and getattr(x.untyped_storage(), "is_host_buffer", False)
+
+
+# Of every overload: into a given sum, in place, of narrow matrices into a wide sum. The place of the first matrix.
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+GEMMS = {
+    getattr(getattr(aten, name), overload): first
+    for name, first in PRODUCTS.items()
+    for overload in getattr(aten, name).overloads()
+}
+WRITES_ALONE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar)
+ATTENTION = ("_scaled_dot_product_", "_flash_attention_")
+
+
+def kernel(func: Any, args: tuple, kwargs: dict, out: Any) -> Kernel | None:
+    """Work of the compute stream."""
+    name = called(func)
+    given = [value for name, value in kwargs.items() if name != "out"]  # which is what is returned
+    tensors = [getattr(x, "_local_tensor", x) for x in tensors_in((args, given, out))]
+    size = sum(x.numel() * x.element_size() for x in tensors)
+    if not size:
+        return None
+    if func in WRITES_ALONE:  # what is written over is not read
+        size -= tensors[0].numel() * tensors[0].element_size()
+    if func in GEMMS:
+        a, b = args[GEMMS[func] : GEMMS[func] + 2]
+        shape = (1 if a.dim() == 2 else a.size(0), a.size(-2), b.size(-1), a.size(-1))
+        return Kernel(name, "gemm", 2.0 * prod(shape), size, shape, a.element_size())
+    if name.startswith(ATTENTION):
+        return _attention(func, name, args, kwargs, size)
+    return Kernel(name, "memory", 0.0, size, itemsize=tensors[-1].element_size())
+
+
+def _attention(func: Any, name: str, args: tuple, kwargs: dict, size: int) -> Kernel:
+    """Forward: (q, k, v, ...); backward: (dout, q, k, v, ...), all [b, heads, s, d]."""
+    given = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
+    q, k = given["query"], given["key"]
+    backward = "backward" in name
+    batch, heads, rows, head_dim = q.shape
+    keys, causal = k.size(2), bool(given.get("is_causal", False))
+    pairs = rows * (rows + 1) / 2 if causal else rows * keys
+    flops = (10.0 if backward else 4.0) * batch * heads * head_dim * pairs
+    return Kernel(name, "attention", flops, size, (rows, keys, batch * heads, head_dim), q.element_size(), backward)
+
+
+# What an operation of torch.distributed sends, over which axis of the grid.
+
+
+STAGES = "pp"  # stands for the pipeline's group among the names of groups
+
+
+@cache
+def communicates(func: Any) -> bool:
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+def sent(kind: Collective, size: int, ranks: int) -> int:
+    """Bytes a rank sends of a whole of ``size`` bytes; see :class:`Transfer`."""
+    if kind in ("all_gather", "reduce_scatter"):
+        return size * (ranks - 1) // ranks
+    if kind == "all_reduce":
+        return 2 * size * (ranks - 1) // ranks
+    return size
+
+
+def transfer(func: Any, args: tuple, out: Any) -> tuple[Collective, ProcessGroup, int] | None:
+    """(kind, group, bytes) of a communication operation; of gathers and reductions, the bytes of the whole."""
+    name = func._schema.name.split("::")[1]
+    if name in ("barrier", "monitored_barrier_", "wait_tensor", "recv_", "recv_any_source_"):
+        return None  # a message is its sender's; of a ring see `received`
+    group = _group(args)
+    if name.startswith(("allreduce", "all_reduce", "reduce_")) and "scatter" not in name:
+        return "all_reduce", group, bytes_of(args[0])
+    if "reduce_scatter" in name:
+        return "reduce_scatter", group, bytes_of(args[0] if func.namespace == "_c10d_functional" else args[1])
+    if name.startswith(("allgather", "_allgather", "all_gather")):
+        return "all_gather", group, bytes_of(out if func.namespace == "_c10d_functional" else args[0])
+    if name.startswith(("alltoall", "all_to_all")):
+        return "all_to_all", group, _sent_to_others(args, group)
+    if name in ("scatter", "scatter_"):  # a part each, from rank 0
+        return "broadcast", group, bytes_of(args[1]) * (group.size() - 1) // group.size() if args[1] else 0
+    if name.startswith("broadcast"):
+        root = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
+        return "broadcast", group, bytes_of(args[0]) if group.rank() == root else 0
+    if name == "send":
+        return "p2p", group, bytes_of(args[0])
+    raise NotImplementedError(f"{func} is not known to the recorder")
+
+
+def received(func: Any, args: tuple) -> tuple[ProcessGroup, int] | None:
+    """(group, bytes) of a receive, else None."""
+    return (_group(args), bytes_of(args[0])) if func._schema.name == "c10d::recv_" else None
+
+
+def _sent_to_others(args: tuple, group: ProcessGroup) -> int:
+    """alltoall_base_(out, in, group, out sizes, in sizes) or alltoall_(outs, ins, group)."""
+    source = args[1]
+    if isinstance(source, (list, tuple)):
+        return bytes_of([x for rank, x in enumerate(source) if rank != group.rank()])
+    sizes, total = args[4] if len(args) > 4 else [], bytes_of(source)
+    if not sizes:
+        return total * (group.size() - 1) // group.size()
+    return total * (sum(sizes) - sizes[group.rank()]) // max(sum(sizes), 1)
+
+
+def _group(args: tuple) -> ProcessGroup:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return ProcessGroup.unbox(arg)
+            except RuntimeError:  # a reduction's operator
+                continue
+    return dist.distributed_c10d._resolve_process_group([x for x in args if isinstance(x, str)][-1])
+
+
+def axes_of(grid: Grid) -> dict[str, tuple[str, Group]]:
+    """The axis that each of this rank's process groups belongs to, by the group's name."""
+    from megatron.core import parallel_state as ps
+
+    tensor, ulysses, ring = grid.tensor.size, grid.ulysses.size, grid.ring.size
+    context = ulysses * ring
+    dp, pp = Group(context * grid.data.size, tensor), Group(grid.pipeline.size, tensor * context * grid.data.size)
+    named = [
+        ("pp", grid.pipeline.group, pp),
+        ("dp", grid.data.group, Group(grid.data.size, tensor * context)),
+        ("dp", ps.get_data_parallel_group(with_context_parallel=True), dp),
+        ("tp", grid.tensor.group, Group(tensor)),
+        ("ulysses", grid.ulysses.group, Group(ulysses, tensor)),
+        ("ring", grid.ring.group, Group(ring, tensor * ulysses)),
+    ]
+    found = {group.group_name: (axis, placement) for axis, group, placement in named if group is not None}
+    found[STAGES] = ("pp", pp)
+    for group in (ps.get_embedding_group(check_initialized=False),):
+        if group is not None and group.group_name not in found:
+            found[group.group_name] = ("pp", Group(group.size(), pp.stride * max(1, pp.size - 1)))
+    return found
+
+
+WHERE = torch.ops.prim.device.default
+
+
+@dataclass
+class _Hop:
+    """Messages of one hop of a ring so far.
+
+    Attributes:
+        receives: numbers of the receives that are not in the trace yet.
+        bytes: what these receives bring.
+        sends: the transfer whose excess covers receives that are in the trace.
+    """
+
+    axis: str = ""
+    group: Group = Group(1)
+    receives: list[int] = field(default_factory=list)
+    bytes: float = 0.0
+    sends: Transfer | None = None
+
+
+class Recorder(TensorMeter):
+    """A :class:`TensorMeter` that also keeps the trace of what runs while it is active.
+
+    It works on real tensors and process groups, where it only watches, and on fake ones.
+
+    Args:
+        axes: name of the axis and ranks of each process group, by the group's name; see :func:`axes_of`.
+        resized, before: see :class:`TensorMeter`.
+    """
+
+    def __init__(
+        self,
+        axes: dict[str, tuple[str, Group]],
+        *,
+        resized: bool = False,
+        history: bool = True,
+        before: type[Tensor] = Tensor,
+    ) -> None:
+        super().__init__("cpu", record=history, resized=resized, before=before)
+        self.axes, self.trace = axes, Trace()
+        self.tickets = 0
+        self._of_collective: dict[int, int] = {}  # tickets, by the number of the collective
+        self._collectives = 0
+        self._hop = _Hop()
+        self._deferred: list[int] | None = None
+        self.attention = ""  # what attention kernels are called, in place of the operation that stands for them
+        self.answer: Answer | None = None  # asked before an operation is called
+        self.quiet = 0  # depth of regions whose operations are recorded as one, or by somebody else
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is WHERE:  # half of all that fake tensors ask
+            return self._call(func, args, kwargs)
+        self.settle()
+        out = self._call(func, args, kwargs)
+        self.see_all(out)
+        if not self.quiet:
+            self.note(func, args, kwargs, out)
+        return out
+
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        out = UNKNOWN if self.answer is None else self.answer(func, args, kwargs)
+        return func(*args, **kwargs) if out is UNKNOWN else out
+
+    def note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """Write down one operation."""
+        if communicates(func):
+            self._note_transfer(func, args, out)
+        elif not moves_nothing(func):
+            event = host_copy(func, args, out) or kernel(func, args, kwargs, out)
+            if event is not None:
+                self.end_hop()
+                if self.attention and getattr(event, "kind", "") == "attention":
+                    event.name = self.attention
+                self.trace.events.append(event)
+
+    def written(self, to: Tensor) -> None:
+        """An operation would write into ``to``, and is somebody else's to record: it need not be called."""
+        self.settle()
+        self.see(to)
+
+    def price(self, kernel: Kernel) -> None:
+        """Write down a kernel that does not run."""
+        if not self.quiet:
+            self.trace.events.append(kernel)
+
+    def mark(self, phase: str) -> None:
+        """A phase begins."""
+        self.trace.events.append(Phase(phase))
+
+    @property
+    def plain(self) -> bool:
+        """Whether operations are recorded as they are, each for itself."""
+        return self.history is not None and not self.quiet and not self.attention and self._deferred is None
+
+    @property
+    def under_way(self) -> dict[int, int]:
+        """Tickets of collectives that nobody has waited for."""
+        return dict(self._of_collective)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Storages, events, changes of memory and tickets so far."""
+        return self._count, len(self.trace.events), len(self.history.events), self.tickets
+
+    def ticket(self) -> int:
+        self.tickets += 1
+        return self.tickets
+
+    def wait(self, ticket: int) -> None:
+        self.trace.events.append(Wait((ticket,)))
+
+    def waited(self, collective: int) -> None:
+        """The collective of this number (1, 2, ... in the order of their starts) is waited for."""
+        self.end_hop()
+        ticket = self._of_collective.pop(collective, None)
+        if ticket is None:
+            return
+        if self._deferred is not None:
+            self._deferred.append(ticket)
+        else:
+            self.wait(ticket)
+
+    @contextmanager
+    def deferring(self) -> Iterator[list[int]]:
+        """Tickets that are waited for within are collected; whoever asks for them waits later."""
+        before, self._deferred = self._deferred, []
+        try:
+            yield self._deferred
+        finally:
+            self._deferred = before
+
+    def copy(self, direction: str, size: int) -> int:
+        """A host copy begins on a stream of its own; returns its ticket."""
+        ticket = self.ticket()
+        self.trace.events.append(HostCopy(direction, size, ticket))
+        return ticket
+
+    @contextmanager
+    def calling(self, attention: str) -> Iterator[None]:
+        """Attention kernels within are called so."""
+        before, self.attention = self.attention, attention
+        try:
+            yield
+        finally:
+            self.attention = before
+
+    @contextmanager
+    def hushed(self) -> Iterator[None]:
+        """Operations within are somebody else's to record; their memory counts."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def fused(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run ``function`` as the one kernel that it is on a GPU: what it makes on its way takes no memory."""
+        self.settle()
+        device = self._levels["device"]
+        high, peak, begin = device.high, device.peak, len(self.history.events) if self.history else 0
+        with self.hushed():
+            out = function(*args, **kwargs)
+        if not self.quiet:
+            self.settle()
+            device.peak, device.high = peak, max(high, device.now)
+            self._forget_passing(begin)
+            tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+            size = bytes_of([getattr(x, "_local_tensor", x) for x in tensors])
+            self.trace.events.append(Kernel(function.__name__, "memory", 0.0, size))
+        return out
+
+    def _forget_passing(self, begin: int) -> None:
+        """Take out of the history what came and went since its event ``begin``."""
+        if self.history is None:
+            return
+        since, change = self.history.events[begin:], Counter()
+        for _, number, size in since:
+            change[number] += size
+        self.history.events[begin:] = [event for event in since if change[event[1]]]
+
+    def _note_transfer(self, func: Any, args: tuple, out: Any) -> None:
+        functional = func.namespace == "_c10d_functional"
+        self._collectives += not functional
+        arriving = received(func, args)
+        if arriving is not None:
+            group, size = arriving
+            axis, placement = self.axes.get(group.group_name, ("", None))
+            if axis == "ring":
+                self._hop.receives.append(self._collectives)
+                self._hop.axis, self._hop.group, self._hop.bytes = axis, placement, self._hop.bytes + size
+            return
+        found = transfer(func, args, out)
+        if found is None:
+            return
+        kind, group, size = found
+        # Between two stages core sends some messages over the group of the whole world.
+        known = self.axes.get(group.group_name) or (self.axes.get(STAGES) if kind == "p2p" else None)
+        axis, placement = known or ("other", Group(group.size()))
+        if placement.size == 1:
+            return
+        ticket = None if functional else self.ticket()
+        self._of_collective[self._collectives] = ticket
+        moved = Transfer(kind, axis, placement, sent(kind, size, placement.size), ticket)
+        self.trace.events.append(moved)
+        if kind == "p2p" and axis == self._hop.axis:
+            self._send_beside_receives(moved)
+
+    def _send_beside_receives(self, moved: Transfer) -> None:
+        """A hop's receives come before its sends, and travel at the same time: only what exceeds these takes longer."""
+        hop = self._hop
+        if hop.receives:
+            moved.excess = max(0.0, hop.bytes - moved.bytes)
+            self._of_collective |= dict.fromkeys(hop.receives, moved.ticket)
+            self._hop = _Hop(moved.axis, moved.group, sends=moved)
+        elif hop.sends is not None:
+            hop.sends.excess = max(0.0, hop.sends.excess - moved.bytes)
+
+    def end_hop(self) -> None:
+        """Receives of a hop in which nothing was sent are a transfer of their own."""
+        if not self._hop.axis:
+            return
+        hop, self._hop = self._hop, _Hop()
+        if hop.receives:
+            ticket = self.ticket()
+            self._of_collective |= dict.fromkeys(hop.receives, ticket)
+            self.trace.events.append(Transfer("p2p", hop.axis, hop.group, 0.0, ticket, excess=hop.bytes))

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one device: products and attention by size, memory, copies to the host, the shortest kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron.context_parallel.attention import kernels
+
+HEAD_DIM = 128
+HEAD_SIZES = (32, 64, 128, 256)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How large and how long.
+
+    Attributes:
+        window: seconds that one figure may take, beside one call that lasts longer.
+        gemm: sizes of square products. attention: sequence lengths. heads: of attention.
+        copy_bytes: of a copy. message_bytes: of the large message of a collective.
+    """
+
+    window: float
+    gemm: tuple[int, ...]
+    attention: tuple[int, ...]
+    heads: int
+    copy_bytes: int
+    message_bytes: int
+
+
+def effort(device: str, quick: bool) -> Effort:
+    """What suits a ``cuda`` or a ``cpu`` device."""
+    if device == "cuda":
+        if quick:
+            return Effort(0.1, (512, 1024, 2048, 4096, 8192), (1024, 4096, 16384), 16, 2**28, 2**26)
+        sizes = (256, 512, 1024, 2048, 4096, 8192, 16384)
+        return Effort(0.5, sizes, (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), 32, 2**30, 2**28)
+    if quick:
+        return Effort(0.1, (64, 256, 1024), (128, 512), 4, 2**25, 2**22)
+    return Effort(0.6, (64, 128, 256, 512, 1024, 2048), (128, 256, 512, 1024, 2048, 4096), 8, 2**27, 2**25)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, window: float) -> float:
+    """Seconds of a call: the best of several batches of calls, each about a fifth of ``window``."""
+    call()
+    settle(device)
+    calls, best, begun = 1, float("inf"), time.perf_counter()
+    while True:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        settle(device)
+        took = time.perf_counter() - start
+        best = min(best, took / calls)
+        if time.perf_counter() - begun > window:
+            return best
+        calls = max(1, min(10_000, int(window / 5 / best)))
+
+
+def gemm_rate(size: int, dtype: torch.dtype, device: torch.device, window: float) -> float:
+    """FLOP/s of a square product."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / seconds_of(lambda: torch.mm(a, b, out=out), device, window)
+
+
+def attention_rates(
+    length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, window: float
+) -> tuple[float, float]:
+    """FLOP/s of causal attention, forward and backward, by the kernel that training would take here."""
+    kernel = kernels.select("auto", device=device, dtype=dtype, head_dim=head_dim)
+    q, k, v = (torch.randn(1, heads, length, head_dim, device=device).to(dtype) for _ in range(3))
+    scale = head_dim**-0.5
+    out, lse = kernel.forward(q, k, v, causal=True, mask=None, scale=scale)
+    forward = seconds_of(lambda: kernel.forward(q, k, v, causal=True, mask=None, scale=scale), device, window)
+    backward = seconds_of(
+        lambda: kernel.backward(out, q, k, v, out, lse, causal=True, mask=None, scale=scale), device, window
+    )
+    flops = 2 * length * length * heads * head_dim
+    return flops / forward, 2.5 * flops / backward
+
+
+def memory_bandwidth(size: int, device: torch.device, window: float) -> float:
+    """Bytes a second, read and written, of a copy within the device's memory."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * size / seconds_of(lambda: target.copy_(source), device, window)
+
+
+def launch_seconds(device: torch.device, window: float) -> float:
+    """Of one of many tiny kernels."""
+    x = torch.zeros(1, device=device)
+    return seconds_of(lambda: x.add_(1), device, window)
+
+
+def host_copy(size: int, device: torch.device, window: float) -> tuple[float, float]:
+    """(Bytes a second, seconds of a tiny copy) between the device and pinned host memory, the slower direction.
+
+    On a CPU device, between two buffers.
+    """
+    cuda = device.type == "cuda"
+    host, tiny = (torch.zeros(n, dtype=torch.uint8, pin_memory=cuda) for n in (size, 8))
+    there, dot = (torch.ones(n, dtype=torch.uint8, device=device) for n in (size, 8))
+    pairs = ((there, host), (host, there)) if cuda else ((there, host),)
+    slowest = max(seconds_of(partial(to.copy_, of, non_blocking=True), device, window) for to, of in pairs)
+
+    def copy_tiny() -> None:
+        dot.copy_(tiny, non_blocking=True)
+        settle(device)
+
+    latency = seconds_of(copy_tiny, device, window)
+    return size / max(slowest - latency, 0.1 * slowest), latency
+
+
+# Measures device memory that no tensor holds: the CUDA context, cuBLAS' workspace, NCCL's buffers. GPUs only.
+#
+# What others take is the device's memory in use less what PyTorch's allocator reserves, as the driver and PyTorch say.
+# Nobody else may use the GPU meanwhile.
+
+
+SIDE = 256  # of the product that makes cuBLAS take its workspace
+
+
+def outside(device: torch.device) -> int:
+    """Bytes in use on the device that PyTorch's allocator has not."""
+    torch.cuda.synchronize(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    return whole - free - torch.cuda.memory_reserved(device)
+
+
+def context_and_workspace(device: torch.device) -> dict[str, int]:
+    """Bytes of the context, with what the process's first product loads; and of cuBLAS' workspace, which is what that
+    product leaves allocated."""
+    a = torch.ones(SIDE, SIDE, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(a)
+    before = torch.cuda.memory_allocated(device)
+    torch.mm(a, a, out=out)
+    workspace = torch.cuda.memory_allocated(device) - before
+    return {"context": outside(device), "cublas": workspace}
+
+
+def communicator(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Bytes that the group's first all_reduce and all_gather leave in use: all its ranks call this."""
+    whole = torch.ones(dist.get_world_size(group), device=device)
+    one = whole[:1].clone()  # kernels are loaded, too
+    before = outside(device)
+    dist.all_reduce(one, group=group)
+    dist.all_gather_into_tensor(whole, one, group=group)
+    return max(0, outside(device) - before)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in words: what it is, why it wins, why others lose or do not fit. All of it is read off times and bytes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import ceil
+
+from megatron.formulas.strategy import Strategy, Workload
+from megatron.simulator.cost.estimate import estimate
+from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.planner.plans import Fit, Plan, Problem
+from megatron.simulator.planner.search import Known, search
+from megatron.simulator.planner.search_space import Limits, divisors
+
+GIB = 2**30
+PARTS = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory": "norms, activations and copies on the device",
+    "optimizer": "the optimizer",
+    "tp": "waiting for TP's gathers and scatters",
+    "ulysses": "waiting for Ulysses' all-to-alls",
+    "ring": "waiting for the ring",
+    "dp": "waiting for gradients and weights over DP x CP",
+    "pp": "waiting for neighbours in the pipeline",
+    "host": "waiting for copies to and from the host",
+    "bubble": "the pipeline's bubble",
+    "launching": "waiting for the host to launch kernels",
+}
+AXES = {"tensor": "TP", "ulysses": "Ulysses", "ring": "Ring", "data": "DP", "pipeline": "PP"}
+KINDS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "temporary": "tensors that come and go",
+}
+STATES = ("parameters", "gradients", "optimizer")
+TOLD = 6  # alternatives that are told of
+
+
+def grid_words(s: Strategy) -> str:
+    """``TP 2 x Ulysses 4``."""
+    used = [f"{name} {getattr(s, axis)}" for axis, name in AXES.items() if getattr(s, axis) > 1]
+    return " x ".join(used) or "one GPU"
+
+
+def saving_words(s: Strategy) -> str:
+    """Recompute, chunks and what goes to the host; empty: none of these."""
+    words = [f"{s.recompute} recompute"] if s.recompute != "none" else []
+    if s.recompute == "full" and s.recompute_method == "block":
+        words = [f"recompute of {s.recompute_layers} layer{'s' * (s.recompute_layers > 1)} a stage"]
+    elif s.recompute == "full" and s.recompute_layers > 1:
+        words = [f"full recompute in units of {s.recompute_layers} layers"]
+    if s.fpdt_chunk:
+        words.append(f"FPDT {count(s.fpdt_chunk)}" + ("" if s.fpdt_offload else " on the device"))
+    if s.offload_checkpoints:
+        words.append("layer inputs on the host")
+    if s.stream_hidden:
+        words.append("hidden states streamed")
+    if s.ffn_chunks and not s.fpdt_chunk:
+        words.append(f"FFN in {s.ffn_chunks} runs")
+    if s.loss_chunks:
+        words.append(f"loss in {s.loss_chunks} chunks")
+    return ", ".join(words)
+
+
+def words(s: Strategy) -> str:
+    """The whole strategy."""
+    parts = [grid_words(s), f"ZeRO {s.zero}"]
+    if s.micro_batch > 1:
+        parts.append(f"micro-batch {s.micro_batch}")
+    if s.virtual > 1:
+        parts.append(f"{s.virtual} virtual stages")
+    return ", ".join([*parts, *filter(None, [saving_words(s)])])
+
+
+def count(number: int) -> str:
+    """Tokens in K or M where that is exact."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if number >= size and number % size == 0:
+            return f"{number // size}{unit}"
+    return f"{number:,}"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB"
+
+
+def a(name: str) -> str:
+    """With its article, as it is spoken: an A100, an H100, a B200."""
+    spelled = re.match(r"[AEFHILMNORSX]\d|[aeio]", name)
+    return f"{'an' if spelled else 'a'} {name}"
+
+
+def _for(name: str) -> str:
+    return PARTS[name] if PARTS[name].startswith("waiting") else f"for {PARTS[name]}"
+
+
+def winning(plan: Plan, problem: Problem) -> str:
+    """Where the winner's time and memory go."""
+    shares = {name: took / plan.seconds for name, took in plan.estimate.parts.items()}
+    largest = sorted(shares, key=lambda name: -shares[name])[:4]
+    told = ", ".join(f"{PARTS[name]} {100 * shares[name]:.0f} %" for name in largest if shares[name] > 0.005)
+    memory = plan.memory
+    held = ", ".join(
+        f"{gib(getattr(memory, kind))} {text}" for kind, text in KINDS.items() if getattr(memory, kind) > 0.05 * GIB
+    )
+    text = (
+        f"{words(plan.strategy)}: {duration(plan.seconds)} a step. It goes into {told}. The fullest rank holds "
+        f"{gib(memory.total)} ({held}), {gib(plan.margin)} less than {a(problem.machine.name)} has for it."
+    )
+    if memory.host:
+        node = problem.gpus_per_node
+        text += f" Offloading takes {gib(node * memory.host)} of a node's host memory."
+    if (busiest := plan.strategy.busiest(problem.workload)) > 1.005:
+        text += f" Documents leave the ring's busiest rank {busiest:.2f} times the attention of the mean."
+    return text
+
+
+def losing(plan: Plan, winner: Plan) -> str:
+    """Which parts of a step make a plan slower than the winner."""
+    lost = plan.seconds - winner.seconds
+    if lost <= 1e-3 * winner.seconds:
+        return f"as fast as the winner, with {gib(abs(plan.margin - winner.margin))} " + (
+            "more to spare" if plan.margin > winner.margin else "less to spare"
+        )
+    ours, theirs = winner.estimate.parts, plan.estimate.parts
+    changes = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in {*ours, *theirs}}
+    rising = sorted((name for name in changes if changes[name] > 0), key=lambda name: -changes[name])
+    main = [name for name in rising if changes[name] > 0.15 * changes[rising[0]]][:3]
+    more = [f"{duration(changes[name])} more {_for(name)}" for name in main]
+    falling = min(changes, key=lambda name: changes[name])
+    if changes[falling] < -0.15 * changes[rising[0]]:
+        more.append(f"{duration(-changes[falling])} less {_for(falling)}")
+    return f"{duration(lost)} ({100 * lost / winner.seconds:.1f} %) slower: {', '.join(more)}"
+
+
+def failing(plan: Fit, winner: Plan | None, problem: Problem) -> str:
+    """Which memory is short, and what takes more of it than with the winner."""
+    machine = problem.machine
+    if plan.margin >= plan.spare:
+        node, lack = problem.gpus_per_node, -plan.host_margin
+        return f"needs {gib(node * plan.memory.host)} of host memory a node, {gib(node * lack)} more than there is"
+    if plan.tight:
+        left = f"leaves {gib(plan.margin)} of what {a(machine.name)} has for it"
+        return f"{left}, less than the --margin of {gib(plan.spare)}"
+    text = f"needs {gib(plan.memory.total)}, {gib(-plan.margin)} more than {a(machine.name)} has for it"
+    extra = {kind: getattr(plan.memory, kind) - (getattr(winner.memory, kind) if winner else 0) for kind in KINDS}
+    kinds = [kind for kind in sorted(extra, key=lambda kind: -extra[kind]) if extra[kind] > 0.1 * -plan.margin][:3]
+    if not kinds:
+        return text
+    told = ", ".join(f"{gib(extra[kind])} {'more ' if winner else ''}{KINDS[kind]}" for kind in kinds)
+    states = kinds[0] in STATES
+    return f"{text}: {told}" + (f"; {holding(plan.strategy)}" if states and winner else "")
+
+
+def holding(s: Strategy) -> str:
+    """What of the model a rank holds."""
+    share = s.tensor * s.pipeline
+    part = "the whole model" if share == 1 else f"1/{share} of the model"
+    split = {0: "nothing is split over DP x CP", 1: "the optimizer alone is", 2: "all but the weights are"}
+    if s.zero > 2:
+        return f"every rank works with {part}, split over {s.group('dp').size}"
+    over = s.group("dp").size
+    return f"every rank holds {part}" + (f", of which {split[s.zero]} split over {over}" if s.zero else "")
+
+
+def alternatives(winner: Plan, problem: Problem, known: Known | None = None) -> list[str]:
+    """One thing changed at a time, each at its best: what that costs, or which memory it lacks.
+
+    ``known``: of the search for the winner.
+    """
+    told: dict[Strategy, tuple[float, str]] = {}
+    for label, limits in _changes(winner.strategy, problem):
+        changed = replace(problem, limits=limits)
+        found = search(changed, 1, known, near=1.0)
+        near = [plan for plan in found.failing if plan.seconds < winner.seconds]
+        if near:
+            plan = max(near, key=lambda plan: min(plan.margin, plan.host_margin))
+            sooner = f"{label}: {words(plan.strategy)} would take {duration(winner.seconds - plan.seconds)} less"
+            far = max(-plan.margin / plan.room, -plan.host_margin / plan.host_room)
+            told.setdefault(plan.strategy, (far, f"{sooner}, but {failing(plan, winner, problem)}."))
+        if found.plans and found.plans[0].strategy != winner.strategy:
+            plan = found.plans[0]
+            text = f"{label}: {words(plan.strategy)} is {losing(plan, winner)}."
+            told.setdefault(plan.strategy, (plan.seconds / winner.seconds - 1, text))
+    return [text for _, text in sorted(told.values())[:TOLD]]
+
+
+def _changes(s: Strategy, problem: Problem) -> list[tuple[str, Limits]]:
+    """(what is changed, within which limits the best is then sought)."""
+    limits, changes = problem.limits, []
+    sizes = tuple(divisors(problem.gpus))
+    for axis, name in AXES.items():
+        used = getattr(s, axis) > 1
+        choice = tuple(size for size in sizes if (size == 1) == used)
+        given = getattr(limits, axis)
+        if given is not None:
+            choice = tuple(size for size in choice if size in given)
+        if choice:
+            changes.append((f"{'Without' if used else 'With'} {name}", replace(limits, **{axis: choice})))
+    same = replace(limits, **{axis: (getattr(s, axis),) for axis in AXES}, micro_batch=(s.micro_batch,))
+    if limits.zero is None:
+        for zero in range(4):
+            if zero != s.zero and (zero < 2 or s.pipeline == 1) and s.group("dp").size > 1:
+                changes.append((f"With ZeRO {zero}", replace(same, zero=(zero,))))
+    if s.recompute != "none" and limits.recompute is None:
+        changes.append(("Without recompute", replace(same, recompute=("none",))))
+    if s.fpdt_chunk and limits.fpdt_chunk is None:
+        changes.append(("Without FPDT", replace(same, fpdt_chunk=(0,))))
+    if limits.offload and (s.offload_checkpoints or (s.fpdt_chunk and s.fpdt_offload)):
+        changes.append(("Without host memory", replace(same, offload=False)))
+    return changes
+
+
+# What to know beside the best plan: how far its time is uncertain, and a length that divides better.
+
+
+MOST_PADDING = 0.05  # of a sequence's length
+WORTH = 0.98  # of the step's time that a padded one may take to be told of
+
+
+def uncertain_words(plan: Plan, problem: Problem) -> str:
+    """How long the step takes where the machine's uncertain shares are lowest, and highest; empty: none is, or none
+    matters."""
+    machine = problem.machine
+    ends = machine.at_the_ends()
+    slow, fast = (estimate(problem.workload, plan.strategy, end).seconds for end in ends)
+    told = ", ".join(
+        f"{name} {low:.2f} to {high:.2f}"
+        for name, (low, high) in machine.uncertain.items()
+        if low < high and name != "fp8"  # the planner has no FP8
+    )
+    if not told or slow - fast < 0.01 * plan.seconds:
+        return ""
+    return (
+        f"Published runs disagree on what {machine.name} keeps in training ({told} of its rates alone, "
+        f"docs/records.md): by them a step takes {duration(fast)} to {duration(slow)}"
+    )
+
+
+def padded_length(problem: Problem) -> int:
+    """The next length, at most a twentieth longer, that more grids can split; the problem's own if there is none."""
+    length, whole = problem.workload.seq_length, 2 * problem.gpus
+    for unit in (unit for unit in range(whole, 1, -1) if whole % unit == 0):
+        padded = ceil(length / unit) * unit
+        if padded <= (1 + MOST_PADDING) * length:
+            return padded
+    return length
+
+
+def padded_problem(problem: Problem) -> Problem:
+    """The same with sequences of :func:`padded_length`; itself where these are no longer."""
+    length = padded_length(problem)
+    same = length == problem.workload.seq_length
+    return problem if same else replace(problem, workload=_longer(problem.workload, length))
+
+
+def padding_words(problem: Problem, plan: Plan) -> str:
+    """Whether sequences that are padded would take less time, and to which length; empty: they would not."""
+    longer = padded_problem(problem)
+    length, padded = problem.workload.seq_length, longer.workload.seq_length
+    if padded == length or problem.workload.keys:
+        return ""
+    found = search(longer, 1, near=1.0).plans
+    if not found or found[0].seconds > WORTH * plan.seconds:
+        return ""
+    best = found[0]
+    return (
+        f"--seq-length {length} divides badly: padded to --seq-length {padded}, {grid_words(best.strategy)} takes "
+        f"{duration(best.seconds)} a step in place of {duration(plan.seconds)}"
+    )
+
+
+def _longer(workload: Workload, length: int) -> Workload:
+    """The workload with longer sequences, and as many learned positions where it has some."""
+    shape = workload.shape
+    positions = max(shape.positions, length) if shape.positions else 0
+    return replace(workload, seq_length=length, shape=replace(shape, positions=positions))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run of a plan: steps, days, GPU-hours and, with a file of prices, money; and which plan suits a limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron.formulas.parameters import stage_parameters
+from megatron.formulas.strategy import Shape
+from megatron.simulator.planner.plans import Plan, Problem
+from megatron.training.json_file import read_json
+from megatron.training.refusal import Refusal, short
+
+# What failures and checkpoints cost a long run, and how often to save.
+#
+# A run of thousands of GPUs is interrupted every few hours. Each time the work since the last checkpoint is lost, and a
+# restart takes its time; saving often costs as well. The best interval between is J. T. Daly's higher-order estimate (A
+# higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer Systems 22,
+# 2006, eq. 37), which for short saves is J. W. Young's sqrt(2 d M) (A first order approximation to the optimum
+# checkpoint interval, CACM 17, 1974). The time of the whole run is Daly's eq. 20: failures come at random, also
+# while the program saves and restarts.
+
+
+STATE_BYTES = 14  # of a parameter in a checkpoint: bf16 weight, fp32 main weight, Adam's two moments
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often a cluster fails, as a JSON file says it.
+
+    Attributes:
+        gpu_hours_per_failure: GPU-hours between two failures that end a run, whatever their cause.
+        restart_minutes: from a failure to the next step, loading included.
+        save_gb_per_second: of one node, to the storage; 10^9 bytes.
+        save_seconds: that a save keeps the program from training, in place of what follows from its size: a save
+            that goes on beside training keeps it for seconds.
+        source: where the figures are from.
+    """
+
+    gpu_hours_per_failure: float
+    restart_minutes: float = 10.0
+    save_gb_per_second: float = 2.0
+    save_seconds: float = 0.0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run with failures.
+
+    Attributes:
+        seconds: of the whole run; failures: that it meets.
+        between: seconds between two failures; interval: of training between two saves; save: of one.
+        saving, lost: seconds of the run that went into saves, and into work done twice and restarts.
+    """
+
+    seconds: float
+    failures: float
+    between: float
+    interval: float
+    save: float
+    saving: float
+    lost: float
+
+
+def read_rates(path: Path) -> Rates:
+    """
+    Raises:
+        Refusal: the file cannot be read, or a field is unknown, missing or no such figure.
+    """
+    names = [field.name for field in fields(Rates)]
+    raw = read_json(path, "--failures")
+    if not isinstance(raw, dict) or "gpu_hours_per_failure" not in raw:
+        raise Refusal(f"--failures {path}: give an object with gpu_hours_per_failure (docs/planner.md)")
+    for name, value in raw.items():
+        if name not in names:
+            raise Refusal(f"--failures {path}: {name}: no such field; fields are {', '.join(names)}")
+        if name == "source":
+            if not isinstance(value, str):
+                raise Refusal(f"--failures {path}: source: must be text, not {short(value)}")
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not (number and (value > 0 or (value == 0 and name in names[1:4:2]))):
+            raise Refusal(f"--failures {path}: {name}: must be a number above 0, not {short(value)}")
+    return Rates(**raw)
+
+
+def checkpoint_bytes(shape: Shape) -> int:
+    """Of the model and its optimizer."""
+    return STATE_BYTES * stage_parameters(shape, 1, 1, 0).numel
+
+
+def best_interval(save: float, between: float) -> float:
+    """Seconds of training between two saves of ``save`` seconds, where ``between`` pass from failure to failure."""
+    if save >= 2 * between:
+        return between
+    ratio = save / (2 * between)
+    return math.sqrt(2 * save * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+
+
+def interrupted(work: float, gpus: int, nodes: int, shape: Shape, rates: Rates) -> Interrupted:
+    """A run of ``work`` seconds without failures.
+
+    Raises:
+        Refusal: it would fail before it has saved anything, again and again.
+    """
+    between = 3600 * rates.gpu_hours_per_failure / gpus
+    save = rates.save_seconds or checkpoint_bytes(shape) / (1e9 * rates.save_gb_per_second * nodes)
+    restart = 60 * rates.restart_minutes
+    interval = min(best_interval(save, between), work)
+    if max(restart, interval + save) > 20 * between:
+        raise Refusal(
+            f"--failures: {gpus} GPUs fail every {between:.0f} s, a save and a restart take {save + restart:.0f} s: "
+            "such a run gets nowhere; use fewer --gpus, or faster saves and restarts"
+        )
+    seconds = between * math.exp(restart / between) * math.expm1((interval + save) / between) * work / interval
+    saving = save * work / interval
+    return Interrupted(seconds, seconds / between, between, interval, save, saving, seconds - work - saving)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a GPU costs an hour, by its name, in ``currency``."""
+
+    gpu_hour: dict[str, float]
+    currency: str
+
+    def of(self, machine: str) -> float:
+        """
+        Raises:
+            Refusal: the file does not say.
+        """
+        if machine not in self.gpu_hour:
+            raise Refusal(f"--prices: no gpu_hour for {machine}; there is one for {', '.join(sorted(self.gpu_hour))}")
+        return self.gpu_hour[machine]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run is about.
+
+    Attributes:
+        tokens: to train on. deadline: seconds, 0: none. budget: money, or GPU-hours without prices; 0: none.
+    """
+
+    tokens: float
+    prices: Prices | None = None
+    rates: Rates | None = None
+    deadline: float = 0.0
+    budget: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan from its first step to its last.
+
+    Attributes:
+        seconds: of the whole run, failures and all.
+        cost: money, or GPU-hours without prices.
+    """
+
+    plan: Plan
+    problem: Problem
+    steps: int
+    seconds: float
+    interrupted: Interrupted | None
+    gpu_hours: float
+    cost: float
+
+    @property
+    def save_interval(self) -> int:
+        """Steps between two saves."""
+        return max(1, round(self.interrupted.interval / self.plan.seconds)) if self.interrupted else 0
+
+
+def run_of(plan: Plan, problem: Problem, terms: Terms) -> Run:
+    """
+    Raises:
+        Refusal: no price for the GPU; or it fails too often.
+    """
+    workload, gpus = problem.workload, problem.gpus
+    steps = math.ceil(terms.tokens / (workload.seq_length * workload.global_batch))
+    seconds, broken = steps * plan.seconds, None
+    if terms.rates:
+        nodes = -(-gpus // problem.gpus_per_node)
+        broken = interrupted(seconds, gpus, nodes, workload.shape, terms.rates)
+        seconds = broken.seconds
+    hours = gpus * seconds / 3600
+    price = terms.prices.of(problem.machine.name) if terms.prices else 1.0
+    return Run(plan, problem, steps, seconds, broken, hours, hours * price)
+
+
+def chosen(runs: Sequence[Run], terms: Terms) -> Run:
+    """The cheapest run under a deadline, the fastest within a budget, else the fastest.
+
+    Raises:
+        Refusal: none is soon, or cheap, enough.
+    """
+    soon = [run for run in runs if not terms.deadline or run.seconds <= terms.deadline]
+    if not soon:
+        best = min(runs, key=lambda run: run.seconds)
+        raise Refusal(
+            f"--deadline: the soonest, {best.problem.gpus} x {best.problem.machine.name}, takes {days(best.seconds)}: "
+            "offer more --gpus, or fewer --train-tokens"
+        )
+    within = [run for run in soon if not terms.budget or run.cost <= terms.budget]
+    if not within:
+        best = min(soon, key=lambda run: run.cost)
+        raise Refusal(
+            f"--budget: the cheapest{' before the deadline' if terms.deadline else ''}, {best.problem.gpus} x "
+            f"{best.problem.machine.name}, costs {money(best.cost, terms)}: offer other --gpus or --gpu, or fewer "
+            "--train-tokens"
+        )
+    if terms.deadline and not terms.budget:
+        return min(within, key=lambda run: run.cost)
+    return min(within, key=lambda run: run.seconds)
+
+
+def read_prices(path: Path) -> Prices:
+    """From ``{"currency": "USD", "gpu_hour": {"H100-80G": 2.5}}``.
+
+    Raises:
+        Refusal: the file is not that.
+    """
+    raw = read_json(path, "--prices")
+    hours = raw.get("gpu_hour") if isinstance(raw, dict) else None
+    if not isinstance(hours, dict) or not hours:
+        raise Refusal(f'--prices {path}: give {{"currency": "USD", "gpu_hour": {{"H100-80G": 2.5}}}}')
+    for name, price in hours.items():
+        if not isinstance(price, int | float) or isinstance(price, bool) or not 0 < price < math.inf:
+            raise Refusal(f"--prices {path}: gpu_hour.{name}: must be a number above 0, not {short(price)}")
+    currency = raw.get("currency", "USD")
+    if not isinstance(currency, str) or len(currency) > 20 or not currency.isprintable() or set("[]") & set(currency):
+        raise Refusal(f"--prices {path}: currency: must be a short name such as USD, not {short(currency)}")
+    return Prices(hours, currency)
+
+
+def days(seconds: float) -> str:
+    """Days, or hours of less than three days, or minutes of less than three hours."""
+    for unit, size in (("days", 86400), ("hours", 3600)):
+        if seconds >= 3 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds / 60:,.1f} minutes"
+
+
+def money(cost: float, terms: Terms) -> str:
+    return f"{cost:,.0f} {terms.prices.currency if terms.prices else 'GPU-hours'}"

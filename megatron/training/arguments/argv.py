@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command line as a list of options, each a flag and its words; and the ways other programs write values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, MutableMapping, Sequence
+
+from megatron.training.refusal import Refusal
+
+FLAG = re.compile(r"--?[A-Za-z]")
+
+
+def options(words: Iterable[str]) -> list[list[str]]:
+    """Words by option: a flag and what follows it, ``--flag=value`` taken apart; words before the first flag alone."""
+    found: list[list[str]] = []
+    for word in words:
+        if FLAG.match(word):
+            flag, equals, value = word.partition("=")
+            found.append([flag, value] if equals else [flag])
+        elif found and found[-1][0].startswith("-"):
+            found[-1].append(word)
+        else:
+            found.append([word])
+    return found
+
+
+def flat(found: Iterable[list[str]]) -> list[str]:
+    """The options as one list of words. A value that looks like a flag is joined to its own."""
+    words = []
+    for flag, *values in found:
+        if len(values) == 1 and re.match(r"-(?!\d+$|\d*\.\d+$)", values[0]):
+            words.append(f"{flag}={values[0]}")
+        else:
+            words += [flag, *values]
+    return words
+
+
+def plain(
+    words: list[str], switches: set[str], defaults: set[str], numbers: set[str], lists: set[str], pairs: set[str]
+) -> list[str]:
+    """The same command line in this program's way of writing.
+
+    ``--bf16 true`` is ``--bf16``, and ``--bf16 false`` is nothing; ``[2,4]`` and ``2,4`` are lists of numbers; a pair
+    is ``4095,0``, ``(4095, 0)`` or two words.
+
+    Args:
+        switches: flags without a value.
+        defaults: those of them that say what is so without them as well; their ``false`` is no flag of ours.
+        numbers: flags with a list of numbers.
+        lists: flags with a list of words; only brackets make one word a list.
+        pairs: flags with two numbers.
+    """
+    found = []
+    for flag, *values in options(words):
+        word = values[0].lower() if flag in switches and len(values) == 1 else ""
+        if word == "true":
+            found.append([flag])
+        elif word == "false" and flag not in defaults:
+            continue
+        elif flag in pairs and values:
+            found.append([flag, ",".join(re.split(r"[\s,]+", " ".join(values).strip("()[] ")))])
+        elif flag in numbers and values or flag in lists and values and values[0].startswith("["):
+            found.append([flag, *(part.strip("'\"") for part in re.split(r"[\s,]+", " ".join(values).strip("()[] ")))])
+        else:
+            found.append([flag, *values])
+    return flat(found)
+
+
+# Ranks that a launcher hands over as flags, as scripts for mpirun do: into the environment, where all else looks.
+
+
+NAMES = {"--rank": "RANK", "--world-size": "WORLD_SIZE", "--local-rank": "LOCAL_RANK", "--local_rank": "LOCAL_RANK"}
+URLS = ("--dist-url", "--dist_url")
+
+
+def take_ranks(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    """Set what torchrun would set, from --rank, --world-size, --local-rank and --dist-url; nothing without --rank.
+
+    Under torchrun the flags must agree with it. Values that are no numbers are left for the parser to refuse.
+
+    Raises:
+        Refusal: a flag and the environment differ, or --dist-url names no place.
+    """
+    given = {option[0]: option[1] for option in options(argv) if len(option) == 2}
+    if not given.get("--rank", "").isdigit() or "--dry-run" in argv:
+        return
+    found = {name: (flag, given[flag]) for flag, name in NAMES.items() if given.get(flag, "").isdigit()}
+    for flag in (flag for flag in URLS if given.get(flag, "env://") != "env://"):
+        place = re.fullmatch(r"tcp://([^/:]+|\[[^\]]+\]):(\d+)/?", given[flag])
+        if place is None:
+            raise Refusal(f"{flag} {given[flag]}: give tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
+        found |= {"MASTER_ADDR": (flag, place[1].strip("[]")), "MASTER_PORT": (flag, place[2])}
+    for name, (flag, value) in found.items():
+        if environment.setdefault(name, value) != value:
+            raise Refusal(f"{flag} {value} and {name}={environment[name]} of the environment differ: leave one out")

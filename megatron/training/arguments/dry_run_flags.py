@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of --dry-run, before the rest is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.data_paths import WEIGHTED
+from megatron.training.refusal import Refusal
+
+
+def settle(config: Config, started: int) -> Config:
+    """A dry run needs no data, no duration and no learning rate: what was left open is filled in.
+
+    Args:
+        started: processes; where launchers say their number with --world-size, the two must agree.
+
+    Raises:
+        Refusal: a flag that only a dry run reads is there without it, or the other way round.
+    """
+    simulation = config.simulation
+    if not simulation.dry_run:
+        if simulation.world_size not in (None, started):
+            here = "1 process was" if started == 1 else f"{started} processes were"
+            raise Refusal(
+                f"--world-size {simulation.world_size}, and {here} started: start as many, or add --dry-run, which "
+                "simulates them"
+            )
+        given = {
+            "--dry-run-json": simulation.dry_run_json,
+            "--gpu": simulation.gpu and not config.parallel.elastic,
+            "--dry-run-every-layer": simulation.dry_run_every_layer,
+            "--dry-run-jitter": simulation.dry_run_jitter,
+            "--dry-run-trace-events": simulation.dry_run_trace_events is not None,
+        }
+        for flag in (flag for flag, value in given.items() if value):
+            more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
+            raise Refusal(f"{flag} does nothing without --dry-run: add --dry-run{more}, or leave it out")
+        return config
+    if simulation.dry_run_jitter and not simulation.gpu:
+        raise Refusal("--dry-run-jitter: it is about the time of a step: add --gpu NAME, or leave it out")
+    if not 0 <= simulation.dry_run_jitter < 1:
+        raise Refusal(f"--dry-run-jitter {simulation.dry_run_jitter:g}: give a share from 0 to below 1, such as 0.02")
+    if simulation.world_size is not None and simulation.world_size < 1:
+        raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
+    events = simulation.dry_run_trace_events
+    if events is not None and not (simulation.gpu and simulation.dry_run_json):
+        raise Refusal("--dry-run-trace-events is of the trace: add --gpu and --dry-run-json, or leave it out")
+    if events is not None and events < 1:
+        raise Refusal(f"--dry-run-trace-events {events}: give a number of at least 1")
+    config = deepcopy(config)
+    data, run = config.data, config.run
+    files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path)
+    if not any(
+        (data.data_path, data.train_data_path, data.mock_data, *files, *(getattr(data, name) for name in WEIGHTED))
+    ):
+        data.mock_data = True
+    if run.train_iters is None and run.train_samples is None and run.train_tokens is None:
+        run.train_iters = 1
+    if config.optimizer.lr is None:
+        config.optimizer.lr = max(1e-4, config.optimizer.min_lr)
+    if data.micro_batch_size is None:
+        data.micro_batch_size = 1
+    run.skip_train = False
+    return config
+
+
+def processes(config: Config, started: int) -> int:
+    """Processes of the run: of a simulated one --world-size, else as many as were ``started``."""
+    simulation = config.simulation
+    return simulation.world_size or started if simulation.dry_run else started
+
+
+def priced(config: Config) -> list[str]:
+    """What a dry run does not run as the run would, or what its time hangs on: a line each."""
+    model, notes = config.model, []
+    if model.fp8_format:
+        notes.append(
+            f"--fp8-format {model.fp8_format} is priced, not run: megatron-core's layers stand for Transformer "
+            "Engine's; FP8 copies of weights, inputs and gradients of linear layers, casts and products go by formula"
+        )
+    elif model.transformer_impl == "transformer_engine":
+        notes.append("--transformer-impl transformer_engine: megatron-core's layers stand for Transformer Engine's")
+    if model.attention_dropout and config.simulation.gpu:
+        notes.append(
+            f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and what drawing "
+            "takes is not priced; --attention-dropout 0 has flash attention (docs/dropout.md)"
+        )
+    return notes
+
+
+def leaves(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether this process has nothing to do: a launcher started many, and one of them simulates them all."""
+    return "--dry-run" in argv and environment.get("RANK", "0") != "0"

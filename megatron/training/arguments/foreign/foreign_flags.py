@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other programs' names for settings of ours, read into those settings.
+
+Older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP say in flags of their own what a combination of ours says.
+Each is either expressed exactly, or refused where it contradicts a flag that was given too. Where the other program
+would not have read it either, a note says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+from megatron.training.arguments.config import Config, ElsewhereConfig
+from megatron.training.arguments.foreign.deepspeed_file import DeepSpeedFile
+from megatron.training.refusal import Refusal
+
+
+def translate(config: Config, given: Collection[str]) -> None:
+    """Read ``config.elsewhere`` into the settings proper and leave it empty; remarks go to ``config.notes``.
+
+    Args:
+        given: the settings that the command line gives, as "section.field": they win over nothing, but must agree.
+
+    Raises:
+        Refusal: two flags say different things about one setting.
+    """
+    express = _Express(config, given)
+    _deepspeed(config, express)
+    _program(config, express)
+    _precision(config, express)
+    _recompute(config, express)
+    _zero(config, express)
+    _heads(config, express)
+    _layers(config, express)
+    _grid(config, express)
+    _rope(config, express)
+    _checkpoints(config)
+    config.elsewhere = ElsewhereConfig()
+
+
+class _Express:
+    """Sets a setting, unless the command line says something else about it."""
+
+    def __init__(self, config: Config, given: Collection[str]) -> None:
+        self.config, self.given = config, given
+
+    def __call__(self, name: str, value: Any, source: str) -> None:
+        section, field = name.split(".")
+        part = getattr(self.config, section)
+        if name in self.given and (there := getattr(part, field)) != value:
+            raise Refusal(f"{source} is {_words(field, value)}, and {_words(field, there)} is given: leave one out")
+        setattr(part, field, value)
+
+    def is_given(self, name: str) -> bool:
+        return name in self.given
+
+
+def _words(field: str, value: Any) -> str:
+    flag = "--" + field.replace("_", "-")
+    if value is False:
+        return f"no {flag}"
+    return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+
+
+def _deepspeed(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.deepspeed_config and not other.deepspeed:
+        raise Refusal("--deepspeed_config is read with --deepspeed alone: add that, or leave it out")
+    started_by_mpi = max(int(os.environ.get(name, "1")) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    if other.deepspeed_mpi and started_by_mpi > 1 and "WORLD_SIZE" not in os.environ:
+        raise Refusal(
+            "--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE: start with torchrun in place of mpirun"
+        )
+    if other.deepspeed_mpi:
+        config.notes.append("--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE, as torchrun sets them")
+    if other.deepspeed_config:
+        DeepSpeedFile(other.deepspeed_config, config, express).translate()
+    elif other.deepspeed:
+        config.notes.append("--deepspeed without --deepspeed_config: the flags alone decide")
+
+
+def _program(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.rank is not None and config.simulation.world_size is None:
+        raise Refusal(f"--rank {other.rank} is one of how many: add --world-size, or leave it out")
+    if other.no_cuda:
+        express("run.device", "cpu", "--no-cuda")
+    if other.eval_only is not None:
+        if any(word.lower() in ("false", "0") for word in other.eval_only):
+            raise Refusal(
+                f"--eval-only {' '.join(other.eval_only)} means yes in BigScience's program too: leave it out"
+            )
+        express("run.skip_train", True, "--eval-only")
+
+
+def _precision(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.optimizer_selection:
+        express("optimizer.optimizer", "adam", f"--optimizer-selection {other.optimizer_selection}")
+    if other.o2_gradient:
+        express("parallel.grad_reduce_in_bf16", True, "--o2-gradient")
+    source = f"--main-grads-dtype {other.main_grads_dtype}"
+    if other.main_grads_dtype == "bf16" and not other.use_precision_aware_optimizer:
+        raise Refusal(f"{source} is read with --use-precision-aware-optimizer alone: use --grad-reduce-in-bf16")
+    if other.main_grads_dtype == "bf16":
+        express("parallel.grad_reduce_in_bf16", True, source)
+    elif other.use_precision_aware_optimizer:
+        config.notes.append("--use-precision-aware-optimizer: all of it is in fp32, as without it")
+
+
+def _recompute(config: Config, express: _Express) -> None:
+    """Megatron-LM 2.6 reads --checkpoint-activations as --activations-checkpoint-method uniform, and both as one layer
+    a unit unless told otherwise."""
+    other, attention = config.elsewhere, config.attention
+    read = attention.recompute_granularity and attention.recompute_method != "block"
+    if attention.recompute_num_layers == 0 and not read:
+        attention.recompute_granularity = attention.recompute_method = attention.recompute_num_layers = None
+        config.notes.append("--recompute-num-layers 0: no layer is recomputed")
+    sources = {
+        "--checkpoint-activations": "uniform" if other.checkpoint_activations else None,
+        f"--activations-checkpoint-method {other.activations_checkpoint_method}": other.activations_checkpoint_method,
+    }
+    sources = {source: method for source, method in sources.items() if method}
+    if len(set(sources.values())) > 1:
+        raise Refusal(f"{' and '.join(sources)} recompute different layers: leave one out")
+    granularity = other.activations_checkpoint_granularity
+    if granularity == "selective" and sources:
+        raise Refusal(
+            f"--activations-checkpoint-granularity selective and {next(iter(sources))}, which is full: leave one out"
+        )
+    if granularity:
+        express("attention.recompute_granularity", granularity, f"--activations-checkpoint-granularity {granularity}")
+    counts = {
+        "--checkpoint-num-layers": other.checkpoint_num_layers,
+        "--activations-checkpoint-num-layers": other.activations_checkpoint_num_layers,
+    }
+    counts = {flag: count for flag, count in counts.items() if count is not None}
+    for flag, count in counts.items():
+        if count < 1:
+            raise Refusal(f"{flag} {count} must be at least 1")
+    if len(set(counts.values())) > 1:
+        raise Refusal(f"{' and '.join(f'{flag} {count}' for flag, count in counts.items())} differ: leave one out")
+    for source, method in sources.items():
+        layers = next(iter(counts.values()), 1)
+        express("attention.recompute_granularity", "full", source)
+        express("attention.recompute_method", method, source)
+        if counts or not express.is_given("attention.recompute_num_layers"):
+            said = "".join(f" {flag} {count}" for flag, count in counts.items())
+            express("attention.recompute_num_layers", layers, source + said)
+    if counts and not sources:
+        config.notes.append(
+            f"{', '.join(counts)} says nothing without --checkpoint-activations or --activations-checkpoint-method"
+        )
+    if other.deepspeed_activation_checkpointing and not sources:
+        config.notes.append(
+            "--deepspeed-activation-checkpointing recomputes nothing by itself, as in Megatron-DeepSpeed: add "
+            "--checkpoint-activations for less memory"
+        )
+    _selective(config)
+    recomputed = config.attention.recompute_granularity == "full" or config.chunks.fpdt
+    if other.checkpoint_in_cpu and recomputed:
+        express("chunks.offload_checkpoints", True, "--checkpoint-in-cpu")
+    elif other.checkpoint_in_cpu:
+        config.notes.append("--checkpoint-in-cpu has nothing to move: no layers are recomputed")
+
+
+def _selective(config: Config) -> None:
+    modules = config.elsewhere.recompute_modules
+    if not modules or set(modules) == {"core_attn"}:
+        return
+    attention = config.attention
+    if attention.recompute_granularity != "selective" and not attention.recompute_activations:
+        config.notes.append("--recompute-modules says nothing without --recompute-granularity selective")
+    else:
+        config.notes.append(
+            f"--recompute-modules {' '.join(modules)}: selective recompute is of core_attn here, with the same result; "
+            "--recompute-granularity full needs less memory"
+        )
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def _zero(config: Config, express: _Express) -> None:
+    """Megatron-FSDP and torch's FSDP2. Both overlap their messages by themselves here."""
+    other, parallel = config.elsewhere, config.parallel
+    strategy = other.data_parallel_sharding_strategy
+    if other.use_megatron_fsdp and other.use_torch_fsdp2:
+        raise Refusal("--use-megatron-fsdp and --use-torch-fsdp2 are two kinds of FSDP: leave one out")
+    if other.use_megatron_fsdp:
+        stage = STRATEGIES.index(strategy)
+        source = f"--use-megatron-fsdp with --data-parallel-sharding-strategy {strategy}"
+        express("parallel.zero_stage", stage, source)
+        if stage != 1 and parallel.use_distributed_optimizer:
+            parallel.use_distributed_optimizer = False
+            config.notes.append(f"{source} is --zero-stage {stage}; --use-distributed-optimizer says nothing beside it")
+        _overlap(config, source, stage)
+    elif strategy != "no_shard":
+        config.notes.append(f"--data-parallel-sharding-strategy {strategy} says nothing without --use-megatron-fsdp")
+    if other.overlapped_distributed_optimizer:
+        for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+            express(f"parallel.{name}", True, "--overlapped-distributed-optimizer")
+    if other.use_torch_fsdp2:
+        source = "--use-torch-fsdp2"
+        stage = 3 if other.torch_fsdp2_reshard_after_forward else 2
+        express("parallel.zero_stage", stage, source if stage == 3 else f"{source} without resharding")
+        _overlap(config, source, stage)
+    elif not other.torch_fsdp2_reshard_after_forward:
+        config.notes.append("--torch-fsdp2-no-reshard-after-forward says nothing without --use-torch-fsdp2")
+
+
+def _overlap(config: Config, source: str, stage: int) -> None:
+    if stage != 1 and config.parallel.overlap_param_gather:
+        config.parallel.overlap_param_gather = False
+        config.notes.append(f"{source}: weights are gathered ahead without --overlap-param-gather")
+
+
+def _heads(config: Config, express: _Express) -> None:
+    other = config.elsewhere
+    if other.num_key_value_heads is not None:
+        source = f"--num-key-value-heads {other.num_key_value_heads}"
+        express("model.num_query_groups", other.num_key_value_heads, source)
+        express("model.group_query_attention", True, source)
+    if other.attention_head_type == "multiquery":
+        express("model.num_query_groups", 1, "--attention-head-type multiquery")
+        express("model.group_query_attention", True, "--attention-head-type multiquery")
+    elif other.attention_head_type == "multihead" and config.model.group_query_attention:
+        raise Refusal("--attention-head-type multihead and --group-query-attention differ: leave one out")
+
+
+# Modules whose layer is megatron-core's own, by the flags: --qk-layernorm and the rest.
+PLAIN_SPECS = (["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"],)
+
+
+def _layers(config: Config, express: _Express) -> None:
+    other, model = config.elsewhere, config.model
+    if other.spec and other.spec not in PLAIN_SPECS:
+        raise Refusal(f"--spec {' '.join(other.spec)}: layers of a module of yours are not built here: leave it out")
+    if other.glu_activation == "swiglu":
+        express("model.swiglu", True, "--glu-activation swiglu")
+        if model.ffn_hidden_size is None and model.hidden_size is not None:
+            model.ffn_hidden_size = 4 * model.hidden_size
+
+
+def _grid(config: Config, express: _Express) -> None:
+    other, stages = config.elsewhere, config.parallel.pipeline_model_parallel_size
+    if other.no_pipeline_parallel and stages > 1:
+        raise Refusal(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} differ: leave one out")
+    if other.pp_partition_method:
+        _partition(config, express)
+    if other.context_parallel_algo:
+        kinds = {"ulysses_cp_algo": "a2a", "megatron_cp_algo": "p2p", "hybrid_cp_algo": "a2a+p2p"}
+        kinds |= {"kvallgather_cp_algo": "all_gather"}
+        kinds |= {"adaptive_cp_algo": "p2p", "hybrid_adaptive_cp_algo": "a2a+p2p"}  # rings that skip empty tiles
+        source = f"--context-parallel-algo {other.context_parallel_algo}"
+        express("parallel.cp_comm_type", [kinds[other.context_parallel_algo]], source)
+
+
+def _partition(config: Config, express: _Express) -> None:
+    """DeepSpeed weighs layers by the names of their classes; the tied output layer is an embedding once more."""
+    method, stages = config.elsewhere.pp_partition_method, config.parallel.pipeline_model_parallel_size
+    kinds = set(method.lower().removeprefix("type:").split("|")) if method.lower().startswith("type:") else set()
+    both = kinds == {"transformer", "embedding"} and not config.model.untie_embeddings_and_output_weights
+    if both and stages > 1 and config.model.num_layers and (config.model.num_layers + 2) % stages == 0:
+        for name in ("embedding", "loss"):
+            express(f"parallel.account_for_{name}_in_pipeline_split", True, f"--pp-partition-method {method}")
+    elif stages > 1:
+        config.notes.append(f"--pp-partition-method {method}: stages hold equally many layers here, to the same result")
+
+
+def _rope(config: Config, express: _Express) -> None:
+    """MindSpeed-LLM's Llama 3.1 scaling has the constants as flags; megatron-core has them in its code."""
+    other = config.elsewhere
+    constants = {
+        "--low-freq-factor": (other.low_freq_factor, 1),
+        "--high-freq-factor": (other.high_freq_factor, 4),
+        "--original-max-position-embeddings": (other.original_max_position_embeddings, 8192),
+    }
+    for flag, (value, core) in constants.items():
+        if value is not None and other.rope_scaling_type is None:
+            raise Refusal(f"{flag} is read by --rope-scaling-type llama3 alone: add that, or leave it out")
+        if value not in (None, core):
+            raise Refusal(f"{flag} {value:g} is not the {core} of Llama 3.1, the scaling built here: use {core}")
+    if other.rope_scaling_type == "llama3":
+        express("model.use_rope_scaling", True, "--rope-scaling-type llama3")
+
+
+def _checkpoints(config: Config) -> None:
+    """MindSpeed-LLM converts a Hugging Face folder before it trains, and stops where --load names none."""
+    if not config.elsewhere.enable_hf2mg_convert:
+        return
+    if config.checkpoint.load is None:
+        raise Refusal("--enable-hf2mg-convert reads the folder that --load names: add --load, or leave it out")
+    config.checkpoint.exit_on_missing_checkpoint = True
+    config.notes.append(
+        f"--enable-hf2mg-convert: a Hugging Face folder in --load {config.checkpoint.load} is read as it is"
+    )

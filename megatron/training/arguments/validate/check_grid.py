@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the grid: Ulysses x Ring, the processes it takes, and the heads and tokens that it cuts."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from megatron.decisions.division import length_unit
+from megatron.training.arguments.config import Config
+from megatron.training.refusal import Refusal, near
+
+
+def check_context(config: Config) -> None:
+    """Settle Ulysses x Ring = context parallel, from whichever of the three was given."""
+    parallel, model = config.parallel, config.model
+    total, ulysses, ring = parallel.context_parallel_size, parallel.ulysses_parallel_size, parallel.ring_parallel_size
+    if sizes := parallel.hierarchical_context_parallel_sizes:
+        if len(sizes) != 2 or ulysses not in (None, sizes[0]) or ring not in (None, sizes[1]):
+            raise Refusal(
+                f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} must be two sizes, Ulysses then "
+                "Ring, and agree with --ulysses-parallel-size and --ring-parallel-size: give only one spelling"
+            )
+        ulysses, ring = sizes
+    given = (ulysses or 1) * (ring or 1)
+    if total == 1 and given > 1:  # Megatron-LM's default, spelled out in a script that the other flags were added to
+        config.notes.append("--context-parallel-size 1 is read as not given: the sizes of Ulysses and Ring decide")
+        total = None
+    if parallel.cp_comm_type:
+        ulysses, ring = _by_comm_type(config, total, ulysses, ring)
+        if parallel.cp_comm_type != ["all_gather"]:
+            parallel.cp_comm_type = None  # the sizes say it from here on
+        given = (ulysses or 1) * (ring or 1)
+    if total is not None and (total % given or (ulysses and ring and total != given)):
+        sizes = {"--ulysses-parallel-size": ulysses, "--ring-parallel-size": ring}
+        product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size)
+        relation = "not" if ulysses and ring else "no multiple of"
+        raise Refusal(f"--context-parallel-size {total} is {relation} {product}: leave one out, or make them agree")
+    if total is not None and ulysses is None and ring is None:
+        ulysses = _choose_ulysses(total, config)
+        if total > 1:
+            config.notes.append(
+                f"--context-parallel-size {total} is split into Ulysses {ulysses} x Ring {total // ulysses}, as far as "
+                f"{model.num_attention_heads} query and {model.num_query_groups} key/value heads over TP "
+                f"{parallel.tensor_model_parallel_size} go without copies; --ulysses-parallel-size decides otherwise"
+            )
+    if ulysses is None:
+        ulysses = (total or ring or 1) // (ring or 1)
+    if ring is None:
+        ring = (total or ulysses) // ulysses
+    parallel.ulysses_parallel_size, parallel.ring_parallel_size = ulysses, ring
+    parallel.context_parallel_size = ulysses * ring
+
+
+def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: int | None) -> tuple:
+    """Ulysses and Ring as --cp-comm-type names them; without --context-parallel-size it says nothing."""
+    kinds = set(config.parallel.cp_comm_type)
+    words = f"--cp-comm-type {' '.join(config.parallel.cp_comm_type)}"
+    if unknown := kinds - {"p2p", "a2a", "a2a+p2p", "all_gather"}:
+        raise Refusal(f"{words}: {sorted(unknown)[0]} is unknown; use p2p, a2a, a2a+p2p or all_gather")
+    if len(kinds) > 1:
+        raise Refusal(f"{words}: layers that share a sequence in different ways are not built here: give one word")
+    (kind,) = kinds
+    if kind == "all_gather" and (ring or total or 1) > 1:
+        if config.chunks.fpdt:
+            raise Refusal(f"{words} and --fpdt, whose keys travel chunk by chunk: use --cp-comm-type p2p")
+        return (ulysses, ring) if ulysses or ring else (1, total)
+    if total in (None, 1):
+        config.notes.append(f"{words} says nothing without --context-parallel-size above 1")
+        return ulysses, ring
+    if kind == "a2a+p2p":
+        if ulysses is None and ring is None:
+            raise Refusal(f"{words} needs the sizes of both: add --hierarchical-context-parallel-sizes ULYSSES RING")
+        return ulysses, ring
+    wanted = (total, 1) if kind == "a2a" else (1, total)
+    for flag, size, other in zip(("--ulysses-parallel-size", "--ring-parallel-size"), wanted, (ulysses, ring)):
+        if other not in (None, size):
+            raise Refusal(f"{words} with --context-parallel-size {total} is {flag} {size}, not {other}: leave one out")
+    return wanted
+
+
+def _choose_ulysses(total: int, config: Config) -> int:
+    """The largest degree that divides ``total`` and a TP rank's query and key/value heads."""
+    tensor = config.parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads // tensor
+    kv_heads = max(config.model.num_query_groups // tensor, 1)
+    return max(gcd(total, gcd(heads, kv_heads)), 1)
+
+
+def check_grid(config: Config, world_size: int) -> None:
+    """Refuse processes that are no multiple of the grid."""
+    parallel = config.parallel
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--ulysses-parallel-size": parallel.ulysses_parallel_size,
+        "--ring-parallel-size": parallel.ring_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+    }
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+    if world_size < 1 or world_size % ranks:
+        grid = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        verb = "is larger than" if ranks > world_size else "does not divide"
+        raise Refusal(
+            f"{grid} = {ranks} ranks {verb} the {world_size} processes: start a multiple of {ranks}, or lower one"
+        )
+
+
+def check_heads(config: Config) -> None:
+    """Refuse heads, and an MLP, that TP and Ulysses do not divide."""
+    model, parallel = config.model, config.parallel
+    heads, groups, tensor = model.num_attention_heads, model.num_query_groups, parallel.tensor_model_parallel_size
+    if heads % tensor:
+        raise Refusal(
+            f"--num-attention-heads {heads} is no multiple of --tensor-model-parallel-size {tensor}: "
+            f"use --tensor-model-parallel-size {gcd(heads, tensor)}"
+        )
+    if groups % tensor and tensor % groups:
+        raise Refusal(
+            f"--num-query-groups {groups} is neither multiple nor divisor of --tensor-model-parallel-size {tensor}: "
+            f"use --tensor-model-parallel-size {gcd(heads, gcd(groups, tensor))}"
+        )
+    if model.ffn_hidden_size % tensor:
+        raise Refusal(
+            f"--ffn-hidden-size {model.ffn_hidden_size} is no multiple of --tensor-model-parallel-size {tensor}: "
+            f"use {near(model.ffn_hidden_size, tensor)}"
+        )
+    ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
+    if (heads // tensor) % ulysses:
+        fits = gcd(heads // tensor, ulysses)
+        raise Refusal(
+            f"--ulysses-parallel-size {ulysses} does not divide the {heads // tensor} query heads of a TP rank "
+            f"(--num-attention-heads {heads}, TP {tensor}): use --ulysses-parallel-size {fits} "
+            f"--ring-parallel-size {ring * ulysses // fits}"
+        )
+
+
+def check_sequence(config: Config) -> None:
+    """Refuse a sequence that the grid cannot cut, or that goes beyond learned positions."""
+    model, parallel, length = config.model, config.parallel, config.data.seq_length
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        parallel.sequence_parallel = False
+        config.notes.append(
+            "--sequence-parallel has nothing to split with --tensor-model-parallel-size 1: switched off"
+        )
+    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    ulysses, ring, balance = (
+        parallel.ulysses_parallel_size,
+        parallel.ring_parallel_size,
+        parallel.context_parallel_balance,
+    )
+    unit = length_unit(ulysses, ring, balance, tensor)
+    if length % unit:
+        split = f"Ulysses {ulysses} x Ring {ring} ({balance})" + (
+            f" x TP {tensor} sequence-parallel" if tensor > 1 else ""
+        )
+        raise Refusal(
+            f"--seq-length {length} cannot be cut over {split}: use a multiple of {unit}, {near(length, unit)}"
+        )
+    if model.max_position_embeddings < length:
+        if model.position_embedding_type == "learned_absolute":
+            raise Refusal(
+                f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}, and "
+                f"learned positions end there: use {length}, or --position-embedding-type rope"
+            )
+        config.notes.append(
+            f"--seq-length {length} is beyond --max-position-embeddings {model.max_position_embeddings}, the length "
+            "the model is made for"
+        )
+
+
+# Checks of the global batch: how it is cut over ranks, micro-batches and virtual stages.
+
+
+def check_batch(config: Config, data_parallel: int) -> None:
+    """Settle the global batch: a whole number of micro-batches on every data-parallel rank."""
+    data, parallel = config.data, config.parallel
+    unit = data.micro_batch_size * data_parallel
+    if data.gradient_accumulation_steps is not None:
+        wanted = unit * data.gradient_accumulation_steps
+        if data.global_batch_size not in (None, wanted):
+            raise Refusal(
+                f"--global-batch-size {data.global_batch_size} is not --micro-batch-size {data.micro_batch_size} x "
+                f"--gradient-accumulation-steps {data.gradient_accumulation_steps} x {data_parallel} data-parallel "
+                f"ranks: use {wanted}, or leave one out"
+            )
+        data.global_batch_size = wanted
+    virtual = parallel.num_virtual_stages_per_pipeline_rank is not None
+    if data.global_batch_size is None:
+        data.global_batch_size = unit * (parallel.pipeline_model_parallel_size if virtual else 1)
+        config.notes.append(f"--global-batch-size was not given: {data.global_batch_size}")
+    sizes = {"--global-batch-size": data.global_batch_size}
+    if data.rampup_batch_size:
+        start, step, over = data.rampup_batch_size
+        if over < 1:
+            raise Refusal(f"--rampup-batch-size {start} {step} {over} grows over no samples: leave it out")
+        if start < 1 or step < 1 or start >= data.global_batch_size or (data.global_batch_size - start) % step:
+            raise Refusal(
+                f"--rampup-batch-size {start} {step} does not lead to --global-batch-size {data.global_batch_size} in "
+                "whole steps: use a start below it and an increment that divides the difference"
+            )
+        sizes |= {"--rampup-batch-size (start)": start, "--rampup-batch-size (increment)": step}
+    for flag, size in sizes.items():
+        if size % unit:
+            raise Refusal(
+                f"{flag} {size} is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} "
+                f"data-parallel ranks: use a multiple of {unit}, {near(size, unit)}"
+            )
+    if virtual:
+        _groups(config, unit)
+    elif parallel.microbatch_group_size_per_virtual_pipeline_stage is not None:
+        config.notes.append("--microbatch-group-size-per-virtual-pipeline-stage says nothing without virtual stages")
+        parallel.microbatch_group_size_per_virtual_pipeline_stage = None
+
+
+def _groups(config: Config, unit: int) -> None:
+    """Interleaved 1F1B takes micro-batches in groups, the last of which may be smaller, but not than the pipeline."""
+    data, parallel = config.data, config.parallel
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    stages, given = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_virtual_pipeline_stage
+    group = given or stages
+    if group < stages:
+        raise Refusal(f"{flag} {group} is below --pipeline-model-parallel-size {stages}: use at least {stages}")
+    sizes = {"--global-batch-size": [data.global_batch_size]}
+    if data.rampup_batch_size:
+        start, step, _ = data.rampup_batch_size
+        sizes["--rampup-batch-size"] = list(range(start, data.global_batch_size, step))
+    for source, size in ((source, size) for source, running in sizes.items() for size in running):
+        count = size // unit
+        if count >= group and (count % group == 0 or count % group >= stages):
+            continue
+        if given is None:
+            raise Refusal(
+                f"{source} {size} is {count} micro-batches, and virtual pipeline stages need a multiple of "
+                f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * stages}, or give {flag}"
+            )
+        raise Refusal(
+            f"{source} {size} is {count} micro-batches, which {flag} {group} cuts into groups of less than "
+            f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * group}"
+        )

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the length of a run, and of the learning rate over it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+from megatron.training.arguments.config import Config
+from megatron.training.arguments.schedule import samples_after, spans
+from megatron.training.refusal import Gather, Refusal
+
+# Checks of checkpoints on disk, and copies of the training state in the memory of the hosts.
+
+
+ON = "--non-persistent-save-interval"
+
+
+def check_checkpoint(config: Config) -> None:
+    """Refuse what saves or loads nothing."""
+    checkpoint = config.checkpoint
+    save, load = checkpoint.save, checkpoint.load
+    needs = (
+        ("--save-retain-interval", checkpoint.save_retain_interval, save, "--save"),
+        ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
+        ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints, save, "--save"),
+        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, save, "--save"),
+        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, checkpoint.save_interval, "--save-interval"),
+        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, config.run.eval_interval, "--eval-interval"),
+        ("--async-save", checkpoint.async_save, save, "--save"),
+        ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
+        ("--skip-damaged-checkpoints", checkpoint.skip_damaged_checkpoints, load, "--load"),
+        ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
+        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
+        ("--reset-iteration", checkpoint.reset_iteration, load, "--load"),
+        ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
+        ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
+    )
+    if checkpoint.save_interval and not save:
+        config.notes.append("--save-interval without --save: nothing is saved")
+        checkpoint.save_interval = None
+    if config.logging.log_progress and not save:
+        config.notes.append("--log-progress without --save: there is no folder for progress.txt")
+        config.logging.log_progress = False
+    if checkpoint.ckpt_format != "torch_dist":
+        config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
+        checkpoint.ckpt_format = "torch_dist"
+    for flag, value, other, need in needs:
+        if value and not other:
+            raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
+    if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
+        raise Refusal("--ckpt-step and --skip-damaged-checkpoints exclude each other: the first names the one to load")
+    if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
+        raise Refusal(
+            f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "
+            f"{checkpoint.save_interval}"
+        )
+    if checkpoint.keep_best_checkpoints:
+        if checkpoint.save_interval % config.run.eval_interval:
+            raise Refusal(
+                "--keep-best-checkpoints needs the validation loss of each checkpoint: --save-interval "
+                f"{checkpoint.save_interval} must be a multiple of --eval-interval {config.run.eval_interval}"
+            )
+        if not config.run.eval_iters:
+            raise Refusal("--keep-best-checkpoints and --eval-iters 0 contradict each other: leave one out")
+
+
+def check_copies(config: Config, world_size: int) -> None:
+    """Refuse what would load something else than a restart needs; note what has no neighbour."""
+    settings = config.checkpoint
+    if settings.non_persistent_save_interval is None:
+        return
+    if settings.non_persistent_ckpt_type is None:
+        raise Refusal(f"{ON} does nothing without --non-persistent-ckpt-type: add --non-persistent-ckpt-type local")
+    if settings.non_persistent_ckpt_type != "local":
+        raise Refusal(
+            f"--non-persistent-ckpt-type {settings.non_persistent_ckpt_type} is not built here: use "
+            "--non-persistent-ckpt-type local, whose files are in memory unless --non-persistent-local-ckpt-dir says "
+            "otherwise"
+        )
+    if not (settings.save and settings.load) or os.path.abspath(settings.save) != os.path.abspath(settings.load):
+        raise Refusal(f"{ON} is for restarts of one run: give --save DIR and --load with the same folder")
+    others = (
+        ("--finetune", settings.finetune),
+        ("--ckpt-step", settings.ckpt_step is not None),
+        ("--reset-iteration", settings.reset_iteration),
+        ("--universal-checkpoint", settings.universal_checkpoint),
+        ("--no-load-optim", not settings.load_optim),
+        ("--no-load-rng", not settings.load_rng),
+        ("--skip-train", config.run.skip_train),
+    )
+    for flag, given in others:
+        if given:
+            raise Refusal(f"{ON} and {flag}: a restart goes on from all of the last state; leave one out")
+    if not settings.replication:
+        return
+    if settings.replication_factor < 2:
+        raise Refusal("--replication-factor 1 keeps no second copy: use --replication-factor 2")
+    if world_size < settings.replication_factor:
+        config.notes.append(
+            f"no effect here: --replication ({settings.replication_factor} nodes need as many ranks, and here are "
+            f"{world_size})"
+        )
+        settings.replication = False
+
+
+# Checks of bad batches, replicas and stragglers.
+
+
+def check_faults(config: Config, world_size: int) -> None:
+    """Refuse what contradicts itself; note what has nothing to look at."""
+    faults, parallel = config.faults, config.parallel
+    if faults.spike_factor <= 1:
+        raise Refusal(f"--spike-factor {faults.spike_factor:g} makes every second step a spike: use more than 1")
+    if faults.skip_bad_batches and config.optimizer.fp16:
+        raise Refusal("--skip-bad-batches and --fp16: its loss scale leaves such steps out already; leave one out")
+    if faults.skip_bad_batches and not config.optimizer.check_for_nan_in_loss_and_grad:
+        raise Refusal("--skip-bad-batches and --no-check-for-nan-in-loss-and-grad contradict each other: leave one out")
+    if faults.rollback_on_bad_batch:
+        needs = (
+            ("--skip-bad-batches", faults.skip_bad_batches),
+            ("--save-interval", config.checkpoint.save_interval),
+        )
+        for flag, value in needs:
+            if not value:
+                raise Refusal(f"--rollback-on-bad-batch does nothing without {flag}: add {flag}, or leave it out")
+        if not config.checkpoint.save_optim:
+            raise Refusal("--rollback-on-bad-batch needs the optimizer in the checkpoint: leave --no-save-optim out")
+    copies = parallel.tensor_model_parallel_size
+    if parallel.zero_stage < 2:
+        copies = world_size // parallel.pipeline_model_parallel_size
+    if faults.check_weight_hash_across_dp_replicas_interval and copies == 1:
+        config.notes.append(
+            "no effect here: --check-weight-hash-across-dp-replicas-interval (no two ranks hold the same weights)"
+        )
+    if faults.log_straggler and world_size == 1:
+        config.notes.append("no effect here: --log-straggler (there is one rank)")
+
+
+def check_duration(config: Config) -> None:
+    """Refuse two lengths of the run, or none, and a schedule in the other unit."""
+    run, optimizer = config.run, config.optimizer
+    if run.train_iters is not None and run.train_samples is not None:
+        raise Refusal("--train-iters and --train-samples are two lengths of the run: leave one out")
+    if (run.train_iters, run.train_samples, run.train_tokens) == (None, None, None) and not run.skip_train:
+        raise Refusal("missing: --train-iters, --train-samples or --train-tokens, or --skip-train to evaluate only")
+    if run.train_samples is not None and run.train_samples < config.data.global_batch_size:
+        raise Refusal(f"--train-samples {run.train_samples} is less than one --global-batch-size: use a multiple of it")
+    own, other = ("samples", "iters") if run.train_iters is None else ("iters", "samples")
+    for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+        if getattr(optimizer, name):
+            flag = "--" + name.replace("_", "-")
+            length = own if getattr(run, f"train_{own}") is not None else "tokens"
+            raise Refusal(f"{flag} does not go with --train-{length}: use {flag.removesuffix(other)}{length}")
+    if config.data.rampup_batch_size and run.train_iters is not None:
+        config.notes.append(
+            f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
+            "samples, and each count of iterations in the schedule the samples that so many steps take"
+        )
+
+
+def check_schedule(config: Config) -> None:
+    """Settle the learning rate's schedule; nothing where nothing is trained."""
+    if config.run.skip_train:
+        return
+    optimizer, run = config.optimizer, config.run
+    if optimizer.lr is None:
+        raise Refusal("missing: --lr")
+    own = "samples" if run.train_iters is None else "iters"
+    for flag, low in (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)):
+        if low > optimizer.lr:
+            raise Refusal(f"{flag} {low:g} is above --lr {optimizer.lr:g}: lower it")
+    low, high = optimizer.decoupled_min_lr, optimizer.decoupled_lr
+    if low is not None and (high is None or low > high):
+        raise Refusal("--decoupled-min-lr needs a --decoupled-lr that is not below it: add it, or leave both out")
+    _tokens(config, own)
+    if getattr(optimizer, f"lr_decay_{own}") is None and optimizer.lr_decay_tokens is None:
+        setattr(optimizer, f"lr_decay_{own}", getattr(run, f"train_{own}"))
+    decay, warmup = getattr(optimizer, f"lr_decay_{own}"), getattr(optimizer, f"lr_warmup_{own}")
+    if warmup and optimizer.lr_warmup_fraction is not None:
+        raise Refusal(f"--lr-warmup-fraction and --lr-warmup-{own} are two lengths of warm-up: leave one out")
+    phases = spans(config)
+    if phases.warmup >= phases.decay:
+        raise Refusal(
+            f"--lr-warmup-{own} {warmup} must be below --lr-decay-{own} {decay} (default --train-{own})"
+            if phases.unit == 1
+            else f"the warm-up takes {phases.warmup:.0f} tokens, and the decay ends at {phases.decay:.0f}: lower "
+            "--lr-warmup-tokens, or raise --lr-decay-tokens (default --train-tokens)"
+        )
+    if optimizer.lr_decay_style == "WSD" and (phases.last is None or phases.last > phases.decay):
+        end = f"--lr-decay-{own} {decay}" if phases.unit == 1 else f"the {phases.decay:.0f} tokens of the decay"
+        raise Refusal(f"--lr-decay-style WSD needs --lr-wsd-decay-{own}, at most {end}: add it")
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        if (start, end) != (None, None):
+            raise Refusal("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
+    elif start is None or end is None or not 0 <= start <= end:
+        raise Refusal(
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay, the end not below the start: add them"
+        )
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
+
+
+def _tokens(config: Config, own: str) -> None:
+    """A count of tokens is the one that is read, as in Megatron-DeepSpeed."""
+    optimizer = config.optimizer
+    for name in ("decay", "warmup"):
+        other = getattr(optimizer, f"lr_{name}_{own}")
+        if getattr(optimizer, f"lr_{name}_tokens") is not None and other:
+            config.notes.append(f"--lr-{name}-{own} {other} is not read beside --lr-{name}-tokens")
+    share = optimizer.lr_warmup_fraction
+    if share is None:
+        return
+    if optimizer.lr_warmup_tokens is not None:
+        raise Refusal("--lr-warmup-fraction and --lr-warmup-tokens are two lengths of warm-up: leave one out")
+    if optimizer.lr_decay_tokens is not None:
+        raise Refusal(
+            f"--lr-warmup-fraction {share:g} with --lr-decay-tokens is a share of what Megatron-DeepSpeed counts in "
+            f"samples: use --lr-warmup-tokens {int(share * optimizer.lr_decay_tokens)} for a share of the tokens"
+        )
+
+
+# Checks of plain ranges of single numbers.
+
+
+# Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
+POSITIVE = {
+    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
+    "fp8_amax_history_len yarn_original_max_position_embeddings lora_rank",
+    "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
+    "hierarchical_context_parallel_sizes pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
+    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage "
+    "ddp_bucket_size distributed_timeout_minutes",
+    "attention": "recompute_num_layers",
+    "chunks": "fpdt_chunk_size ffn_chunks loss_chunks",
+    "optimizer": "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples hysteresis",
+    "data": "micro_batch_size global_batch_size gradient_accumulation_steps seq_length rampup_seq_length "
+    "num_dataset_builder_threads",
+    "checkpoint": "save_interval save_retain_interval keep_last_checkpoints keep_best_checkpoints "
+    "non_persistent_save_interval replication_jump replication_factor",
+    "logging": "log_interval tensorboard_log_interval tensorboard_queue_size profile_memory_step",
+    "run": "train_iters train_samples train_tokens eval_interval exit_interval exit_duration_in_mins",
+    "faults": "check_weight_hash_across_dp_replicas_interval",
+    "evaluation": "eval_lengths eval_depths eval_samples eval_stride",
+}
+NOT_NEGATIVE = {
+    "model": "init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim",
+    "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_init weight_decay clip_grad "
+    "adam_eps sgd_momentum decoupled_min_lr",
+    "data": "num_workers rampup_batch_size tiktoken_num_special_tokens",
+    "checkpoint": "ckpt_step",
+    "attention": "mask_cpu_threshold",
+    "run": "seed manual_gc_interval",
+    "faults": "skip_bad_batches iterations_to_skip",
+}
+ABOVE_ZERO = {
+    "model": "rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor "
+    "yarn_beta_fast yarn_beta_slow lora_alpha",
+    "optimizer": "lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window",
+    "logging": "peak_tflops",
+}
+BELOW_ONE = {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2 lr_warmup_fraction"}
+DROPOUT = {"model": "hidden_dropout attention_dropout"}
+
+
+def check_ranges(config: Config) -> None:
+    """Refuse single numbers that make no sense."""
+    rules = (
+        (POSITIVE, lambda value: value >= 1, "must be at least 1"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
+        (ABOVE_ZERO, lambda value: value > 0, "must be above 0"),
+        (BELOW_ONE, lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1"),
+        (
+            DROPOUT,
+            lambda value: value == 0 or value >= 2**-15,
+            "is too small to tell from 0: use 0, or 3.1e-05 and more",
+        ),
+    )
+    gather = Gather()
+    config.run.exit_interval = config.run.exit_interval or None  # 0 is never, as in Megatron-LM
+    config.checkpoint.save_interval = config.checkpoint.save_interval or None
+    config.run.eval_iters = max(config.run.eval_iters, 0)  # -1 evaluates nothing, likewise
+
+    def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
+        if number is not None and not holds(number):
+            raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
+
+    for names, holds, text in rules:
+        for section, fields in names.items():
+            for field in fields.split():
+                value = getattr(getattr(config, section), field)
+                for number in value if isinstance(value, list) else [value]:
+                    gather.check(field, partial(check, field, number, holds, text))
+    minutes = config.parallel.distributed_timeout_minutes
+    year = 366 * 24 * 60
+    gather.check(
+        "timeout", lambda: check("distributed_timeout_minutes", minutes, lambda x: x <= year, f"is more than {year}")
+    )
+    gather.check(
+        "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")
+    )
+    gather.finish()

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""To Hugging Face: the folder of a Llama from a checkpoint of ours, read and written a layer at a time."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.core.lora import Lora, is_adapter, merged
+from megatron.training.arguments.config import CheckpointConfig, ModelConfig
+from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checksums import check
+from megatron.training.checkpoint.converting.lazy_save import sharded
+from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.hugging_face.safetensors_folder import (
+    EMBEDDING,
+    HEADERS,
+    IGNORED,
+    LM_HEAD,
+    OTHERS,
+    Done,
+    Entry,
+    Header,
+    companions,
+    copy_files,
+    dtype_name,
+    new_folder,
+    one_process,
+    some,
+    write_json,
+)
+from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, namespace
+from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
+from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
+from megatron.training.refusal import Refusal
+
+# Adapters of a checkpoint on their way to Hugging Face: merged into the weights, or as a folder for PEFT.
+
+
+PEFT_PREFIX = "base_model.model."
+
+
+def pieces_of(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
+    """A and B beside the rows of a weight; None where they have no adapter."""
+    layer, _, kind = piece.key.rpartition(".")
+    if model.lora_rank is None or kind != "weight" or layer.rpartition(".")[2] not in model.lora_targets:
+        return None
+    out, into = piece.shape
+    a = Piece(f"{layer}.lora_a", ("",), ((model.lora_rank, into),), piece.layer)
+    return a, Piece(f"{layer}.lora_b", ("",), ((out, model.lora_rank),), piece.layer, piece.part, piece.parts)
+
+
+def of_checkpoint(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """(A [rank, in], B [out, rank]) beside the rows of a weight."""
+    found = pieces_of(piece, model)
+    if found is None:
+        return None
+    state = {name: sharded(one, model.num_layers, dtype, "cpu") for name, one in zip("ab", found)}
+    loaded = load_state({"adapter": state}, path, whole_tensors_once=False)["adapter"]
+    return tuple(loaded[name].view(one.shape) for name, one in zip("ab", found))
+
+
+def merge(path: Checked, piece: Piece, rows: Tensor, model: ModelConfig) -> Tensor:
+    """The rows of a weight with its adapter in them, if it has one."""
+    adapter = of_checkpoint(path, piece, model, rows.dtype)
+    return rows if adapter is None else merged(rows, *adapter, lora_of(model)).to(rows.dtype)
+
+
+def lora_of(model: ModelConfig) -> Lora:
+    """Of a model that has adapters."""
+    return Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets))
+
+
+def without(stored: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """What a checkpoint holds, less the adapters that its settings speak of."""
+    return {key: value for key, value in stored.items() if not (model.lora_rank and is_adapter(key))}
+
+
+def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | None, base: str) -> list[str]:
+    """Write the adapters of a checkpoint as a folder that PEFT loads; returns the closing lines.
+
+    Several layers of Hugging Face are one here (query, key and value; gate and up): they share A, and so their
+    adapters hold it several times.
+
+    Args:
+        base: what ``base_model_name_or_path`` says.
+
+    Raises:
+        Refusal: there is no checkpoint, or none with adapters.
+    """
+    latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
+    if latest is None:
+        raise Refusal(f"--from {source}: no checkpoint there")
+    notes: list[str] = []
+    path = check(latest, notes)
+    common = path.common()
+    saved = common.get("config", {}).get("model")
+    model = llama_settings.saved_settings(saved) if saved else ModelConfig()
+    if model.lora_rank is None:
+        raise Refusal(f"--from {source}: {path} has no adapters: --to-hf writes its weights")
+    with one_process(), new_folder(target) as folder:
+        wanted = [piece for piece in llama_weights.pieces(model, common["vocab_size"]) if pieces_of(piece, model)]
+        done, found, dtype = bar(len(wanted)), {}, tensors_in(path)[wanted[0].key].dtype
+        for piece in wanted:
+            found.update(_for_peft(path, piece, model, dtype))
+            done()
+        header = safetensors_folder.make_header({name: ("F32", tuple(part.shape)) for name, part in found.items()})
+        with safetensors_folder.writing(folder, {"adapter_model.safetensors": header}) as put:
+            for name, part in found.items():
+                put(name, part)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": model.lora_rank,
+            "lora_alpha": model.lora_alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted({name.split(".")[-3] for name in found}),
+        }
+        write_json(folder / "adapter_config.json", config)
+    return [f"{target}: adapters of rank {model.lora_rank} for {len(found) // 2} layers of {path}", *notes]
+
+
+def _for_peft(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    a, b = (part.float() for part in of_checkpoint(path, piece, model, dtype))
+    for name, rows in zip(piece.names, llama_weights.split(piece, b, model.num_query_groups)):
+        stem = PEFT_PREFIX + name.removesuffix(".weight")
+        yield f"{stem}.lora_A.weight", a
+        yield f"{stem}.lora_B.weight", rows.contiguous()
+
+
+with warnings.catch_warnings():  # core reports at import that apex is missing
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.checksums import check, list_files
+    from megatron.training.checkpoint.converting import to_hugging_face
+    from megatron.training.checkpoint.converting.lazy_save import sharded
+    from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
+
+ROWS = "embedding.word_embeddings.weight"
+
+
+def to_hugging_face(
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    bar: Callable[[int], Done],
+    step: int | None = None,
+    along: Path | None = None,
+) -> list[str]:
+    """Write a checkpoint of ours as a Hugging Face folder; returns the closing lines.
+
+    Args:
+        dtype: of the weights; default the checkpoint's.
+        bar: starts a progress bar of so many tensors.
+        step: iteration; default the latest.
+        along: folder with config.json, tokenizer and the like; default ``source/hf``, and without it a new config.json.
+
+    Raises:
+        Refusal: as above.
+    """
+    latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
+    if latest is None:
+        raise Refusal(f"--from {source}: no checkpoint there ({TRACKER} is missing)")
+    notes: list[str] = []
+    path = check(latest, notes)
+    given, along = along, along or source / "hf"
+    beside = check(along, notes) if is_hugging_face(along) else None
+    original = llama_settings.read_config(beside.file("config.json")) if beside else None
+    with one_process(), new_folder(target) as folder:
+        common, stored = path.common(), tensors_in(path)
+        model = _model(path, common)
+        stored = to_hugging_face.without(stored, model)
+        vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
+        pieces = list(llama_weights.pieces(model, vocab_size))
+        config = llama_settings.config_json(model, vocab_size, torch.float32)  # refuses what is no Llama
+        kept = _check_stored(path, stored, pieces, model)
+        dtype = dtype or kept
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        headers, then = _headers(beside, pieces, dtype, tied=not model.untie_embeddings_and_output_weights)
+        if original is not None:
+            if along != given:
+                _check_links(source, along)
+            copy_files(companions(along), folder)
+            config = llama_settings.updated_config(original, along / "config.json", then, config)
+            notes += [
+                f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"
+                for name in sorted({*original, *config})
+                if original.get(name) != config.get(name)
+            ]
+        if config != original:
+            write_json(folder / "config.json", config)
+        if then != dtype:  # else these files and their index are the original's
+            (folder / safetensors_folder.INDEX).unlink(missing_ok=True)
+            if len(headers) > 1:
+                write_json(folder / safetensors_folder.INDEX, safetensors_folder.index_json(headers))
+        names = {name for header in headers.values() for name in header.entries}
+        with safetensors_folder.writing(folder, headers) as put:
+            for name, tensor in _weights(path, pieces, model, kept, bar(len(pieces))):
+                put(name, tensor.to(dtype))
+                if name == EMBEDDING and LM_HEAD in names and not model.untie_embeddings_and_output_weights:
+                    put(LM_HEAD, tensor.to(dtype))
+            if others := [name for name in names if name.endswith(IGNORED)]:
+                with safetensors_folder.reading(
+                    beside, {OTHERS: safetensors_folder.read_header(beside.file(OTHERS))}
+                ) as read:
+                    for name in others:
+                        put(name, read(name))
+        list_files(folder)
+    size = sum(header.size for header in headers.values())
+    summary = (
+        f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
+    )
+    if model.lora_rank:
+        notes.append(f"its adapters of rank {model.lora_rank} are merged into the weights")
+    return [summary, *notes]
+
+
+def _check_links(source: Path, along: Path) -> None:
+    """Refuse links out of a checkpoint: what they lead to would be copied, and given away with the model."""
+    for path in companions(along):
+        if not path.resolve().is_relative_to(source.resolve()):
+            raise Refusal(f"{path} is a link that leads out of {source}: remove it, or give --hf-files DIR")
+
+
+def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:
+    """The model of a checkpoint of ours or of Megatron-LM's."""
+    if "model" in common.get("config", {}):
+        return llama_settings.saved_settings(common["config"]["model"])
+    if "args" in common:
+        return model_of(namespace(common["args"], path), path)
+    raise Refusal(
+        f"checkpoint {path} was not written by this program, nor by Megatron-LM: it holds no settings of its model"
+    )
+
+
+def _vocabulary(
+    path: Checked, trained: int | None, original: dict[str, Any] | None, stored: dict[str, ShardedTensor]
+) -> int:
+    """The rows to write: the original's, where the tokenizer of the training had fewer ids; the rest is padding."""
+    there = (original or {}).get("vocab_size")
+    if trained is None and there is None:
+        raise Refusal(f"{path} does not say how large its vocabulary is: give --hf-files, a folder with a config.json")
+    rows = stored[ROWS].global_shape[0] if ROWS in stored else 0
+    return there if trained is None or (there and trained < there <= rows) else trained
+
+
+def _check_stored(
+    path: Checked, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig
+) -> torch.dtype:
+    """The dtype of a checkpoint's weights, if all are there in the shapes of its settings."""
+    wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
+    there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
+    if odd := sorted(there ^ wanted.keys()):
+        raise Refusal(f"{path}: its tensors are not those of a Llama with its settings: {some(odd)}")
+    for key, tensor in wanted.items():
+        found, shape = stored[key].global_shape, tensor.global_shape
+        padded = tensor.allow_shape_mismatch and found[0] >= shape[0] and found[1:] == shape[1:]
+        if found != shape and not padded:
+            raise Refusal(f"{path}: {key} is {list(found)}, and {list(shape)} by its settings")
+    return stored[pieces[0].key].dtype
+
+
+def _headers(
+    along: Checked | None, pieces: list[Piece], dtype: torch.dtype, tied: bool
+) -> tuple[dict[str, Header], torch.dtype | None]:
+    """(headers of the files to write, dtype of the original's weights if the files are cut as the original's were)."""
+    wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
+    name_of = safetensors_folder.NAMES[dtype]
+    if along is not None and HEADERS in along.files:
+        texts = llama_settings.read_config(along.file(HEADERS))
+        if any(Path(name).name != name or not name.endswith(".safetensors") for name in texts):
+            raise Refusal(f"{along.file(HEADERS)}: it names files outside of its folder")
+        try:
+            headers = {name: safetensors_folder.parse_header(text) for name, text in texts.items()}
+        except ValueError as error:
+            raise Refusal(f"{along.file(HEADERS)}: {error}") from None
+        entries = {name: entry for header in headers.values() for name, entry in header.entries.items()}
+        same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
+        dtypes = {entries[name].dtype for name in wanted} if same else set()
+        same = len(dtypes) == 1 and dtypes <= safetensors_folder.TORCH_DTYPES.keys()
+        twin = {LM_HEAD} if tied else set()
+        more = entries.keys() - wanted.keys()
+        if same and all(name in twin or _as_kept(along, name, entries[name]) for name in more):
+            then = safetensors_folder.TORCH_DTYPES[entries[EMBEDDING].dtype]
+            if then == dtype:
+                return headers, then
+            return {
+                file: safetensors_folder.make_header(
+                    {
+                        name: (e.dtype if name.endswith(IGNORED) else name_of, e.shape)
+                        for name, e in header.entries.items()
+                    },
+                    header.metadata,
+                )
+                for file, header in headers.items()
+            }, then
+    return safetensors_folder.plan_files((name, name_of, shape) for name, shape in wanted.items()), None
+
+
+def _as_kept(along: Checked, name: str, entry: Entry) -> bool:
+    """Whether a tensor that no model asks for lies beside the headers, as they say."""
+    if not name.endswith(IGNORED) or OTHERS not in along.files:
+        return False
+    kept = safetensors_folder.read_header(along.file(OTHERS)).entries.get(name)
+    return (
+        kept is not None
+        and (kept.dtype, kept.shape) == (entry.dtype, entry.shape)
+        and entry.dtype in safetensors_folder.BYTES
+    )
+
+
+def _weights(
+    path: Checked, pieces: list[Piece], model: ModelConfig, dtype: torch.dtype, done: Done
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face's name, tensor) of all weights of a checkpoint, read a layer at a time."""
+    for _, group in itertools.groupby(pieces, key=lambda piece: piece.layer):
+        layer = list(group)
+        state = {str(number): sharded(piece, model.num_layers, dtype, "cpu") for number, piece in enumerate(layer)}
+        loaded = load_state({"pieces": state}, path, whole_tensors_once=False)["pieces"]
+        for number, piece in enumerate(layer):
+            rows = to_hugging_face.merge(path, piece, loaded[str(number)].view(piece.shape), model)
+            yield from zip(piece.names, llama_weights.split(piece, rows, model.num_query_groups))
+            done()

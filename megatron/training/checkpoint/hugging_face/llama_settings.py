@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama's settings: from config.json, to config.json, and as flags."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.context_parallel.positions.rope import LLAMA3_HIGH, LLAMA3_LENGTH, LLAMA3_LOW, Yarn
+from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape
+from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.refusal import Refusal
+
+# RoPE and its scalings, linear, Llama 3's and YaRN: from config.json, and to config.json.
+
+
+# What Megatron's RoPE scaling of Llama 3 fixes; its factor is free.
+LLAMA3 = {
+    "low_freq_factor": LLAMA3_LOW,
+    "high_freq_factor": LLAMA3_HIGH,
+    "original_max_position_embeddings": LLAMA3_LENGTH,
+}
+YARN_LENGTH = "original_max_position_embeddings"
+
+
+def rope_settings(config: dict[str, Any], where: object) -> dict[str, Any]:
+    """Settings of RoPE, from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise Refusal(f"{where}: rope_parameters by layer type are not supported")
+    theta = positive(rope.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta", where)
+    if theta != int(theta):
+        raise Refusal(f"{where}: rope_theta {theta} is not supported: --rotary-base is a whole number")
+    if (share := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1.0):
+        raise Refusal(f"{where}: partial_rotary_factor {share} is not supported for llama")
+    result: dict[str, Any] = {"rotary_base": int(theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "linear":
+        result["rotary_seq_len_interpolation_factor"] = positive(rope.get("factor"), "factor of rope_scaling", where)
+    elif kind == "llama3":
+        for name, fixed in LLAMA3.items():
+            if (value := rope.get(name, config.get(name))) != fixed:
+                raise Refusal(f"{where}: rope_scaling llama3 with {name} {value}: Megatron's is fixed at {fixed:g}")
+        result |= {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": positive(rope.get("factor"), "factor of rope_scaling", where),
+        }
+    elif kind == "yarn":
+        result |= _yarn(rope, config, where)
+    elif kind != "default":
+        raise Refusal(f"{where}: rope_scaling of type {kind} is not supported: only default, linear, llama3 and yarn")
+    return result
+
+
+def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[str, Any]:
+    """Settings of YaRN. transformers reads some of them from beside rope_scaling too, and derives those left out."""
+
+    def number(name: str, default: float) -> float:
+        return positive(default if rope.get(name) is None else rope[name], f"{name} of rope_scaling", where)
+
+    longest, length = config.get("max_position_embeddings") or 2048, config.get(YARN_LENGTH)
+    length = number(YARN_LENGTH, longest) if length is None else positive(length, YARN_LENGTH, where)
+    if length != int(length):
+        raise Refusal(f"{where}: {YARN_LENGTH} {length} is no whole number")
+    factor = number("factor", longest / length)
+    if factor <= 1:
+        raise Refusal(f"{where}: rope_scaling yarn with factor {factor:g} changes nothing: use type default")
+    mscale, all_dim = 1.0, 0.0
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers takes both or neither
+        mscale, all_dim = number("mscale", 1.0), number("mscale_all_dim", 0.0)
+    if rope.get("attention_factor") is not None:
+        wanted = number("attention_factor", 1.0)
+        if wanted < 1:
+            raise Refusal(f"{where}: rope_scaling yarn with attention_factor {wanted:g} is not supported: at least 1")
+        if abs(Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor - wanted) > 1e-12:
+            mscale, all_dim = (wanted - 1) / (0.1 * math.log(factor)), 0.0
+    return {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": int(length),
+        "yarn_beta_fast": number("beta_fast", 32.0),
+        "yarn_beta_slow": number("beta_slow", 1.0),
+        "yarn_mscale": mscale,
+        "yarn_mscale_all_dim": all_dim,
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
+    }
+
+
+def scaling_json(model: ModelConfig) -> dict[str, Any] | None:
+    """rope_scaling of a config.json; None where RoPE is as it was published.
+
+    Raises:
+        Refusal: two scalings at once.
+    """
+    linear = model.rotary_seq_len_interpolation_factor
+    if linear and model.use_rope_scaling:
+        raise Refusal("--rotary-seq-len-interpolation-factor with --use-rope-scaling: config.json can name only one")
+    if linear:
+        return {"rope_type": "linear", "factor": linear}
+    if model.use_rope_scaling:
+        return {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
+    return _yarn_json(model) if model.position_embedding_type == "yarn" else None
+
+
+def _yarn_json(model: ModelConfig) -> dict[str, Any]:
+    """rope_scaling of YaRN; attention_factor is spelled out, since transformers reads mscale in a way of its own."""
+    factor, mscale, all_dim = model.yarn_rotary_scaling_factor, model.yarn_mscale, model.yarn_mscale_all_dim
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        YARN_LENGTH: model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+        "attention_factor": Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor,
+    }
+    if mscale and all_dim:
+        scaling |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    return scaling | ({} if model.yarn_correction_range_round_to_int else {"truncate": False})
+
+
+def positive(value: object, name: str, where: object) -> float:
+    """A number above 0. Raises Refusal where a file says something else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise Refusal(f"{where}: {name} {value!r} is no positive number")
+    return float(value)
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALING = ("rope_theta", "rope_scaling", "rope_parameters")
+YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("yarn_")]
+# Settings that are on, and the flags that switch them off.
+OFF = {
+    "add_bias_linear": "--disable-bias-linear",
+    "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
+}
+# Settings that every Llama shares, and what else its layers must not have.
+FIXED = {
+    **{name: LLAMA[name] for name in ("normalization", "swiglu")},
+    **dict.fromkeys(
+        ("add_qkv_bias", "qk_layernorm", "embed_layernorm", "apply_layernorm_1p", "squared_relu", "rotary_interleaved"),
+        False,
+    ),
+    "rotary_percent": 1.0,
+    "softmax_type": "vanilla",
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json. Raises Refusal where it is missing or not a JSON object."""
+    try:
+        config = parse_json(read_bytes(path))
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(config, dict):
+        raise Refusal(f"{path}: not a JSON object")
+    return config
+
+
+def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+    """(our settings, vocabulary size) of a Llama's config.json; ``where`` names it in messages.
+
+    Raises:
+        Refusal: not a plain Llama, or something in it that this project cannot run.
+    """
+    _plain_llama(config, where)
+
+    def whole(name: str, default: int) -> int:
+        value = config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise Refusal(f"{where}: {name} {value!r} is no positive whole number")
+        return value
+
+    heads, hidden = whole("num_attention_heads", 32), whole("hidden_size", 4096)
+    groups = whole("num_key_value_heads", heads)
+    if heads % groups:
+        raise Refusal(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise Refusal(
+            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}: head_dim is missing"
+        )
+    biases = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if biases[0] != biases[1]:
+        raise Refusal(
+            f"{where}: attention_bias {biases[0]} with mlp_bias {biases[1]} is not supported: "
+            "megatron-core's linear layers have biases everywhere or nowhere"
+        )
+    model = ModelConfig(
+        num_layers=whole("num_hidden_layers", 32),
+        hidden_size=hidden,
+        ffn_hidden_size=whole("intermediate_size", 11008),
+        num_attention_heads=heads,
+        group_query_attention=groups != heads,
+        num_query_groups=groups,
+        kv_channels=whole("head_dim", hidden // heads),
+        max_position_embeddings=whole("max_position_embeddings", 2048),
+        norm_epsilon=positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
+        add_bias_linear=biases[0],
+        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **{name: value for name, value in FIXED.items() if name in LLAMA},
+        **({"position_embedding_type": "rope"} | rope_settings(config, where)),
+    )
+    if model.kv_channels % 2:
+        raise Refusal(f"{where}: head_dim {model.kv_channels} is odd, and RoPE rotates pairs")
+    return derive_shape(model), whole("vocab_size", 32000)
+
+
+def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a model of ours, with the keys that transformers 4 and 5 both read.
+
+    Raises:
+        Refusal: the model is not a Llama; the message names the settings.
+    """
+    wrong = [
+        f"--{name.replace('_', '-')} {getattr(model, name)}" for name in FIXED if getattr(model, name) != FIXED[name]
+    ]
+    if model.position_embedding_type not in ROTARY:
+        wrong.insert(0, f"--position-embedding-type {model.position_embedding_type}")
+    if wrong:
+        raise Refusal(f"the checkpoint is no Llama, which Hugging Face's LlamaForCausalLM needs: {', '.join(wrong)}")
+    scaling = scaling_json(model)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": float(model.rotary_base),
+        "rope_scaling": scaling,
+        "attention_bias": model.add_bias_linear,
+        "mlp_bias": model.add_bias_linear,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def updated_config(
+    original: dict[str, Any], where: object, dtype: torch.dtype | None, new: dict[str, Any]
+) -> dict[str, Any]:
+    """``original`` with what has changed since: ``new`` is :func:`config_json` of the trained model.
+
+    Args:
+        where: names the original in messages.
+        dtype: dtype of the weights that came with the original; None if only it says so.
+    """
+    then = config_json(*settings(original, where), dtype or torch.float32)
+    if dtype is None:
+        then["torch_dtype"] = original.get("dtype", original.get("torch_dtype"))
+    ignored = ("architectures", "bos_token_id", "eos_token_id")
+    changed = {name: value for name, value in new.items() if then[name] != value and name not in ignored}
+    result = dict(original)
+    if any(name in SCALING for name in changed):
+        result = {name: value for name, value in result.items() if name not in SCALING}
+        changed |= {name: new[name] for name in SCALING if name in new}
+    if "torch_dtype" in changed and "dtype" in original:
+        changed["dtype"] = changed.pop("torch_dtype")
+    return result | changed
+
+
+def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
+    """The flags that describe the model to pretrain_gpt.py, and to pretrain_llama.py where :func:`program` says so."""
+    names = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"]
+    names += ["group_query_attention", "num_query_groups"] if model.group_query_attention else []
+    names += ["kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base"]
+    names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
+    names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
+    names += YARN if model.position_embedding_type == "yarn" else []
+    names += ["normalization", "norm_epsilon", "swiglu", "add_bias_linear", "untie_embeddings_and_output_weights"]
+    names += ["hidden_dropout", "attention_dropout"]
+    words: list[str] = []
+    for name in names:
+        value = getattr(model, name)
+        if name in OFF:
+            words += [] if value else [OFF[name]]
+        elif isinstance(value, bool):
+            words += ["--" + name.replace("_", "-")] if value else []
+        else:
+            words += ["--" + name.replace("_", "-"), f"{value!r}" if isinstance(value, float) else str(value)]
+    return words + {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
+
+
+def program(model: ModelConfig) -> str:
+    """Tied embeddings and biases are pretrain_gpt.py's defaults, which no flag of pretrain_llama.py brings back."""
+    tied = not model.untie_embeddings_and_output_weights
+    return "pretrain_gpt.py" if tied or model.add_bias_linear else "pretrain_llama.py"
+
+
+def saved_settings(saved: dict[str, Any]) -> ModelConfig:
+    """The model settings that a checkpoint holds."""
+    known = {field.name for field in fields(ModelConfig)}
+    return derive_shape(ModelConfig(**{name: value for name, value in saved.items() if name in known}))
+
+
+def _plain_llama(config: dict[str, Any], where: object) -> None:
+    """Refuse other models, and Llamas whose weights are more or other than a Llama's."""
+    kind = config.get("model_type")
+    if kind != "llama":
+        raise Refusal(f"{where}: model_type {kind!r} is not supported: only llama")
+    if "auto_map" in config:
+        raise Refusal(f"{where}: auto_map asks for code from the checkpoint, which is never run; only plain llama")
+    if (names := config.get("architectures")) not in (None, ["LlamaForCausalLM"]):
+        raise Refusal(f"{where}: architectures {names} is not supported: only LlamaForCausalLM")
+    if config.get("quantization_config"):
+        raise Refusal(f"{where}: quantization_config is not supported: save the model in bf16, fp16 or fp32")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise Refusal(f"{where}: hidden_act {act} is not supported: only silu")

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--load`` of a Hugging Face folder: its weights as they lie there, on any grid, without a conversion before.
+
+    FOLDER/config.json
+    FOLDER/model.safetensors, or model.safetensors.index.json and the files that it names
+
+It is to a run what a checkpoint named ``release`` is to Megatron-LM: weights alone, from iteration 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.training.checkpoint.hugging_face import architectures, llama_settings, llama_weights, safetensors_folder
+from megatron.training.checkpoint.hugging_face.llama_weights import Piece
+from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
+from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
+
+PADDING = 1024  # Qwen's and BLOOM's tables have up to so many rows beyond what their tokenizers know
+
+
+def open_folder(path: Checked) -> Theirs:
+    """The weights of a Hugging Face folder.
+
+    Raises:
+        Refusal: of a model that is not read, not whole, or in another format than safetensors.
+    """
+    where = path.file("config.json")
+    model = architectures.described(llama_settings.read_config(where), where)
+    headers = safetensors_folder.read_folder(path)
+    places = {name: file for file, header in headers.items() for name in header.entries}
+    pieces = architectures.pieces(model, places)
+    architectures.check_source(path.path, headers, pieces, tied=not model.settings.untie_embeddings_and_output_weights)
+    parts: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        key = piece.key.replace("layers.", "layers." if piece.layer is None else f"layers.{piece.layer}.")
+        parts.setdefault(key, []).append(piece)
+    make: dict[str, Callable[[], Tensor]] = {
+        key: partial(_whole, path, found, places, model.settings.num_query_groups) for key, found in parts.items()
+    }
+    args: dict[str, Any] = asdict(model.settings) | {
+        "padded_vocab_size": model.vocab_size,
+        "make_vocab_size_divisible_by": PADDING,
+    }
+    return Theirs(path.path, {}, args, WholeTensors(path.path, make), weights_alone=True)
+
+
+def _whole(path: Checked, pieces: list[Piece], places: dict[str, str], groups: int) -> Tensor:
+    """One of our weights: its halves one above the other, queries, keys and values by query group."""
+    return torch.cat(
+        [llama_weights.fuse([_read(path, places[name], name) for name in piece.names], groups) for piece in pieces]
+    )
+
+
+def _read(path: Checked, file: str, name: str) -> Tensor:
+    with safetensors_folder.reading(path, {file: safetensors_folder.read_header(path.file(file))}) as read:
+        return read(name)

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of .safetensors files: headers checked before anything is read, tensors read and written one at a time.
+
+A file is eight bytes with the length of its header, the header (JSON: name -> dtype, shape, place), then the data. The
+library wants all tensors of a file at once to write it; here a 50 GB file takes the memory of its largest tensor. A
+header that came with a model can be written again as it was, and with it the file, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
+from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
+from megatron.training.disk import sync_folders_up, sync_tree
+from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.refusal import Refusal, reason
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 5_000_000_000
+LONGEST = 100_000_000  # bytes of a header, as in the library
+DIMENSIONS = 64  # of a tensor
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: dtype as the format spells it, and its place behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a file: its text, and what it says."""
+
+    text: str
+    entries: dict[str, Entry]  # in the order of the data
+    metadata: dict[str, str]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return 8 + len(self.text.encode()) + max((entry.stop for entry in self.entries.values()), default=0)
+
+
+def parse_header(text: str) -> Header:
+    """Read a header. Raises ValueError where it is none, or its tensors overlap or leave holes."""
+    try:
+        table = parse_json(text, unique=True)
+        metadata = table.pop("__metadata__", {})
+        entries = {name: _entry(**row) for name, row in table.items()}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("its header cannot be read") from None
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end = 0
+    for name, entry in entries.items():
+        size = math.prod(entry.shape) * BYTES.get(entry.dtype, 0)
+        if entry.start != end or (entry.dtype in BYTES and entry.stop - entry.start != size):
+            raise ValueError(f"the header's place of {name} is wrong")
+        end = entry.stop
+    return Header(text, entries, metadata)
+
+
+def _entry(dtype: Any, shape: Any, data_offsets: Any) -> Entry:
+    """Raises ValueError, TypeError."""
+    start, stop = data_offsets
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > DIMENSIONS:
+        raise TypeError
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in (*shape, start, stop)) or stop < start:
+        raise ValueError
+    return Entry(dtype, tuple(shape), start, stop)
+
+
+def make_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> Header:
+    """A header for {name: (dtype, shape)}, the data in that order."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * BYTES[dtype]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False)
+    return parse_header(text + " " * (-len(text.encode()) % 8))
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file that is whole. Raises Refusal, in one line, where it is not."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError(f"it is truncated, or no safetensors file ({size:,} bytes)")
+            if length > LONGEST:
+                raise ValueError(f"its header has {length:,} bytes, and no more than {LONGEST:,} are read")
+            header = parse_header(file.read(length).decode())
+    except FileNotFoundError:
+        raise Refusal(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if header.size != size:
+        word = "truncated" if size < header.size else "too long"
+        raise Refusal(f"{path}: it is {word}: {size:,} bytes, {header.size:,} by its header")
+    return header
+
+
+def read_folder(checked: Checked) -> dict[str, Header]:
+    """The headers of a model's files, by file name: one file, or those that the index names.
+
+    Raises:
+        Refusal: files are missing or damaged, or do not hold what the index says.
+    """
+    if SINGLE in checked.files:
+        return {SINGLE: read_header(checked.file(SINGLE))}
+    if INDEX not in checked.files:
+        raise Refusal(f"{checked}: neither {SINGLE} nor {INDEX} there; other formats than safetensors are not read")
+    index = checked.file(INDEX)
+    try:
+        places = parse_json(read_bytes(index), unique=True)["weight_map"]
+        files = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise Refusal(f"{index}: no weight_map can be read from it") from None
+    if any(not isinstance(name, str) or Path(name).name != name or name in ("", "..") for name in files):
+        raise Refusal(f"{index}: it names files outside of its folder")
+    headers = {name: read_header(checked.file(name)) for name in files}
+    there = {tensor: name for name, header in headers.items() for tensor in header.entries}
+    if there != places or len(there) != sum(len(header.entries) for header in headers.values()):
+        odd = sorted(places.items() ^ there.items()) or sorted(there.items())
+        raise Refusal(f"{index}: it does not agree with the files about {odd[0][0]}")
+    return headers
+
+
+@contextmanager
+def reading(checked: Checked, headers: Mapping[str, Header]) -> Iterator[Callable[[str], Tensor]]:
+    """A function that gives a tensor by name, from memory-mapped files."""
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as stack:
+        try:
+            files = {name: stack.enter_context(safe_open(checked.file(name), framework="pt")) for name in headers}
+        except (OSError, SafetensorError) as error:
+            raise Refusal(f"{checked}: {error}") from None
+        place = {tensor: files[name] for name, header in headers.items() for tensor in header.entries}
+        yield lambda name: place[name].get_tensor(name)
+
+
+@contextmanager
+def writing(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[str, Tensor], None]]:
+    """A function that writes a tensor by name, in any order, into the files that ``headers`` describe.
+
+    At the end, ValueError if a tensor was left out.
+    """
+    places = {tensor: name for name, header in headers.items() for tensor in header.entries}
+    left = set(places)
+    with ExitStack() as stack:
+        files = {}
+        for name, header in headers.items():
+            files[name] = file = stack.enter_context(open(folder / name, "wb"))
+            text = header.text.encode()
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(header.size)
+
+        def put(name: str, tensor: Tensor) -> None:
+            header, file = headers[places[name]], files[places[name]]
+            entry = header.entries[name]
+            if NAMES.get(tensor.dtype, entry.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
+                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its header says {entry}")
+            file.seek(8 + len(header.text.encode()) + entry.start)
+            file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            left.discard(name)
+
+        yield put
+        if left:
+            raise ValueError(f"{len(left)} tensors were not written, {min(left)} among them")
+
+
+def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], limit: int = SHARD_BYTES) -> dict[str, Header]:
+    """Headers of one file, or of several of at most ``limit`` bytes of data, for (name, dtype, shape) in order."""
+    groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+    filled = 0
+    for name, dtype, shape in tensors:
+        size = math.prod(shape) * BYTES[dtype]
+        if groups[-1] and filled + size > limit:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = dtype, shape
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE: make_header(groups[0])}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": make_header(group)
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def index_json(headers: Mapping[str, Header]) -> dict[str, Any]:
+    """The index of several files."""
+    total = sum(entry.stop - entry.start for header in headers.values() for entry in header.entries.values())
+    places = {tensor: name for name, header in headers.items() for tensor in header.entries}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+
+
+# What both ways share: names in a checkpoint's hf/, folders that appear whole, a world of one process.
+
+
+HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
+OTHERS = "other_tensors.safetensors"  # and its tensors that transformers ignores
+IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# What does not come along: weights in any format, code, what we add ourselves.
+LEFT = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)
+
+Done = Callable[[], Any]  # called after each tensor, for a progress bar
+
+
+def companions(folder: Path) -> list[Path]:
+    """The files beside the weights: config.json, generation_config.json, tokenizer, licence, index."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(LEFT))
+
+
+def copy_files(files: list[Path], folder: Path) -> list[str]:
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
+    return [path.name for path in files]
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` that takes its name when all has gone well, and goes away otherwise."""
+    final = target.resolve()
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise Refusal(f"{target}: it is there and not empty; choose another folder, or remove it")
+    partial = final.with_name(f".{final.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        sync_tree(partial)
+        partial.replace(final)
+        sync_folders_up(final.parent)
+    except OSError as error:
+        raise Refusal(f"{target}: {reason(error)}; nothing was written") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """megatron-core's checkpoints want process groups: a world of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Whatever a damaged checkpoint makes torch raise, in one line."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise Refusal(f"checkpoint {path} cannot be read: {reason(cause(error))}") from error
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error inside torch's CheckpointException; an interruption inside it is raised again.
+
+    Closing a file that a full disk or an interruption left incomplete is an error of its own, which hides the first.
+    """
+    if not isinstance(error, CheckpointException):
+        return error
+    chain = [next(iter(error.failures.values()))[0]]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    first = [link for link in chain if isinstance(link, (OSError, KeyboardInterrupt, SystemExit))]
+    if first and not isinstance(first[-1], OSError):
+        raise first[-1]
+    return first[-1] if first else chain[0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load what Megatron-LM has written with ``torch_dist``: as if it were a checkpoint of ours.
+
+Whatever a run here asks for is read part by part from the files, so any grid and any ZeRO stage on either side will do.
+Random states and FP8's histories stay as they are: the first belong to TP x PP there and to tokens here, the second
+are pickled objects of Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+from megatron.training.arguments.config import Config
+from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.checkpoint.megatron_lm.megatron_args import model_described, model_of, namespace
+from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Saved, Source, weights_in, without_layer
+from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
+from megatron.training.refusal import Refusal, together
+
+DISTRIBUTED = "optimizer.distributed."  # keys of what belongs to a group of ranks there
+NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # multipliers of a group that does not say; the rest of its identity: False
+
+
+@dataclass
+class Theirs:
+    """A checkpoint of Megatron-LM, opened; or another program's in its terms."""
+
+    path: Path
+    common: dict[str, Any]
+    args: dict[str, Any]
+    stored: StoredTensors | WholeTensors
+    weights_alone: bool = False  # a model to begin with, at iteration 0
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(key.startswith("optimizer.") for key in self.stored)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What it says of its model, as our settings. Raises Refusal where that is not built here."""
+        return model_described(self.args, self.path)
+
+    def progress(self) -> dict[str, int]:
+        """How far its run had come, as our Progress."""
+        found = {
+            "iteration": self.common.get("iteration"),
+            "consumed_train_samples": self.args.get("consumed_train_samples"),
+        }
+        if missing := [name for name, value in found.items() if not isinstance(value, int)]:
+            raise Refusal(f"checkpoint {self.path} does not say its {missing[0]}: pass --finetune")
+        if self.args.get("skipped_train_samples"):
+            found["consumed_train_samples"] += self.args["skipped_train_samples"]
+        return found
+
+
+def open_theirs(path: Checked) -> Theirs | None:
+    """``path`` as a checkpoint of Megatron-LM, None where it is one of ours. Raises Refusal where it is neither."""
+    common = path.common()
+    if "config" in common:
+        return None
+    return Theirs(path.path, common, namespace(common.get("args"), path), StoredTensors(path))
+
+
+def check_vocabulary(theirs: Theirs, vocab_size: int, config: Config) -> None:
+    """Refuse a tokenizer whose vocabulary cannot be what was padded there."""
+    rows = theirs.args.get("padded_vocab_size")
+    if rows is None:
+        return
+    parts = theirs.args.get("tensor_model_parallel_size") or 1
+    block = (theirs.args.get("make_vocab_size_divisible_by") or 128) * parts
+    if not rows - block < vocab_size <= rows:
+        raise Refusal(
+            f"checkpoint {theirs.path} has a vocabulary of {rows - block + 1} to {rows} tokens (padded to {rows}), the "
+            f"tokenizer here {vocab_size}: use its tokenizer"
+        )
+    if vocab_size != rows:
+        config.notes.append(
+            f"the {rows - vocab_size} rows that pad the vocabulary of {theirs.path} count in the loss there; here they "
+            "do not"
+        )
+
+
+def load(theirs: Theirs, state: dict[str, Any]) -> dict[str, Any]:
+    """What core's ``dist_checkpointing.load`` would give of a checkpoint of ours, for the state of this run.
+
+    Args:
+        state: weights and, where wanted, the optimizer, as core's sharded state with ``fully_reshardable``.
+
+    Raises:
+        Refusal: something is missing, has another shape, or lies there in a form that cannot be read.
+    """
+    loaded, asked = together(lambda: _read(theirs, state))
+    _check_all_asked(theirs, asked)
+    return loaded
+
+
+def _read(theirs: Theirs, state: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """(this rank's part of :func:`load`, names of the weights that it asked for)."""
+    with_optimizer = "optimizer" in state
+    source = Source(theirs.stored, _buckets(theirs) if with_optimizer else None)
+    groups, scaler = _groups(theirs) if with_optimizer else ([], None)
+    sharded, kept, factories = load_preprocess(state)
+
+    def found(value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            return source.read(value)
+        return value.data if isinstance(value, ShardedObject) else value
+
+    loaded = dict_list_map_outplace(found, sharded)
+    loaded = apply_factory_merges(merge(loaded, kept), factories)
+    if with_optimizer:
+        ours = loaded["optimizer"]["optimizer"]["param_groups"]
+        loaded["optimizer"]["optimizer"]["param_groups"] = _matched(ours, groups)
+        if scaler is not None:
+            loaded["optimizer"]["grad_scaler"] = scaler
+        if "opt_param_scheduler" in theirs.common:
+            loaded["opt_param_scheduler"] = theirs.common["opt_param_scheduler"]
+    return loaded, source.asked
+
+
+def _buckets(theirs: Theirs) -> Buckets | None:
+    kind = (theirs.common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if not any(key.startswith(DISTRIBUTED) for key in theirs.stored):
+        if not any(key.startswith(STATE) for key in theirs.stored):
+            raise _unreadable(theirs, kind)
+        return None
+    if kind not in (None, "dp_reshardable", "fully_sharded_bucket_space"):
+        raise _unreadable(theirs, kind)
+    model, args = model_of(theirs.args, theirs.path), theirs.args
+    return Buckets(
+        theirs.stored,
+        Saved(
+            tensor=args.get("tensor_model_parallel_size") or 1,
+            pipeline=args.get("pipeline_model_parallel_size") or 1,
+            chunks=args.get("virtual_pipeline_model_parallel_size") or 1,
+            layers=model.num_layers,
+            gated=model.swiglu,
+            tied=not model.untie_embeddings_and_output_weights,
+        ),
+    )
+
+
+def _unreadable(theirs: Theirs, kind: str | None) -> Refusal:
+    return Refusal(
+        f"checkpoint {theirs.path}: its optimizer is in the form {kind or 'dp_zero_gather_scatter'}, which is not read "
+        "here: load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable (before core 0.15: with "
+        "--ckpt-fully-parallel-save), or pass --no-load-optim"
+    )
+
+
+def _groups(theirs: Theirs) -> tuple[list[dict[str, Any]], Any]:
+    """(groups of parameters with the steps taken, state of the loss scale)."""
+    saved = theirs.common.get("optimizer")
+    if saved is None or "param_groups" not in saved.get("optimizer", saved):  # a copy for each group of ranks
+        first = f"{DISTRIBUTED}dp_group_idx_0."
+        saved = {name: theirs.stored.object(f"{first}{name}") for name in ("optimizer", "grad_scaler")}
+    inner = saved.get("optimizer") or saved
+    groups = inner.get("param_groups")
+    if not groups:
+        raise Refusal(f"checkpoint {theirs.path}: its optimizer has no groups of parameters: pass --no-load-optim")
+    step = (inner.get("state") or {}).get("common_step")
+    step = next((group["step"] for group in groups if group.get("step") is not None), 0) if step is None else step
+    return [{**group, "step": float(step)} for group in groups], saved.get("grad_scaler")
+
+
+def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Our groups with their values: of what only one kind of Adam knows, ours stays."""
+
+    def identity(group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(
+            group.get(name, group.get(f"pre_{name}", NEUTRAL.get(name, False))) for name in param_group_identifier_keys
+        )
+
+    known = {identity(group): group for group in theirs}
+    matched = []
+    for group in ours:
+        if identity(group) not in known:
+            names = ", ".join(f"{name} {value}" for name, value in zip(param_group_identifier_keys, identity(group)))
+            raise Refusal(
+                f"the checkpoint's optimizer has no group of parameters with {names}: give --decoupled-lr as there, or "
+                "pass --no-load-optim"
+            )
+        other = known[identity(group)]
+        matched.append(group | {name: other[name] for name in other if name in group or name == "step"})
+        matched[-1].pop("params", None)
+    return matched
+
+
+def _check_all_asked(theirs: Theirs, mine: set[str]) -> None:
+    """Refuse a checkpoint with weights that no rank of this run has a place for."""
+    asked: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(asked, mine)
+    known = set().union(*asked)
+    left = sorted({name for name in map(without_layer, weights_in(theirs.stored)) if name not in known})
+    if left := [name for name in left if not name.endswith("rotary_pos_emb.inv_freq")]:
+        some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        raise Refusal(f"checkpoint {theirs.path} is of another model: it has {some}, which this one has not")

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a rank's part of a checkpoint in megatron-core's ``torch_dist`` format: one file, and no process for it.
+
+core's FileSystemWriterAsync forks two processes a rank for each save, and spawns a third that imports torch anew:
+seconds, whatever there is to write, and processes that outlive a rank killed meanwhile. Here a rank writes its file
+itself, in the main thread or in another one; what takes long (checksums, writing, syncing) leaves Python's lock alone.
+Names, contents and metadata of the files are those that core writes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.context_parallel.fpdt.host_store import HostPool
+from megatron.platform.streams import COMPUTE, STORES, Event, Streams
+from megatron.training.checkpoint.megatron_lm.file_list import Sum
+
+BUFFER = 1 << 20  # bytes gathered of small writes
+
+
+class _Summed(io.FileIO):
+    """A file that keeps count of what is written to it."""
+
+    crc32 = 0
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self.crc32 = zlib.crc32(memoryview(data).cast("B")[:written], self.crc32)
+        return written
+
+
+@contextmanager
+def new_file(path: Path, sums: dict[str, Sum]) -> Iterator[io.BufferedWriter]:
+    """A file to write from its beginning to its end; on the disk, and its sum in ``sums``, once it is left."""
+    raw = _Summed(path, "w")
+    file = io.BufferedWriter(raw, BUFFER)
+    try:
+        yield file
+        file.flush()
+        os.fsync(raw.fileno())
+        sums[path.name] = Sum(raw.tell(), raw.crc32)
+    finally:
+        raw.close()  # the buffer of a full disk could not be written any more
+
+
+def write_bytes(path: Path, data: bytes, sums: dict[str, Sum]) -> None:
+    """Write a whole file. Raises OSError."""
+    with new_file(path, sums) as file:
+        file.write(data)
+
+
+def packed(data: Any) -> bytes:
+    """What ``torch.save`` makes of something small."""
+    file = io.BytesIO()
+    torch.save(data, file)
+    return file.getvalue()
+
+
+class Writer(FileSystemWriterAsync):
+    """Takes part in core's planning, and writes what came of it."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.parts: list[tuple[WriteItem, Tensor | io.BytesIO]] = []  # tensors as they are, maybe on a GPU
+        self.prefix = ""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is there; a rank that failed here would leave the others waiting
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.parts = [(item, planner.resolve_data(item)) for item in plan.items]
+        self.prefix = plan.storage_data.prefix
+
+    @property
+    def bytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(data.nbytes for _, data in self.parts if isinstance(data, Tensor))
+
+    def write(self, sums: dict[str, Sum]) -> list[WriteResult]:
+        """Write this rank's file, if it has anything to write; where each part lies in it.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if not self.parts:
+            return []
+        name = f"{self.prefix}0{filesystem.DEFAULT_SUFFIX}"
+        with new_file(Path(self.checkpoint_dir) / name, sums) as file, without_inner_sums():
+            return [self._write_item(file, name, item, data) for item, data in self.parts]
+
+    def _write_item(
+        self, file: io.BufferedWriter, name: str, item: WriteItem, data: Tensor | io.BytesIO
+    ) -> WriteResult:
+        if isinstance(data, Tensor):
+            data = data.detach().cpu()
+            if data.untyped_storage().size() != data.nbytes:
+                data = data.clone()  # torch.save writes storages whole
+        try:
+            return filesystem._write_item(
+                self.transforms, file, data, item, name, filesystem.SerializationFormat.TORCH_SAVE
+            )
+        except RuntimeError as error:  # torch's zip writer fails once more when it is closed
+            chain: BaseException | None = error
+            while chain is not None and not isinstance(chain, OSError):
+                chain = chain.__context__
+            raise chain or error from None
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]], sums: dict[str, Sum]) -> None:
+        """Write which tensor lies where, for all ranks."""
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        write_bytes(Path(self.checkpoint_dir) / filesystem._metadata_fn, pickle.dumps(metadata), sums)
+
+
+@contextmanager
+def without_inner_sums() -> Iterator[None]:
+    """torch.save's checksums of each tensor, which nothing ever checks, cost four times what writing does."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class HostCopies:
+    """Copies of a rank's tensors in host memory, taken beside compute; the memory is kept for the next time."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.pool = HostPool(streams)
+
+    def begin(self) -> Event:
+        """To be called where the tensors are made; what :meth:`take` wants to know."""
+        return self.streams.record(COMPUTE)
+
+    def take(self, writer: Writer, made: Event) -> None:
+        """Put copies in the place of a writer's tensors, from any thread; done when this returns."""
+        device = self.streams.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a thread begins with the first
+            self.streams.wait(STORES, made)
+            writer.parts = [(item, self._copy(data)) for item, data in writer.parts]
+            done = self.streams.record(STORES)
+            if done is not None:
+                done.synchronize()
+
+    def _copy(self, data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
+        if not isinstance(data, Tensor) or not data.numel():
+            return data
+        copy = self.pool.empty(data.shape, data.dtype)
+        self.streams.copy(STORES, copy, data.detach())
+        return copy

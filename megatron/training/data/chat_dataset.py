@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of packed conversations, which do not see each other, with loss on the assistant's words alone.
+
+Sample n is a function of the files, the tokenizer, the seed and the sequence length; never of the grid, nor of how long
+the run is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from megatron.training.arguments.config import Config, DataConfig
+from megatron.training.arguments.data_paths import parse_split
+from megatron.training.data import index_files as data_files
+from megatron.training.data.chat_template import ChatTemplate, read_chats
+from megatron.training.data.index_files import check_whole, load_numbers, whole_folder
+from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
+from megatron.training.data.text_files import unit_of
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.refusal import Refusal, one_line, together
+
+# Which conversations share a sample: best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
+# section 3), in an order that is drawn anew for each epoch.
+
+
+GROUP = 64  # samples that are packed together: a part of an epoch, so that an epoch's samples are not the last one's
+
+
+def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
+    """Sort items into as few bins of ``room`` as best-fit decreasing finds; returns the items of each bin.
+
+    Args:
+        lengths: of each item, at most ``room``.
+    """
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        at = bisect_left(free, (length, -1))
+        if at == len(free):
+            left, number = room, len(bins)
+            bins.append([])
+        else:
+            left, number = free.pop(at)
+        bins[number].append(item)
+        if left > length:
+            insort(free, (left - length, number))
+    return bins
+
+
+def epoch(lengths: np.ndarray, room: int, key: tuple[int, ...]) -> list[np.ndarray]:
+    """The samples of one pass over all conversations, as indices [n] of the conversations that each one holds.
+
+    Args:
+        lengths: of each conversation.
+        room: of a sample.
+        key: the seed, the split, the number of the epoch: another key gives another order.
+    """
+    generator = torch.Generator().manual_seed(int(hashlib.sha256(repr(key).encode()).hexdigest()[:14], 16))
+    order = torch.randperm(len(lengths), generator=generator).numpy()
+    group = np.cumsum(lengths[order]) // (GROUP * room)
+    samples = []
+    for part in np.split(order, np.flatnonzero(np.diff(group)) + 1):
+        samples += [part[items] for items in pack(lengths[part], room)]
+    return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
+
+
+# The tokens of a file of chats: rendered once, by the first rank, and kept beside the data.
+
+
+logger = logging.getLogger(__name__)
+PARTS = {"tokens": np.int32, "spoken": np.bool_, "starts": np.int64, "lines": np.int64}
+
+
+@dataclass(frozen=True)
+class Store:
+    """The conversations of one file, one after another.
+
+    Attributes:
+        tokens: int32 [all tokens].
+        spoken: bool [all tokens], the assistant's.
+        starts: int64 [conversations + 1], where each begins, and the end.
+        lines: int64 [conversations], the line in the file.
+    """
+
+    path: str
+    tokens: np.ndarray | FileArray
+    spoken: np.ndarray | FileArray
+    starts: np.ndarray | FileArray
+    lines: np.ndarray | FileArray
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each conversation."""
+        return np.diff(self.starts)
+
+
+def render(path: str, flag: str, template: ChatTemplate, bar: bool = False) -> Store:
+    """All conversations of a file as tokens.
+
+    Raises:
+        Refusal: the first that is none, or that the template cannot render, with file and line; or there is none.
+    """
+    tokens, spoken, starts, lines = array("i"), bytearray(), array("q", [0]), array("q")
+    with tqdm(unit=" chats", desc=os.path.basename(path), disable=None if bar else True) as progress:
+        for chat in read_chats(path, flag):
+            rendered = template(chat)
+            tokens.frombytes(rendered.ids.tobytes())
+            spoken += rendered.spoken.tobytes()
+            starts.append(len(tokens))
+            lines.append(int(chat.where.rpartition(" ")[2]))
+            progress.update()
+    if not lines:
+        raise Refusal(f"{flag} {path}: it holds no conversations")
+    parts = (np.frombuffer(part, kind) for part, kind in zip((tokens, spoken, starts, lines), PARTS.values()))
+    return Store(path, *parts)
+
+
+def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
+    """Where the tokens of a file are kept: by all that they depend on."""
+    import transformers
+
+    stat, tokenizer = os.stat(path), template.tokenizer
+    text = json.dumps(
+        [
+            os.path.abspath(path),
+            stat.st_size,
+            stat.st_mtime_ns,
+            tokenizer.backend_tokenizer.to_str(),
+            str(sorted(tokenizer.special_tokens_map.items())),
+            template.given or tokenizer.chat_template,
+            transformers.__version__,
+            "3",  # of the form of the folder, and of this program's way to find the assistant's words
+        ],
+        sort_keys=True,
+    )
+    root = data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(path)), "index-cache")
+    return os.path.join(root, "chats-" + hashlib.sha256(text.encode()).hexdigest()[:24])
+
+
+def keep(store: Store, folder: str) -> None:
+    """Write a store into a folder that appears whole; without one where nothing can be written."""
+    try:
+        with whole_folder(folder) as temporary:
+            for name in PARTS:
+                np.save(os.path.join(temporary, f"{name}.npy"), getattr(store, name))
+    except OSError as error:
+        if not os.path.isdir(folder):  # else another run was faster
+            logger.warning("no cache of tokens in %s (%s): every rank renders the chats", folder, error.strerror)
+
+
+def kept(path: str, folder: str) -> Store | None:
+    """The store in a folder, read from its files; None where there is no folder.
+
+    Raises:
+        Refusal: the folder is damaged.
+    """
+    if not os.path.isdir(folder):
+        return None
+    try:
+        parts = [unmapped(load_numbers(os.path.join(folder, f"{name}.npy"))) for name in PARTS]
+        store = Store(path, *parts)
+        same = [(part.dtype, part.ndim) for part in parts] == [(np.dtype(kind), 1) for kind in PARTS.values()]
+        if not same or not len(store.starts) == len(store.lines) + 1 > 1:
+            raise ValueError("its parts do not fit together")
+        if not len(store.tokens) == len(store.spoken) == store.starts[-1]:
+            raise ValueError("its parts do not fit together")
+        if store.starts[0] != 0 or (store.starts[1:] <= store.starts[:-1]).any():
+            raise ValueError("its conversations do not follow one another")
+    except (OSError, ValueError, DataError) as error:
+        raise Refusal(f"{folder} holds no tokens of chats ({one_line(error, 100)}): remove it") from None
+    check_whole(folder)
+    return store
+
+
+SPLITS = ("train", "valid", "test")
+FILLER = 1024  # tokens of a document of padding, at most: attention within it is short
+
+
+class Conversations:
+    """Some conversations of some files, cut to a length.
+
+    Args:
+        stores: of each file.
+        chosen: the conversations [n], counted through all files.
+        longest: tokens of a conversation that fit.
+        over_length: what becomes of longer ones: "refuse", "truncate", "skip".
+
+    Raises:
+        Refusal: one is longer, and ``over_length`` says so.
+    """
+
+    def __init__(self, stores: list[Store], chosen: np.ndarray, longest: int, over_length: str) -> None:
+        self.stores = stores
+        firsts = np.cumsum([0, *map(len, stores)])
+        self.file = np.searchsorted(firsts, chosen, side="right") - 1
+        self.number = chosen - firsts[self.file]
+        of_all = np.concatenate([store.lengths() for store in stores])
+        self.lengths = of_all[chosen]
+        long = np.flatnonzero(self.lengths > longest)
+        self.truncated = self.skipped = 0
+        if len(long) and over_length == "refuse":
+            store, number = stores[self.file[long[0]]], self.number[long[0]]
+            more = f" and {len(long) - 1} more" if len(long) > 1 else ""
+            raise Refusal(
+                f"{store.path}, {unit_of(store.path)} {store.lines[number]}: a conversation of "
+                f"{self.lengths[long[0]]} tokens{more}, where --seq-length {longest - 1} has room for {longest}: raise "
+                "it, or give --sft-over-length "
+                "truncate or skip"
+            )
+        self.lengths = np.minimum(self.lengths, longest)
+        drop = long if over_length == "skip" else np.array([n for n in long if not self.of(n)[1][1:].any()], np.int64)
+        self.skipped, self.truncated = len(drop), len(long) - len(drop)
+        left = np.delete(np.arange(len(chosen)), drop)
+        self.file, self.number, self.lengths = self.file[left], self.number[left], self.lengths[left]
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, and which of them the assistant speaks."""
+        store, number = self.stores[self.file[index]], self.number[index]
+        start = store.starts[number]
+        span = slice(start, start + self.lengths[index])
+        return store.tokens[span], store.spoken[span]
+
+    def where(self, index: int) -> str:
+        """Names a conversation in messages."""
+        store = self.stores[self.file[index]]
+        return f"{store.path}, {unit_of(store.path)} {store.lines[self.number[index]]}"
+
+
+class ChatDataset(Dataset):
+    """Samples of ``seq_length`` tokens: epoch after epoch, each packed in an order of its own.
+
+    Args:
+        key: the seed and the split.
+        size: how many samples are asked for.
+        tokenizer: whose vocabulary all ids must be of, and whose end of document fills a sample up.
+    """
+
+    def __init__(
+        self, conversations: Conversations, seq_length: int, key: tuple[int, int], size: int, tokenizer: Tokenizer
+    ) -> None:
+        self.conversations, self.seq_length, self.size, self.filler = conversations, seq_length, size, tokenizer.eod
+        self.vocab_size, self.source = tokenizer.vocab_size, tokenizer.source
+        inputs = conversations.lengths - 1  # the last token is nothing but a label
+        self.samples, self.an_epoch = [], 0
+        while len(self.samples) < size:
+            self.samples += epoch(inputs, seq_length, (*key, self.an_epoch))
+            self.an_epoch += 1
+        self.samples_an_epoch = len(self.samples) / self.an_epoch
+        self.share_filled = float(inputs.sum()) / (self.samples_an_epoch * seq_length)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], those of the padding among them.
+
+        Raises:
+            DataError: an id is outside of the vocabulary, or a file cannot be read.
+        """
+        tokens = np.full(self.seq_length, self.filler, np.int64)
+        labels, spoken, ends, at = tokens.copy(), np.zeros(self.seq_length, np.float32), [], 0
+        for number in self.samples[index]:
+            ids, mask = self.conversations.of(number)
+            check_ids(ids, self.vocab_size, self.source, partial(self.conversations.where, number))
+            stop = at + len(ids) - 1
+            tokens[at:stop], labels[at:stop], spoken[at:stop] = ids[:-1], ids[1:], mask[1:]
+            at = stop
+            ends.append(at)
+        while at < self.seq_length:
+            at = min(at + FILLER, self.seq_length)
+            ends.append(at)
+        whole = {"tokens": tokens, "labels": labels, "loss_mask": spoken, "document_ends": np.array(ends)}
+        return {name: torch.from_numpy(part) for name, part in whole.items()}
+
+
+def build_chat_datasets(
+    config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int]
+) -> tuple[ChatDataset | None, ChatDataset | None, ChatDataset | None]:
+    """As :func:`megatron.training.data.datasets.build_datasets`, of chats. Every rank calls it.
+
+    What is there, and what was left out, is added to ``config.notes``.
+    """
+    agree = together if dist.is_initialized() else _alone
+    template, sources = agree(lambda: (_template(config, tokenizer), _sources(config, samples)))
+    flags = {path: flag for paths, flag, _ in sources for path in paths or ()}
+    first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def write() -> None:
+        for path, flag in flags.items() if first else ():
+            folder = folder_of(path, template, config.data)
+            if not os.path.isdir(folder):
+                keep(render(path, flag, template, bar=config.logging.progress), folder)
+
+    def read() -> dict[str, Store]:
+        found = {path: kept(path, folder_of(path, template, config.data)) for path in flags}
+        return {path: store or render(path, flags[path], template) for path, store in found.items()}
+
+    agree(write)
+    stores = agree(read)
+    return agree(lambda: _build(config, tokenizer, sources, samples, stores))
+
+
+def _alone(action: Callable) -> object:
+    return action()
+
+
+def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate:
+    path, given = config.data.sft_tokenizer_prompt_format, None
+    if path != "default":
+        try:
+            with open(path, encoding="utf-8") as file:
+                given = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refusal(
+                f"--sft-tokenizer-prompt-format {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}: give a "
+                "file with a Jinja template, or leave it out for the tokenizer's own"
+            ) from None
+    return ChatTemplate(tokenizer.transformers, given, tokenizer.source)
+
+
+Source = tuple[list[str] | None, str, tuple[float, float]]  # files, the flag that named them, the share of a split
+
+
+def _sources(config: Config, samples: tuple[int, int, int]) -> list[Source]:
+    """The files of each split; None where it has none."""
+    blend, blends = data_files.parse_blends(config.data)
+    shares = [(0.0, 1.0)] * 3
+    if blend:
+        parts = [float(part) for part in parse_split(config.data.split).split(",")]
+        bounds = np.cumsum([0.0, *parts, *[0.0] * (3 - len(parts))]) / sum(parts)
+        shares = list(zip(bounds[:-1], bounds[1:]))
+    found: list[Source] = []
+    for split, share, count in zip(SPLITS, shares, samples):
+        one, flag = (blend, "--data-path") if blend else (blends[SPLITS.index(split)], f"--{split}-data-path")
+        if one and one[1] is not None:
+            raise Refusal(
+                f"--sft with weights in {flag} is not supported: name the files alone; all are read each epoch"
+            )
+        if one is None and split == "train" and count:
+            raise Refusal(f"no training data: give {flag}")
+        paths = one[0] if one and count and (share[0] < share[1] or split == "train") else None
+        for path in paths or ():
+            if not os.path.isfile(path):
+                raise Refusal(
+                    f"{flag} {path}: no such file; --sft reads a file of chats: JSON lines, a JSON array or Parquet"
+                )
+        found.append((paths, flag, share))
+    return found
+
+
+def _build(
+    config: Config, tokenizer: Tokenizer, sources: list[Source], samples: tuple[int, int, int], stores: dict[str, Store]
+) -> tuple[ChatDataset | None, ...]:
+    data, built = config.data, []
+    for split, (paths, flag, share), count in zip(SPLITS, sources, samples):
+        files = [stores[path] for path in paths or ()]
+        total = sum(map(len, files))
+        chosen = np.arange(*(round(bound * total) for bound in share))
+        if not files or (not len(chosen) and split != "train" and data.split is None):
+            if files:
+                config.notes.append(f"--sft: {total} conversations are too few for a {split} split: no {split} data")
+            built.append(None)
+            continue
+        chats = Conversations(files, chosen, data.seq_length + 1, data.sft_over_length)
+        if not len(chats):
+            raise Refusal(f"{flag}: the {split} split gets none of {total} conversations: change --split")
+        dataset = ChatDataset(chats, data.seq_length, (config.run.seed, SPLITS.index(split)), count, tokenizer)
+        built.append(dataset)
+        spoken = sum(int(chats.of(number)[1][1:].sum()) for number in range(len(chats)))
+        config.notes.append(
+            f"{split} data: {len(chats):,} conversations of {chats.lengths.sum():,} tokens, {spoken:,} of them the "
+            f"assistant's; an epoch is {dataset.samples_an_epoch:,.0f} samples, {dataset.share_filled:.1%} full"
+        )
+        if chats.truncated or chats.skipped:
+            config.notes.append(
+                f"--sft-over-length {data.sft_over_length}: of the {split} data, {chats.truncated} conversations "
+                f"truncated, {chats.skipped} skipped"
+            )
+    return tuple(built)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation as tokens, and which of them the assistant speaks, by the tokenizer's own chat template.
+
+A template that marks the assistant's words, ``{% generation %} ... {% endgeneration %}``, is believed: transformers
+finds them. Otherwise they are found by rendering the conversation up to each of the assistant's turns, with the words
+that ask for one, and to its end: what has come in between is the turn. That holds only where a template renders the
+beginning of a conversation as it renders it alone; a conversation for which it does not is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron.training.data.row_files import messages_of
+from megatron.training.data.text_files import Reader, Record
+from megatron.training.json_file import parse_json
+from megatron.training.refusal import Refusal, one_line, short
+
+# Conversations from JSON lines, JSON arrays and Parquet, and what is wrong with them, by file and line or row.
+#
+# A row is an object with ``messages``, a list of {role, content}, or of another form that ``row_forms`` knows;
+# beside it may stand ``system`` (a text that comes first), ``tools`` (what a template shows of tools) and
+# ``chat_template_kwargs`` (variables of a template). As in Megatron-LM (megatron/training/datasets/sft_dataset.py),
+# a row may hold several conversations, one after another: each begins with a system message.
+
+
+SYSTEM = ("system", "developer")
+# Who may speak after whom; "" is the beginning.
+AFTER = {
+    "": (*SYSTEM, "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+Message = dict[str, Any]
+LONGEST = 32 << 20  # bytes of a line; to tokenize it takes about 200 bytes of memory for each
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation, checked.
+
+    Attributes:
+        where: file and line, for messages.
+        variables: of the template.
+    """
+
+    where: str
+    messages: list[Message]
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+def read_chats(path: str, flag: str) -> Iterator[Chat]:
+    """The conversations of a file, in its order; blank lines are none.
+
+    Raises:
+        Refusal: a row is no conversation, with file and line.
+    """
+    try:
+        for record in Reader([path]):
+            yield from chats_of(record)
+    except Refusal as refusal:
+        raise Refusal(str(refusal).replace("--input", flag, 1)) from None
+
+
+def chats_of(record: Record) -> list[Chat]:
+    """The conversations of one row."""
+    where = record.where()
+    if len(record.content) > LONGEST:
+        raise Refusal(
+            f"{where}: a {record.unit} of {len(record.content):,} bytes; at most {LONGEST:,} are read: split it"
+        )
+    line = _object(record, where)
+    if line is None:
+        return []
+    messages, tools = messages_of(line, where), line.get("tools")
+    system = line.get("system")
+    if system is not None and not isinstance(system, str):
+        raise Refusal(f'{where}: "system" is no text')
+    if isinstance(tools, str):  # as many data sets have it, whose columns hold one type alone
+        tools = _json(tools, f'{where}: "tools"') or None
+    if tools is not None and not isinstance(tools, list):
+        raise Refusal(f'{where}: "tools" is no list')
+    variables = line.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise Refusal(f'{where}: "chat_template_kwargs" is no object')
+    checked = [_message(message, f"{where}, message {number}") for number, message in enumerate(messages, 1)]
+    if system is not None:
+        if checked[0]["role"] in SYSTEM:
+            raise Refusal(f'{where}: both "system" and a first message of the role {checked[0]["role"]}: keep one')
+        checked.insert(0, {"role": "system", "content": system})
+    chats = []
+    for part in _parts(checked):
+        _check_order(part, where)
+        chats.append(Chat(where, part, tools or None, variables))
+    return chats
+
+
+def _object(record: Record, where: str) -> dict[str, Any] | None:
+    try:
+        text = bytes(record.content).decode("utf-8-sig" if record.line <= 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise Refusal(f"{where}: not UTF-8 at byte {error.start}") from None
+    if not text.strip():
+        return None
+    line = _json(text, where)
+    if not isinstance(line, dict):
+        raise Refusal(f"{where}: not a JSON object")
+    return line
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise Refusal(f"{where}: not JSON: {one_line(error, 200)}") from None
+
+
+def _message(message: Any, where: str) -> Message:
+    """A message whose role and content are what templates can take."""
+    if not isinstance(message, dict):
+        raise Refusal(f"{where}: not a JSON object")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in AFTER or not role:
+        raise Refusal(f"{where}: role {short(role)} is none of {', '.join(filter(None, AFTER))}")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            raise Refusal(f"{where}: its content has parts that are no text, and models here read text alone")
+    elif not isinstance(content, str) and not (content is None and role == "assistant" and message.get("tool_calls")):
+        raise Refusal(f"{where}: its content is {'missing' if content is None else 'no text'}")
+    if role == "assistant" and not (content or message.get("tool_calls")):
+        raise Refusal(f"{where}: the assistant says nothing")
+    return message
+
+
+def _parts(messages: list[Message]) -> list[list[Message]]:
+    parts: list[list[Message]] = []
+    for message in messages:
+        if not parts or message["role"] in SYSTEM:
+            parts.append([])
+        parts[-1].append(message)
+    return parts
+
+
+def _check_order(messages: list[Message], where: str) -> None:
+    before = ""
+    for message in messages:
+        role = message["role"]
+        if role not in AFTER[before]:
+            after = f"follows {before}" if before else "comes first"
+            raise Refusal(f"{where}: roles out of order: {role} {after}, where {' or '.join(AFTER[before])} should")
+        before = role
+    if before != "assistant":
+        raise Refusal(f"{where}: the conversation ends with {before}, and there is no answer to learn: end it with one")
+
+
+OTHER_TEMPLATE = "give one that does, --sft-tokenizer-prompt-format FILE, or leave them out of the data"
+MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation of n tokens: ``ids`` [n] int32, and ``spoken`` [n] bool, those of the assistant."""
+
+    ids: np.ndarray
+    spoken: np.ndarray
+
+
+def _with(chat: Chat, number: int, message: Message) -> Chat:
+    """The same conversation with another message in that place."""
+    return replace(chat, messages=[*chat.messages[:number], message, *chat.messages[number + 1 :]])
+
+
+class ChatTemplate:
+    """Renders conversations.
+
+    Args:
+        tokenizer: of transformers, a fast one.
+        template: Jinja in place of the tokenizer's own.
+        source: names the tokenizer in messages.
+
+    Raises:
+        Refusal: there is no template, or the tokenizer cannot say where its tokens come from.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, source: str) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise Refusal(f"--sft: {source} is no fast tokenizer, which alone says which words a token stands for")
+        self.tokenizer, self.given = tokenizer, template
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            raise Refusal(
+                f"--sft: {source} has no chat template: give --sft-tokenizer-prompt-format FILE, a Jinja template, or "
+                "put chat_template.jinja in its folder"
+            )
+
+    def template_of(self, chat: Chat) -> str:
+        """The template for a conversation: some tokenizers have another one for tools."""
+        return self.tokenizer.get_chat_template(self.given, chat.tools)
+
+    def __call__(self, chat: Chat) -> Rendered:
+        """Tokens of a conversation.
+
+        Raises:
+            Refusal: the template fails, or does not say what the assistant's words are; with file and line.
+        """
+        if wrong := sorted(self.parameters & set(chat.variables)):
+            raise Refusal(
+                f'{chat.where}: "chat_template_kwargs" sets {wrong[0]}, which no template has as a variable: '
+                "leave it out"
+            )
+        try:
+            self._check_shown(chat)
+            if MARKED.search(self.template_of(chat)):
+                ids, spoken = self._marked(chat)
+            else:
+                ids, spoken = self._by_turns(chat)
+        except Refusal:
+            raise
+        except Exception as error:  # whatever a template raises, or makes Jinja or the tokenizer raise
+            raise Refusal(f"{chat.where}: the chat template fails: {one_line(error, 200)}") from error
+        rendered = Rendered(np.asarray(ids, np.int32), np.asarray(spoken, bool))
+        if not rendered.spoken[1:].any():
+            raise Refusal(f"{chat.where}: the chat template renders no words of the assistant")
+        return rendered
+
+    def _check_shown(self, chat: Chat) -> None:
+        """Refuse a template that leaves out tools or calls of them, or has no way with an answer of calls alone."""
+        calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
+        nulls = [number for number in calls if chat.messages[number].get("content") is None]
+        if nulls:
+            self._check_nulls(chat, nulls)
+        if not calls and not chat.tools:
+            return
+        whole, count = self._text(chat, len(chat.messages)), len(chat.messages)
+        if chat.tools and whole == self._text(replace(chat, tools=None), count):
+            raise Refusal(f'{chat.where}: the chat template shows nothing of "tools": {OTHER_TEMPLATE}')
+        for number in calls:
+            message = {key: value for key, value in chat.messages[number].items() if key != "tool_calls"}
+            if whole == self._text(_with(chat, number, message | {"content": message.get("content") or ""}), count):
+                raise Refusal(
+                    f'{chat.where}, message {number + 1}: the chat template shows nothing of "tool_calls": '
+                    f"{OTHER_TEMPLATE}"
+                )
+
+    def _check_nulls(self, chat: Chat, numbers: list[int]) -> None:
+        empty = chat
+        for number in numbers:
+            empty = _with(empty, number, chat.messages[number] | {"content": ""})
+        expected = self._text(empty, len(chat.messages))
+        try:
+            found = self._text(chat, len(chat.messages))
+            wrong = "prints None for" if found.count("None") > expected.count("None") else ""
+        except Exception as error:  # whatever a template raises; with "" it did not
+            wrong = f"fails ({one_line(error, 100)}) on"
+        if wrong:
+            raise Refusal(
+                f'{chat.where}, message {numbers[0] + 1}: the chat template {wrong} "content": null beside '
+                '"tool_calls": write "content": "" in the data, or give a template that asks for it, '
+                "--sft-tokenizer-prompt-format FILE"
+            )
+
+    def _marked(self, chat: Chat) -> tuple[list[int], list[int]]:
+        out = self.tokenizer.apply_chat_template(
+            chat.messages,
+            tools=chat.tools,
+            chat_template=self.given,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            **chat.variables,
+        )
+        return out["input_ids"], out["assistant_masks"]
+
+    def _by_turns(self, chat: Chat) -> tuple[list[int], np.ndarray]:
+        whole = self._text(chat, len(chat.messages))
+        spans = [
+            self._turn(chat, n, whole) for n, message in enumerate(chat.messages) if message["role"] == "assistant"
+        ]
+        out = self.tokenizer(whole, add_special_tokens=False)
+        spoken = np.zeros(len(out["input_ids"]), bool)
+        for start, stop in spans:  # as transformers does it: from the token of the first character to that of the last
+            first, last = out.char_to_token(start), out.char_to_token(stop - 1)
+            if first is None or last is None:
+                raise Refusal(f"{chat.where}: the tokenizer drops the first or the last character of a turn")
+            spoken[first : last + 1] = True
+        return out["input_ids"], spoken
+
+    def _turn(self, chat: Chat, number: int, whole: str) -> Span:
+        """The characters of ``whole`` that are the assistant's in message ``number``.
+
+        From where a template would let it begin, through the special token that ends its turn, if there is one: white
+        space after that is the template's.
+        """
+        message = chat.messages[number]
+        asked, before = self._text(chat, number, ask=True), self._text(chat, number)
+        after = self._text(chat, number + 1)
+        turn = f"{chat.where}, message {number + 1}"
+        if not whole.startswith(after) or not after.startswith(asked):
+            what = "by what follows" if after.startswith(asked) else "by whether it is asked for"
+            raise Refusal(
+                f"{turn}: the chat template renders it otherwise {what}, so that its words cannot be told apart: mark "
+                "them in the template, {% generation %} ... {% endgeneration %}"
+            )
+        text, content = after[len(asked) :], message.get("content")
+        if asked == before and isinstance(content, str) and not text.lstrip().startswith(content.strip()[:20]):
+            raise Refusal(
+                f"{turn}: the chat template has no add_generation_prompt, so that its words cannot be told from their "
+                "heading: mark them in the template, {% generation %} ... {% endgeneration %}"
+            )
+        stripped = text.rstrip()
+        if stripped.endswith(self.special):
+            text = stripped
+        return len(asked), len(asked) + len(text)
+
+    @cached_property
+    def parameters(self) -> set[str]:
+        """What transformers takes beside variables of a template: data do not set it."""
+        return set(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"documents"}
+
+    @cached_property
+    def special(self) -> tuple[str, ...]:
+        """The special tokens, as text."""
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return tuple(token for token in {*added, *self.tokenizer.all_special_tokens} if token)
+
+    def _text(self, chat: Chat, messages: int, ask: bool = False) -> str:
+        """The first ``messages`` of a conversation, as text."""
+        return self.tokenizer.apply_chat_template(
+            chat.messages[:messages],
+            tools=chat.tools,
+            chat_template=self.given,
+            add_generation_prompt=ask,
+            tokenize=False,
+            **chat.variables,
+        )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's --eval-tasks come to: which samples, of which text. The same on every rank and on every grid."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from megatron.training.arguments.config import Config, EvaluationConfig
+from megatron.training.arguments.settings.job_settings import MADE
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.evaluation import samples
+from megatron.training.evaluation.haystack import Words, make_words, read_ids
+from megatron.training.evaluation.samples import Pieces, Sample, compose, needle
+from megatron.training.refusal import Refusal
+
+MAKERS: dict[str, Callable[[Words, np.random.Generator, int, float | None], Pieces]] = {
+    "needle": needle
+} | samples.TASKS
+
+
+HALVINGS, SHORTEST = 4, 512  # of the lengths that nobody asked for
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A sample to make: its length in tokens, its needle's depth from 0 to 1 or None, its number in the cell."""
+
+    task: str
+    length: int
+    depth: float | None
+    number: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file whose perplexity is asked for: ``ids`` int64 [n], and its size."""
+
+    path: str
+    ids: np.ndarray
+    size: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tasks of a run; see :func:`make_plan`."""
+
+    tasks: list[str]
+    seed: int
+    eod: int
+    words: Words | None = None
+    specs: dict[str, list[Spec]] = field(default_factory=dict)
+    texts: list[Text] = field(default_factory=list)
+
+    def sample(self, spec: Spec) -> Sample:
+        """The sample of a spec: a function of the seed and the spec."""
+        pieces, random = self._pieces(spec)
+        return compose(pieces, self.words, random, spec.length)
+
+    def check(self, spec: Spec) -> None:
+        """Refuse a sample whose pieces do not fit its length."""
+        size = self._pieces(spec)[0].size
+        if size > spec.length:
+            raise Refusal(
+                f"--eval-lengths {spec.length}: {spec.task} needs at least {size} tokens of "
+                f"{self.words.tokenizer.kind} without any haystack: leave that length out, or that task"
+            )
+
+    def _pieces(self, spec: Spec) -> tuple[Pieces, np.random.Generator]:
+        depth = 0 if spec.depth is None else round(1e6 * spec.depth)
+        random = np.random.default_rng([self.seed, MADE.index(spec.task), spec.length, depth, spec.number])
+        return MAKERS[spec.task](self.words, random, spec.length, spec.depth), random
+
+
+def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
+    """The plan of a completed configuration.
+
+    Raises:
+        Refusal: a file cannot be read, or a task does not fit a length.
+    """
+    settings = config.evaluation
+    tasks = list(settings.eval_tasks or ())
+    made = [task for task in tasks if task in MADE]
+    plan = Plan(
+        tasks,
+        config.run.seed,
+        tokenizer.eod,
+        make_words(tokenizer, settings.eval_haystack) if made else None,
+        texts=[
+            Text(path, read_ids(tokenizer, path, "--eval-files"), os.path.getsize(path))
+            for path in (settings.eval_files or () if "perplexity" in tasks else ())
+        ],
+    )
+    halves = [config.data.seq_length >> power for power in range(HALVINGS, 0, -1)]
+    tried = [half for half in halves if half >= SHORTEST] if settings.eval_lengths is None else []
+    asked = settings.eval_lengths or [config.data.seq_length]
+    for task in made:
+        lengths = [length for length in tried if _fits(plan, specs_of(task, [length], settings))] + asked
+        plan.specs[task] = specs_of(task, lengths, settings)
+        for spec in plan.specs[task]:
+            plan.check(spec)
+    return plan
+
+
+def _fits(plan: Plan, specs: list[Spec]) -> bool:
+    try:
+        for spec in specs:
+            plan.check(spec)
+    except Refusal:
+        return False
+    return True
+
+
+def check_held_out(plan: Plan, dataset: Dataset | None, device: torch.device) -> None:
+    """Refuse loss-by-position where no rank has held-out samples; all ranks call it.
+
+    Args:
+        dataset: None on pipeline stages that read none, too: they cannot know by themselves.
+    """
+    if "loss-by-position" not in plan.tasks:
+        return
+    there = torch.tensor(dataset is not None, dtype=torch.int, device=device)
+    dist.all_reduce(there, op=dist.ReduceOp.MAX)
+    if not there:
+        refusal = Refusal(
+            "--eval-tasks loss-by-position reads validation data, and there are none: give --valid-data-path, or a "
+            "share in --split"
+        )
+        refusal.everywhere = True
+        raise refusal
+
+
+def specs_of(task: str, lengths: list[int], settings: EvaluationConfig) -> list[Spec]:
+    """The samples of a task: lengths x depths x samples for needles, the same number without depths for others."""
+    count = settings.eval_samples
+    if task != "needle":
+        count, depths = count * settings.eval_depths, [None]
+    else:
+        depths = np.linspace(0, 1, settings.eval_depths).tolist() if settings.eval_depths > 1 else [0.5]
+    return [Spec(task, length, depth, n) for length in lengths for depth in depths for n in range(count)]

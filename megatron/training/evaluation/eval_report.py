@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of results: loss over position, the needle's heat map, right answers over length."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.training.evaluation.tasks import Result
+from megatron.training.refusal import Refusal, reason
+
+
+def draw(found: dict[str, Result], folder: Path) -> list[str]:
+    """Draw what there is to draw; the paths of the pictures."""
+    pictures = {}
+    if "loss-by-position" in found:
+        pictures["loss-by-position.png"] = (draw_losses, found["loss-by-position"])
+    if "needle" in found:
+        pictures["needle.png"] = (draw_needles, found["needle"])
+    ruler = {task: result for task, result in found.items() if task.startswith("ruler-")}
+    if ruler:
+        pictures["ruler.png"] = (draw_ruler, ruler)
+    for name, (function, result) in pictures.items():
+        figure = function(result)
+        figure.tight_layout()
+        figure.savefig(folder / name)
+        _pyplot().close(figure)
+    return [str(folder / name) for name in pictures]
+
+
+def draw_losses(result: Result) -> Any:
+    """Loss by position, a step a bucket, on an axis of doublings."""
+    figure, axes = _pyplot().subplots(figsize=(8, 4.5), dpi=120)
+    buckets = result["buckets"]
+    edges = [max(bucket["from"], buckets[0]["to"] // 2 + 1) for bucket in buckets] + [buckets[-1]["to"] + 1]
+    axes.stairs([bucket["loss"] for bucket in buckets], edges, baseline=None, linewidth=2)
+    axes.axhline(result["loss"], color="grey", linestyle="--", linewidth=0.8, label=f"all tokens: {result['loss']:.3f}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(edges, [_short(0 if n == 0 else edge) for n, edge in enumerate(edges)])
+    axes.minorticks_off()
+    axes.set(xlabel="position in the document", ylabel="loss (nats a token)", title="Loss by position")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_needles(result: Result) -> Any:
+    """Depth over length, green where the answer's tokens are right."""
+    cells = result["cells"]
+    lengths = list(dict.fromkeys(cell["length"] for cell in cells))
+    depths = list(dict.fromkeys(cell["depth"] for cell in cells))
+    by_place = {(cell["depth"], cell["length"]): cell["hits"] for cell in cells}
+    shares = [[by_place[depth, length] for length in lengths] for depth in depths]
+    figure, axes = _pyplot().subplots(figsize=(1.5 + 1.1 * len(lengths), 1.6 + 0.38 * len(depths)), dpi=120)
+    image = axes.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for row, line in enumerate(shares):
+        for column, share in enumerate(line):
+            axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(lengths)), map(_short, lengths))
+    axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
+    axes.set(xlabel="length (tokens)", ylabel="depth", title=f"Needle: {100 * result['hits']:.1f} % right")
+    figure.colorbar(image, ax=axes, label="share of answer tokens right")
+    return figure
+
+
+def draw_ruler(results: dict[str, Result]) -> Any:
+    """Share of right answer tokens over length, a line a task."""
+    figure, axes = _pyplot().subplots(figsize=(8, 4.5), dpi=120)
+    for task, result in results.items():
+        cells = result["cells"]
+        axes.plot([cell["length"] for cell in cells], [cell["hits"] for cell in cells], marker="o", label=task)
+    ticks = sorted({cell["length"] for result in results.values() for cell in result["cells"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, map(_short, ticks))
+    axes.minorticks_off()
+    axes.set(
+        xlabel="length (tokens)", ylabel="share of answer tokens right", title="Tasks of RULER's kind", ylim=(0, 1.05)
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens >> 10}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+# Results as tables in a terminal, as JSON and as pictures; and as lines of a training run.
+
+
+FILE = "evaluation.json"
+
+
+def write(folder: str, about: dict[str, Any], found: dict[str, Result]) -> list[str]:
+    """Write evaluation.json and the pictures; their paths.
+
+    Raises:
+        Refusal: the folder cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / FILE
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({**about, "tasks": found}, indent=1) + "\n")
+        os.replace(partial, path)
+        return [str(path), *draw(found, Path(folder))]
+    except OSError as error:
+        raise Refusal(f"--eval-output {folder} cannot be written: {reason(error)}") from None
+
+
+def lines(found: dict[str, Result]) -> Iterator[str]:
+    """A line a task."""
+    for task, result in found.items():
+        if task == "loss-by-position":
+            parts = [f"{bucket['from']}-{bucket['to']}: {bucket['loss']:.4f}" for bucket in result["buckets"]]
+        elif task == "perplexity":
+            parts = [f"{file['file']}: {file['perplexity']:.4f}" for file in result["files"]]
+        else:
+            parts = [f"answer tokens right {100 * result['hits']:.1f} %, answers {100 * result['exact']:.1f} %"]
+            parts.append(f"loss {result['loss']:.4f}")
+        yield f"{task}: {' | '.join(parts)}"
+
+
+def tables(found: dict[str, Result]) -> Iterator[Any]:
+    """A table of rich a task, of needles one by length and depth."""
+    from rich.table import Table
+
+    for task, result in found.items():
+        if task == "loss-by-position":
+            rows = [
+                (f"{bucket['from']} - {bucket['to']}", f"{bucket['loss']:.4f}", f"{100 * bucket['hits']:.1f} %",
+                 f"{bucket['tokens']:,}") for bucket in result["buckets"]
+            ]  # fmt: skip
+            yield _table(Table(title=task), ("position", "loss", "right", "tokens"), rows)
+        elif task == "perplexity":
+            rows = [
+                (file["file"], f"{file['perplexity']:.4f}", f"{file['loss']:.4f}", f"{file['bits_per_byte']:.4f}",
+                 f"{file['tokens']:,}") for file in result["files"]
+            ]  # fmt: skip
+            yield _table(Table(title=task), ("file", "perplexity", "loss", "bits a byte", "tokens"), rows)
+        elif task == "needle":
+            lengths = list(dict.fromkeys(cell["length"] for cell in result["cells"]))
+            by_place = {(cell["length"], cell["depth"]): cell for cell in result["cells"]}
+            rows = [
+                (f"{100 * depth:.0f} %", *(_coloured(by_place[length, depth]["hits"]) for length in lengths))
+                for depth in dict.fromkeys(cell["depth"] for cell in result["cells"])
+            ]
+            title = f"needle: answer tokens right, in all {100 * result['hits']:.1f} %"
+            yield _table(Table(title=title), ("depth", *map(str, lengths)), rows)
+        else:
+            rows = [
+                (str(cell["length"]), _coloured(cell["hits"]), f"{100 * cell['exact']:.0f} %", f"{cell['loss']:.4f}",
+                 str(cell["samples"])) for cell in result["cells"]
+            ]  # fmt: skip
+            yield _table(Table(title=task), ("length", "tokens right", "answers right", "loss", "samples"), rows)
+
+
+def _table(table: Any, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
+    for head in heads:
+        table.add_column(head, justify="left" if head == "file" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _coloured(share: float) -> str:
+    colour = "green" if share >= 0.9 else "yellow" if share >= 0.5 else "red"
+    return f"[{colour}]{100 * share:.0f} %[/{colour}]"

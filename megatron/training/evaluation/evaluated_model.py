@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model from a checkpoint, to be evaluated: weights alone, without gradients and optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from megatron.training.arguments.config import Config
+from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.megatron_lm.checked import Checked
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
+from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
+from megatron.training.host_memory import check_host_memory
+from megatron.training.model.build import build_model
+from megatron.training.model.fsdp import FullySharded
+from megatron.training.model.optimizer import in_compute_dtype
+from megatron.training.refusal import Refusal, together
+from megatron.training.setup import Runtime
+
+
+def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.Module], Dataset | None]:
+    """The plan, the model with a checkpoint's weights, and held-out samples where this rank reads any.
+
+    Raises:
+        Refusal: on every rank alike.
+    """
+
+    def look() -> tuple[Any, Tokenizer, int, Plan]:
+        if not config.evaluation.eval_tasks:
+            raise Refusal("missing: --eval-tasks, for example --eval-tasks needle loss-by-position")
+        if config.checkpoint.save:
+            raise Refusal("--save: an evaluation saves no checkpoint; leave it out, results go to --eval-output")
+        if runtime.offload is not None:
+            check_host_memory(config)
+        found = checkpoint.find(config.checkpoint, config.notes)
+        if found is None:
+            raise Refusal(f"--load {config.checkpoint.load} holds no checkpoint: give the folder of --save")
+        tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+        vocab_size = check_vocab(config.model.vocab_size, tokenizer)
+        return found, tokenizer, vocab_size, make_plan(config, tokenizer)
+
+    found, tokenizer, vocab_size, plan = together(look)
+    whole = choose_whole(found, config.checkpoint, config.notes)
+    dataset = None
+    if "loss-by-position" in plan.tasks:
+        samples = config.run.eval_iters * config.data.global_batch_size
+        dataset = build_datasets(config, tokenizer, (0, samples, 0), needed=runtime.reads_data)[1]
+    check_held_out(plan, dataset, runtime.device)
+    chunks = load_model(config, runtime, vocab_size, whole)
+    config.notes.append(f"loaded {whole}")
+    return plan, chunks, dataset
+
+
+def load_model(config: Config, runtime: Runtime, vocab_size: int, found: Checked) -> list[nn.Module]:
+    """This rank's model chunks with the weights of the checkpoint ``found``."""
+    chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
+    if config.parallel.zero_stage >= 2:
+        chunks = [FullySharded(chunk, config) for chunk in chunks]
+    else:
+        chunks = [in_compute_dtype(chunk, config) for chunk in chunks]
+    config.checkpoint.finetune = True
+    checkpoint.load(found, chunks, None, None, config)
+    dist.barrier()
+    return chunks

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank hangs, died or fell behind, and what the others wait for.
+
+A collective that times out says which rank *waited*. Here every rank tells the store where the ranks met, every few
+seconds and from a thread, that it lives, its iteration, and where its main thread is: the thread looks at that one's
+stack, so a step has nothing to do for it. Who wants to know takes two looks at the table: a rank whose count did not go
+on between them is stopped, dead or cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.context_parallel.layout.grid import Grid
+from megatron.platform.processes import Process, kill, this_process
+from megatron.training.refusal import one_line
+
+COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+HERE = str(Path(__file__).resolve().parents[2])  # megatron/
+OF_MESSAGES = re.compile(r"gloo|nccl|timed? ?out|by peer|broken pipe|connection", re.IGNORECASE)
+KEY = "heartbeat"
+DEEP = 8  # frames of torch.distributed, and of core's wrappers around it, at the inner end of a stack that waits
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank tells.
+
+    Attributes:
+        process: which one it is.
+        count: goes on as long as the process runs.
+        iteration: the last one that it finished.
+        place: where its main thread is.
+        waits: whether that is in a message to other ranks.
+        since: seconds that the main thread has been at this place.
+        failed: the error that ended it, else empty.
+    """
+
+    process: Process
+    count: int
+    iteration: int
+    place: str
+    waits: bool
+    since: float
+    failed: str = ""
+
+
+class Heartbeat:
+    """Tells the others of this rank, and tells of the others.
+
+    Args:
+        grid: whose axes' groups have names in the table.
+        timeout: seconds that a collective may take.
+        store: where all ranks can write and read; used by nobody else at the same time.
+        rank, ranks: this one, and how many there are.
+        every: seconds between two beats.
+    """
+
+    def __init__(
+        self, grid: Grid, timeout: float, store: dist.Store, rank: int, ranks: int, every: float | None = None
+    ) -> None:
+        self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
+        self.every = max(2.0, ranks / 500) if every is None else every  # a store serves some thousand beats a second
+        self.axes = {id(getattr(grid, name).group): word for name, word in AXES.items() if getattr(grid, name).group}
+        self.iteration: Callable[[], int] = lambda: 0  # finished ones
+        self._main = threading.main_thread().ident
+        self._count, self._at, self._since, self._told = 0, None, time.monotonic(), False
+        self._lock, self._done = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+
+    def start(self) -> Heartbeat:
+        self._beat()
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """No more beats: the run is over."""
+        self._done.set()
+        self._thread.join(2 * self.every)
+
+    def failed(self, error: BaseException) -> list[str] | None:
+        """This rank is to end with ``error``: tell the others; what to say in place of the error's traceback.
+
+        None where the error is this rank's own. Otherwise it is of a message, and some other rank is to blame: the
+        first one to notice says which. Ranks of this machine that do not answer are killed, so that no launcher waits.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
+        if self._ending():
+            return []
+        line = one_line(error, 200)
+        own = not OF_MESSAGES.search(str(error))
+        self._done.set()
+        try:
+            at = [frame for frame, _ in walk_tb(error.__traceback__)][::-1]
+            self._beat(at, f"{type(error).__name__}: {line}" if own else "")
+            if own:
+                return None
+            lines = self._tell() or [f"error on rank {self.rank}: {line}"]
+            with self._lock:
+                self.store.wait([f"{KEY}/silent"], timedelta(seconds=5 * self.every))
+                silent = [Process(**fields) for fields in json.loads(self.store.get(f"{KEY}/silent"))]
+        except RuntimeError as gone:
+            return [f"error: the store where the ranks met is gone as well ({gone}): its host, or rank 0, is dead"]
+        for process in silent:
+            kill(process)  # one of another machine or container is left alone
+        return lines
+
+    def end(self, line: str) -> None:
+        """End the job on all ranks; the first rank that calls this prints ``line``. Returns when all others know.
+
+        A rank that waits in a collective cannot be told by a message: there the thread of its beats sees in the store
+        that the job ends, and ends the process with exit code 1. None of them says anything.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
+        self._done.set()
+        with self._lock, suppress(RuntimeError):  # where the store is gone, others have ended already
+            if self.store.add(f"{KEY}/enders", 1) > 1:
+                line = ""
+        if line:
+            print(f"{line} (rank {self.rank} on {this_process().host})", file=sys.stderr, flush=True)
+        with suppress(RuntimeError):
+            with self._lock:
+                self.store.set(f"{KEY}/ending", "yes")
+            self._leave()
+
+    def _ending(self) -> bool:
+        """Whether a rank has called `end`."""
+        with self._lock, suppress(RuntimeError):
+            return self.store.check([f"{KEY}/ending"])
+        return False
+
+    def _leave(self) -> None:
+        """Wait until every rank knows that the job ends: then none of them meets a lost connection or a lost store."""
+        with self._lock:
+            left = self.store.add(f"{KEY}/left", 1)
+        limit = time.monotonic() + 4 * self.every
+        while left < self.ranks and time.monotonic() < limit:
+            time.sleep(self.every / 5)
+            with self._lock:
+                left = self.store.add(f"{KEY}/left", 0)
+
+    def table(self) -> dict[int, Beat | None]:
+        """The last beat of each rank; None of one that never told."""
+        keys = [f"{KEY}/{rank}" for rank in range(self.ranks)]
+        with self._lock:
+            return {
+                rank: _beat_of(json.loads(self.store.get(key))) if self.store.check([key]) else None
+                for rank, key in enumerate(keys)
+            }
+
+    def _run(self) -> None:
+        while not self._done.wait(self.every):
+            try:
+                beat = self._beat()
+                if self._ending():
+                    with suppress(RuntimeError):
+                        self._leave()
+                    os._exit(1)
+                left = self.timeout - beat.since  # NCCL ends the process itself, and leaves no time to tell
+                if beat.waits and left < min(self.timeout / 4, 20 + 3 * self.every) and (lines := self._tell()):
+                    print("\n".join([f"error: a message is to time out in {left:.0f} s", *lines]), file=sys.stderr)
+            except RuntimeError:  # the store is gone, and so is the run
+                return
+
+    def _beat(self, frames: Sequence[FrameType] | None = None, failed: str = "") -> Beat:
+        """Tell of the main thread: where it is, or the ``frames`` where it was when it failed."""
+        if frames is None:
+            frames = [frame for frame, _ in walk_stack(sys._current_frames().get(self._main))]
+        try:
+            place, waits = whereabouts(frames, self.axes)
+        except Exception:  # its stack is read while it runs on: one look may find nonsense, and the beat goes on
+            place, waits = "a place that moved while it was read", False
+        iteration = self.iteration()
+        if (at := (place, iteration)) != self._at:
+            self._at, self._since = at, time.monotonic()
+        self._count += 1
+        since = round(time.monotonic() - self._since, 1)
+        beat = Beat(this_process(), self._count, iteration, place, waits, since, failed)
+        with self._lock:
+            self.store.set(f"{KEY}/{self.rank}", json.dumps(asdict(beat)))
+        return beat
+
+    def _tell(self) -> list[str]:
+        """What the table says, if nobody has told it yet."""
+        if self._told:
+            return []
+        self._told = True
+        with self._lock:
+            first = self.store.add(f"{KEY}/told", 1) == 1
+        if not first:
+            return []
+        before = self.table()
+        time.sleep(2.5 * self.every)
+        after = self.table()
+        silent = [after[rank] for rank in silent_ranks(before, after, self.rank)]
+        with self._lock:
+            self.store.set(f"{KEY}/silent", json.dumps([asdict(beat.process) for beat in silent]))
+        return verdict(before, after, self.rank)
+
+
+AXES = {
+    "tensor": "TP",
+    "ulysses": "Ulysses",
+    "ring": "Ring",
+    "context": "CP",
+    "data": "DP",
+    "pipeline": "PP",
+}
+
+
+def heartbeat(grid: Grid, timeout_minutes: float) -> Heartbeat | None:
+    """Started; None for a run on one process, or without an address where the ranks met."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or "MASTER_PORT" not in os.environ:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # A client of its own: the one of torch.distributed is locked while the main thread waits with it.
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+    start = [uuid.uuid4().hex]  # a restarted job may meet in the same store, where an earlier table still is
+    dist.broadcast_object_list(start)
+    store = dist.PrefixStore(start[0], store)
+    return Heartbeat(grid, 60 * timeout_minutes, store, dist.get_rank(), dist.get_world_size()).start()
+
+
+def _beat_of(fields: dict[str, Any]) -> Beat:
+    return Beat(**{**fields, "process": Process(**fields["process"])})
+
+
+def silent_ranks(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None], teller: int) -> list[int]:
+    """Ranks whose beats stopped between two looks at the table, and that did not say that they fail."""
+    return [
+        rank for rank, beat in after.items() if rank != teller and beat and before[rank] == beat and not beat.failed
+    ]
+
+
+def verdict(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None], teller: int) -> list[str]:
+    """Lines that name who is to blame, then who waits for what, from two looks at the table."""
+    blamed, alive, waiting, silent = [], [], {}, silent_ranks(before, after, teller)
+    for rank, beat in after.items():
+        if beat is None:
+            blamed.append(f"rank {rank} has never told of itself: it ended, or hangs, before the first step")
+            continue
+        who = f"rank {rank} on {beat.process.host}"
+        seen = f"iteration {beat.iteration + 1}, {beat.place}"
+        if beat.failed:
+            blamed.append(f"{who} failed in {seen}: {beat.failed}")
+        elif rank in silent:
+            blamed.append(f"{who} does not answer: it is stopped, dead or cut off; last seen in {seen}")
+        elif beat.waits:
+            waiting.setdefault(seen, []).append(rank)
+        else:
+            alive.append(f"{who} is alive and waits for nobody: {seen}, for {beat.since:.0f} s")
+    lines = blamed + alive
+    if not lines and len(waiting) > 1:
+        lines.append("all ranks answer and wait, not all in the same place: they wait for each other")
+    lines += [f"waiting in {seen}: {_ranks(ranks)}" for seen, ranks in waiting.items()]
+    return [f"error: {line}" if number == 0 else f"       {line}" for number, line in enumerate(lines)]
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 3``, ``ranks 0-5, 7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+
+
+def whereabouts(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[str, bool]:
+    """Where a thread is, and whether it waits for other ranks there.
+
+    Args:
+        frames: its stack, innermost first.
+        axes: names of process groups, by their ids.
+    """
+    collective, ours, waits = "", None, False
+    for frame in frames:
+        name = frame.f_code.co_filename
+        if ours is None and name.endswith(COLLECTIVES):
+            collective, waits = _collective(frame, axes) or collective, True
+        elif name.startswith(HERE):
+            ours = ours or frame
+    if ours is None:
+        return collective or "outside of the program's own code", waits
+    place = f"{os.path.relpath(ours.f_code.co_filename, HERE)}:{ours.f_lineno} ({ours.f_code.co_name})"
+    if not waits and _waits(frames[0]):
+        collective, waits = "the wait for a message", True
+    return f"{collective} at {place}" if collective else place, waits
+
+
+def is_waiting(frames: Sequence[FrameType]) -> bool:
+    """Whether a thread with this stack, innermost first, waits for other ranks: quicker than :func:`whereabouts`."""
+    return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in frames[:DEEP]) or _waits(frames[0])
+
+
+def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:
+    """``all_reduce over TP`` of a frame of torch.distributed that has a group; None of another."""
+    seen: Any = frame.f_locals
+    if "group" not in seen:
+        return None
+    group = seen["group"]
+    if group is None or group is dist.group.WORLD:
+        return f"{frame.f_code.co_name} over all ranks"
+    over = axes.get(id(group)) or f"a group of {group.size()} ranks"
+    return f"{frame.f_code.co_name} over {over}"
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether the line that a frame is at calls ``wait``: that of a message is no Python, and has no frame."""
+    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # None between two lines

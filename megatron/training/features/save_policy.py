@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run saves: step by step with training, or with ``--async-save`` beside it; and what it keeps."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from megatron.platform.streams import streams_of
+from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checkpoint_folder import remove_older
+from megatron.training.checkpoint.in_memory.state import Held
+from megatron.training.checkpoint.rank_file import HostCopies
+from megatron.training.checkpoint.save_job import Save
+from megatron.training.host_memory import available_bytes
+from megatron.training.job import Job
+from megatron.training.report.reporter import Reporter
+from megatron.training.step import Mark
+
+
+class Saver:
+    """Made by every rank, and called by all of them at the same steps.
+
+    Attributes:
+        saved_at: the iteration of the last checkpoint, written or on its way.
+        stall: seconds that training stood still for it.
+    """
+
+    def __init__(self, job: Job, reporter: Reporter) -> None:
+        self.job, self.reporter = job, reporter
+        self.saved_at, self.stall = job.progress.iteration if job.on_disk is None else job.on_disk, 0.0
+        self._copies = HostCopies(streams_of(job.runtime.device)) if job.config.checkpoint.async_save else None
+        self._going: Save | None = None
+        self._begun = 0.0
+        self._whole, self._gave_up = True, False
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is writing in the background."""
+        return self._going is not None and self._going.busy
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank knows that another job has taken over the folder."""
+        return self.job.owner is not None and bool(self.job.owner.lost)
+
+    def give_up(self) -> str:
+        """Another job has the folder: save nothing any more. All ranks call it; rank 0 is told who has it."""
+        self.saved_at, self._gave_up = self.job.progress.iteration, True
+        return self.job.owner.lost or "another job has taken over --save"
+
+    def save(self, validation_loss: float | None = None) -> None:
+        """Save now, or begin to. A failure (a full disk) is told and does not end the run.
+
+        Args:
+            validation_loss: of the weights as they are, if they were evaluated.
+        """
+        self.finish()
+        job, settings = self.job, self.job.config.checkpoint
+        self.saved_at, self.stall, self._begun = job.progress.iteration, 0.0, time.perf_counter()
+        try:
+            with _Clock(self):
+                self._going = checkpoint.begin_save(
+                    settings.save,
+                    job.progress,
+                    job.chunks,
+                    job.optimizer,
+                    job.schedule,
+                    job.config,
+                    self._remove_older,
+                    validation_loss,
+                    job.owner,
+                )
+                if self._copies is not None and self._room():
+                    self._going.start(self._copies)
+                else:
+                    self._going.write()
+        except OSError as error:
+            self._failed(error)
+        if self._copies is None:
+            self.finish()
+
+    def copy(self) -> None:
+        """Copy the state to memory now; what takes longer happens beside training, and a failure is told later."""
+        job = self.job
+        state = Held(job.chunks, job.optimizer, job.schedule, job.config)
+        job.copies.begin(job.progress, state.tensors())
+
+    def before_update(self, mark: Mark | None) -> Mark | None:
+        """``mark``, or one that also keeps a step's update until the tensors to be saved are copied."""
+        going = self._going
+        if going is None or going.copied.is_set():
+            return mark
+
+        def wait(phase: str) -> None:
+            if phase == "optimizer":
+                with _Clock(self):
+                    going.copied.wait()
+            if mark is not None:
+                mark(phase)
+
+        return wait
+
+    def go_on(self, writing: bool | int) -> None:
+        """After each step.
+
+        Args:
+            writing: whether any rank still is.
+        """
+        self._tell_of_copies()
+        if self._going is None or writing:
+            return
+        try:
+            with _Clock(self):
+                done = self._going.advance()
+            if done:
+                self._saved()
+        except OSError as error:
+            self._failed(error)
+
+    def finish(self) -> bool:
+        """Wait until nothing is being written any more; whether the last checkpoint could be."""
+        if self._going is not None:
+            try:
+                with _Clock(self):
+                    self._going.finish()
+                self._saved()
+            except OSError as error:
+                self._failed(error)
+        return self._whole and not self._gave_up
+
+    def end(self) -> bool:
+        """The run ends in good order: finish, and leave no copies in memory where the last checkpoint could be saved.
+
+        Returns whether it could.
+        """
+        whole = self.finish()
+        if self.job.copies is not None:
+            self.job.copies.finish()
+            self._tell_of_copies()
+        if whole:
+            self.discard()
+        return whole
+
+    def discard(self) -> None:
+        """Nothing shall go on from the copies in memory."""
+        if self.job.copies is not None:
+            self.job.copies.remove(self.job.config.checkpoint.save)
+
+    def abandon(self) -> None:
+        """The run ends in an error: copies under way have a moment to arrive."""
+        if self.job.copies is not None:
+            self.job.copies.finish(seconds=2.0)
+
+    def _tell_of_copies(self) -> None:
+        for line in self.job.copies.told() if self.job.copies is not None else ():
+            self.reporter.say(f" {'' if line.startswith('WARNING') else '> '}{line}")
+
+    def _room(self) -> bool:
+        """Whether host memory has room for the copies; they take it once, and keep it."""
+        need = self._going.bytes - self._copies.pool.allocated
+        free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if need > 0 else 0
+        if need > free:
+            self.reporter.say(
+                f" WARNING: --async-save needs {need / 2**30:.1f} GiB more of host memory a rank, and "
+                f"{free / 2**30:.1f} GiB are free: training waits for this checkpoint to be written"
+            )
+        return need <= free
+
+    def _remove_older(self) -> None:
+        settings = self.job.config.checkpoint
+        best = settings.keep_best_checkpoints
+        if settings.save_retain_interval or settings.keep_last_checkpoints or best:
+            remove_older(
+                settings.save, self.saved_at, settings.keep_last_checkpoints or 1, settings.save_retain_interval, best
+            )
+
+    def _saved(self) -> None:
+        path, self._going, self._whole = self._going.final, None, True
+        beside = "" if self._copies is None else f" beside training, which stood still for {self.stall:.2f} s of them"
+        self.reporter.say(f" > saved {path} in {time.perf_counter() - self._begun:.1f} s{beside}")
+        if self.job.config.logging.log_progress and self.job.runtime.is_rank_zero:
+            try:
+                with open(os.path.join(self.job.config.checkpoint.save, "progress.txt"), "a") as file:
+                    file.write(f"{time.strftime('%F %T')}\tsaved iteration {self.saved_at}\t{path}\n")
+            except OSError as error:
+                self.reporter.say(f" WARNING: --log-progress: {error.strerror}")
+
+    def _failed(self, error: OSError) -> None:
+        self._going, self._whole = None, False
+        self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
+
+
+class _Clock:
+    """Adds to the seconds that training stands still."""
+
+    def __init__(self, saver: Saver) -> None:
+        self.saver = saver
+
+    def __enter__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.saver.stall += time.perf_counter() - self.begin

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--log-straggler``: which link between nodes has become slow.
+
+A slow link slows every rank alike, and what a rank does by itself says nothing about it. So a small message is timed
+over each edge between neighbouring nodes: once at the start, and again when a step takes much longer than recent ones.
+Whether it did, ranks agree in a message that every step has anyway; steady steps cost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from traceback import walk_stack
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.features.heartbeat import is_waiting
+from megatron.training.setup import Runtime
+
+SLOW_STEP = 1.5  # times the median of recent steps
+SLOW_LINK = 2.0  # times what is usual for the link
+NOISE = 1e-3  # seconds above the usual that a slow link takes at least
+RECENT, LEAST_STEPS = 20, 5  # steps that make the median: at most, at least
+REST = 5  # steps after a measurement in which there is no other
+BYTES = 2**18  # of the message
+REPEATS = 5  # of which the fastest counts
+NAMED = 4  # links in a line
+
+Edge = tuple[int, int]  # ranks that send and receive
+
+
+class SlowLinks:
+    """The links between the nodes of a run, and the steps that tell when to measure them.
+
+    Made by all ranks at the same time, as it gathers their hosts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Nodes may have one name by mistake; torchrun numbers them.
+        own = socket.gethostname(), os.environ.get("GROUP_RANK", "")
+        every: list[tuple[str, str]] = [own] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        self.hosts = [host for host, _ in every]
+        nodes: dict[tuple[str, str], list[int]] = {}
+        for rank, node in enumerate(every):
+            nodes.setdefault(node, []).append(rank)
+        self.phases = edges_by_phase(list(nodes.values()))
+        self.edges = [edge for phase in self.phases for edge in phase]
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.usual: list[float] = []
+        self.rest = 0
+
+    def is_slow(self, seconds: float) -> bool:
+        """Whether a step of so many seconds took much longer than recent ones; it then is one of them."""
+        known = len(self.recent) >= LEAST_STEPS
+        slow = known and seconds > SLOW_STEP * statistics.median(self.recent)
+        self.recent.append(seconds)
+        return slow
+
+    def tell(self, slow: bool) -> str:
+        """A line that names slow links, or nothing. All ranks call it after each step.
+
+        ``slow``: whether :meth:`is_slow` held on any rank; the same on all.
+        """
+        self.rest -= 1
+        if not self.edges or len(self.recent) < LEAST_STEPS or (self.usual and (not slow or self.rest >= 0)):
+            return ""
+        times = self._measure()
+        if self.usual:
+            self.rest = REST
+        else:
+            middle = statistics.median_low(times)
+            self.usual = [min(mine, middle) for mine in times]
+        return named(self.edges, times, self.usual, self.hosts)
+
+    def _measure(self) -> list[float]:
+        """Seconds of a message over each edge."""
+        rank = dist.get_rank()
+        data = torch.zeros(BYTES, dtype=torch.uint8, device=self.device)
+        found = dict.fromkeys(self.edges, 0.0)
+        for phase in self.phases:
+            for edge in (edge for edge in phase if rank in edge):
+                best = float("inf")
+                for _ in range(1 + REPEATS):  # the first one connects
+                    best = min(best, self._hop(edge, data))
+                found[edge] = best if rank == edge[1] else 0.0
+            dist.barrier()
+        times = torch.tensor(list(found.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        return times.tolist()
+
+    def _hop(self, edge: Edge, data: torch.Tensor) -> float:
+        """Seconds that a message takes, as its receiver sees them. First it says that it is ready."""
+        sender, receiver = edge
+        here, ready = dist.get_rank() == receiver, data[:1].clone()
+        self._do(dist.isend if here else dist.irecv, ready, sender if here else receiver)
+        begin = time.perf_counter()
+        self._do(dist.irecv if here else dist.isend, data, sender if here else receiver)
+        return time.perf_counter() - begin
+
+    def _do(self, operation: object, data: torch.Tensor, peer: int) -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, data, peer)]):
+            work.wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def edges_by_phase(nodes: Sequence[Sequence[int]]) -> list[list[Edge]]:
+    """Edges from each node's ranks to those of the next node, around; in a phase a node sends or receives, never both.
+
+    ``nodes``: the ranks of each node.
+    """
+    count = len(nodes)
+    if count == 1:
+        return []
+    phases: list[list[Edge]] = [[], [], []]
+    for index, ranks in enumerate(nodes):
+        last_of_odd = count % 2 == 1 and index == count - 1
+        phases[2 if last_of_odd else index % 2] += zip(ranks, nodes[(index + 1) % count])
+    return [phase for phase in phases if phase]
+
+
+def named(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float], hosts: Sequence[str]) -> str:
+    """The line about links that take longer than usual, the slowest first; empty where none does."""
+    slow = [
+        (took, edge, before)
+        for edge, took, before in zip(edges, times, usual)
+        if took > SLOW_LINK * before and took > before + NOISE
+    ]
+    if not slow:
+        return ""
+    slow.sort(reverse=True)
+    words = [
+        f"the link from rank {a} on {hosts[a]} to rank {b} on {hosts[b]} takes {1000 * took:.3g} ms for "
+        f"{BYTES // 1024} KiB, usual are {1000 * before:.3g} ms"
+        for took, (a, b), before in slow[:NAMED]
+    ]
+    more = f"; and {len(slow) - NAMED} more" if len(slow) > NAMED else ""
+    return f"--log-straggler: {'; '.join(words)}{more}"
+
+
+# ``--log-straggler``: which ranks are slow by themselves, and not because they wait for others.
+#
+# All ranks of a job take the same time a step, as each waits for the slowest. What tells them apart is the time that a
+# rank does not wait. On a CPU a thread looks every 10 ms whether the main thread is in a message to other ranks:
+# what is left of a step is the rank's own. On a GPU messages wait in the device's own queue, where nobody sees them
+# from outside; there a small matrix product is timed in each step, by the device's events. Nothing is sent but one
+# number a rank and
+# --log-interval.
+
+
+OVER = 1.2  # times the median
+EVERY = 0.01  # seconds between two looks
+LEAST = 300  # looks that make a share: with fewer, chance would name ranks
+
+
+class Looks:
+    """Milliseconds of its own that each step takes this rank, by looks at its main thread."""
+
+    what = "a step of its own work"
+
+    def __init__(self) -> None:
+        self._main = threading.main_thread().ident
+        self._on, self._done = threading.Event(), threading.Event()
+        self.start_again()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="stragglers")
+        self._thread.start()
+
+    def start_again(self) -> None:
+        self.seen = self.waited = self.steps = 0
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        self._begin = time.perf_counter()
+        self._on.set()
+
+    def end(self) -> None:
+        self._on.clear()
+        self.seconds += time.perf_counter() - self._begin
+        self.steps += 1
+
+    def result(self) -> tuple[float, bool]:
+        """Own milliseconds a step since the last start, and whether that is known well enough."""
+        own = 1000 * self.seconds / max(self.steps, 1) * (1 - self.waited / max(self.seen, 1))
+        return own, self.seen >= LEAST
+
+    def stop(self) -> None:
+        self._done.set()
+        self._on.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(EVERY):
+            self._on.wait()
+            try:
+                frames = [frame for frame, _ in walk_stack(sys._current_frames()[self._main])]
+                waits = is_waiting(frames)
+            except Exception:  # its stack is read while it runs on: one look may find nonsense, and counts for nothing
+                continue
+            self.seen += 1
+            self.waited += waits
+
+
+class Products:
+    """Milliseconds that a matrix product takes this rank's GPU, timed at the end of each step."""
+
+    what, size, least = "a matrix product", 4096, 5
+
+    def __init__(self, device: torch.device) -> None:
+        self._factor = torch.ones((self.size, self.size), dtype=torch.bfloat16, device=device)
+        self._out = torch.empty_like(self._factor)
+        self.start_again()
+
+    def start_again(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        torch.matmul(self._factor, self._factor, out=self._out)
+        pair[1].record()
+        self._events.append(pair)
+
+    def result(self) -> tuple[float, bool]:
+        times = [begin.elapsed_time(end) for begin, end in self._events if end.query()]
+        return (statistics.median(times) if times else 0.0), len(times) >= self.least
+
+    def stop(self) -> None:
+        self.start_again()
+
+
+class Stragglers:
+    """Told when each step begins and ends."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.device = runtime.device
+        self.clock = Products(self.device) if runtime.platform.on_gpu else Looks()
+        self.begin, self.end, self.stop = self.clock.begin, self.clock.end, self.clock.stop
+
+    def tell(self) -> str:
+        """A line that names slow ranks, or nothing. All ranks call it."""
+        mine = torch.tensor(self.clock.result(), dtype=torch.float64, device=self.device)
+        table = mine.new_empty(2 * dist.get_world_size())
+        dist.all_gather_into_tensor(table, mine)
+        times, known = table.view(-1, 2).t().tolist()
+        if not all(known):
+            return ""
+        self.clock.start_again()
+        slow = slow_ranks(times)
+        if not slow:
+            return ""
+        hosts: list[str] = [""] * len(times)
+        dist.all_gather_object(hosts, socket.gethostname())
+        named = ", ".join(f"rank {rank} on {hosts[rank]} takes {times[rank]:.3g} ms" for rank in slow)
+        return f"--log-straggler: {named} for {self.clock.what}; the median is {statistics.median(times):.3g} ms"
+
+
+def slow_ranks(own: Sequence[float]) -> list[int]:
+    """Those whose own time is more than ``OVER`` times the median."""
+    usual = statistics.median(own)
+    return [rank for rank, mine in enumerate(own) if mine > OVER * usual]
