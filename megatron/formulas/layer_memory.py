@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformer layer keeps for its backward pass and the most it holds while it runs, whole or in chunks (FPDT)."""
+"""What a transformer layer keeps for its backward pass, and the most it holds while it runs: whole, or in chunks."""
 
 from __future__ import annotations
 

@@ -22,11 +22,9 @@ ROOT = Path(__file__).parents[2]
 READERS = {
     "training/checkpoint/megatron_lm/checked.py",
     "training/checkpoint/checksums.py",
-    "training/checkpoint/megatron_lm/common_file.py",  # for Checked.common
     "training/checkpoint/megatron_lm/places.py",  # only the identity of a run
-    "training/checkpoint/older/sources.py",
-    "training/checkpoint/older/universal.py",
-    "training/checkpoint/hugging_face/files.py",
+    "training/checkpoint/older_formats.py",
+    "training/checkpoint/hugging_face/safetensors_folder.py",
     "training/checkpoint/in_memory/copy_file.py",
     "training/checkpoint/in_memory/state.py",
 }

@@ -6,7 +6,7 @@ so that of a whole sequence there are only the layer's input and output. Keys an
 memory and come back through a double buffer; so do queries, outputs and lse for the backward pass. Which chunks meet,
 and how they are masked, is read from the tiles.
 
-Read on in by_queries.py and by_keys.py (the loops over chunks), chunk_work.py (one chunk), shelf.py (what waits).
+Read on in by_queries.py and by_keys.py (the loops over chunks), chunk_work.py (one chunk), host_store.py (what waits).
 """
 
 from __future__ import annotations

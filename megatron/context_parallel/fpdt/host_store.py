@@ -3,8 +3,8 @@
 
 Three layers. :class:`HostPool` allocates host memory once and reuses it. :class:`Offload` copies between the device and
 such buffers; the copies overlap with compute. On top, :class:`Shelf` keeps chunks by name, :class:`HiddenStates` keeps
-one long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autograd saves; each brings back what is needed
-one step before its use (the double buffer). They also work without host memory.
+one long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autograd saves. Each brings back what is
+needed one step before its use (the double buffer). They also work without host memory.
 
 Two streams copy, one in each direction, ordered with compute by events (platform/streams.py); the host waits for
 nothing. On a CPU the same calls copy from memory to memory. Every wait below is needed: the tests remove each in turn

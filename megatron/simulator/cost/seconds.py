@@ -9,7 +9,7 @@ over that mean describes measured products of all shapes between 256 and 4096. T
 number of keys that a query sees on average: the length of a causal tile, twice that of a full one, and less under
 masks. That is how often a flash kernel goes round its inner loop.
 
-**Transfers** depend on their size and on where the ranks of the group sit: collectives.py.
+**Transfers** depend on their size and on where the ranks of the group sit: collective_cost.py.
 """
 
 from __future__ import annotations

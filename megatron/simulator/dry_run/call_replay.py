@@ -282,8 +282,8 @@ def _described(
 
 # A few chunks for all: under FPDT, chunks go through the same projections, and pairs of chunks meet in the same tiles.
 #
-# Here is what is alike, and by what it is told; call_replay.py does the rest. What waits in host memory, comes back and is
-# sent on a ring is recorded each time: its order is what the loops over chunks are about.
+# What follows says which calls are alike, and by what; the code above does the rest. What waits in host memory, comes
+# back and is sent on a ring is recorded each time: its order is what the loops over chunks are about.
 
 
 @contextmanager

@@ -27,11 +27,10 @@ FILES = {
     "attention/merge": "attention: merges, sums, casts",
     "attention/attend": "attention: merges, sums, casts",
     "attention/ring": "ring: buffers",
-    "attention/gather": "ring: buffers",
-    "attention/packed": "ring: buffers",
     "attention/": "attention: copies around its kernels",
     "fpdt/": "FPDT: copies, sums",
 }
+FUNCTIONS = {"packed": "ring: buffers"}  # of attention/merge.py
 # Elsewhere by the operation, as the recorder names it.
 NAMES = {
     "rms_norm": "norm",
@@ -95,6 +94,8 @@ def group_of(kernel: Kernel) -> str:
     while frame is not None:
         _, room, file = frame.f_code.co_filename.rpartition(ROOM)
         if room:
+            if group := FUNCTIONS.get(frame.f_code.co_name):
+                return group
             for begins, group in FILES.items():
                 if file.startswith(begins):
                     return group

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights and optimizer states as parts of a checkpoint: the same files from every grid and every ZeRO stage.
 
-Each rank writes the pieces that pieces.py finds. The files have the layout of core's ``fully_reshardable``, for which
+Each rank writes the pieces that it holds. The files have the layout of core's ``fully_reshardable``, for which
 core itself gathers all states of ZeRO 1 on every rank. Its ``fully_sharded_model_space`` gathers nothing, but needs
 flattened ranges, which core 0.16 refuses (mapping.py, ``validate_metadata_integrity``).
 """

@@ -10,7 +10,7 @@ from megatron.training.arguments.settings.flag import flag
 
 @dataclass
 class ElsewhereConfig:
-    """What other programs call settings above; `elsewhere.py` reads these into them."""
+    """Names that other programs have for settings of ours; `foreign_flags.py` reads them into those settings."""
 
     checkpoint_activations: bool = flag(
         False, "Megatron-DeepSpeed, Megatron-LM before 3: --recompute-granularity full --recompute-method uniform"

@@ -181,7 +181,7 @@ def to_hugging_face(
     with one_process(), new_folder(target) as folder:
         common, stored = path.common(), tensors_in(path)
         model = _model(path, common)
-        stored = to_hugging_face.without(stored, model)
+        stored = without(stored, model)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
         pieces = list(llama_weights.pieces(model, vocab_size))
         config = llama_settings.config_json(model, vocab_size, torch.float32)  # refuses what is no Llama
