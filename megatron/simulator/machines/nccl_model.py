@@ -2,8 +2,9 @@
 """What NCCL's algorithms cost, by generation of the GPU: the constants of its own model of them.
 
 NCCL chooses algorithm and protocol by a table of latencies and shares of bandwidth (its ``src/graph/tuning.cc``, 2.29).
-The same figures price them here (cost/collective_cost.py). Protocols: *LL* sends flags with every 8 bytes, so that
-nobody waits for a fence, at half the bandwidth or less; *LL128* does so for 128 bytes; *Simple* sends plain data and fences.
+The same figures price them here (cost/collective_cost.py). Protocols: *LL* sends a flag with every 8 bytes, so that
+nobody waits for a fence, at half the bandwidth or less. *LL128* does so for 128 bytes. *Simple* sends plain data and
+fences.
 """
 
 from __future__ import annotations

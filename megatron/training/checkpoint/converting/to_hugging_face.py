@@ -330,6 +330,6 @@ def _weights(
         state = {str(number): sharded(piece, model.num_layers, dtype, "cpu") for number, piece in enumerate(layer)}
         loaded = load_state({"pieces": state}, path, whole_tensors_once=False)["pieces"]
         for number, piece in enumerate(layer):
-            rows = to_hugging_face.merge(path, piece, loaded[str(number)].view(piece.shape), model)
+            rows = merge(path, piece, loaded[str(number)].view(piece.shape), model)
             yield from zip(piece.names, llama_weights.split(piece, rows, model.num_query_groups))
             done()
