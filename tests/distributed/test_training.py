@@ -164,7 +164,7 @@ def test_llama_does_not_depend_on_the_grid(pool, on_one_process, long_runs, worl
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
+@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES, once=True))
 def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 
