@@ -88,8 +88,8 @@ def scores_of_nan() -> float:
 
 ALL = "loss-by-position needle ruler-multi-key ruler-variable-tracking ruler-common-words perplexity"
 TASKS = (
-    f"--num-layers 2 --seq-length 512 --eval-iters 2 --eval-tasks {ALL} --eval-lengths 256 512 --eval-depths 2 --eval-samples 1 "
-    "--eval-stride 384 --init-method-std 0.3 --micro-batch-size 1"
+    f"--num-layers 2 --seq-length 512 --eval-iters 2 --eval-tasks {ALL} --eval-lengths 256 512 --eval-depths 2 "
+    "--eval-samples 1 --eval-stride 384 --init-method-std 0.3 --micro-batch-size 1"
 )
 PACKED = "--reset-attention-mask --reset-position-ids"
 T2, P2, U2, R2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "ulysses", "ring"))
