@@ -54,10 +54,8 @@ def resume(flags, folder, steps):
             4,
             f"{P2} --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1 --micro-batch-size 1",
         ),
-        (
-            4,
-            f"{T2} --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024",
-        ),
+        (2, f"{T2} --zero-stage 1 --fp16 --initial-loss-scale 1024"),
+        *also_in_full((4, f"{T2} --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024")),
     ],
 )
 def test_a_resumed_run_goes_on_exactly(pool, tmp_path, world, flags):

@@ -39,12 +39,12 @@ CASES = {
     "FPDT in host memory": (
         2,
         True,
-        f"--fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 {GROUPED} --global-batch-size 2",
+        f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 {GROUPED} --global-batch-size 2",
     ),
     "FPDT on a ring with offloaded checkpoints": (
         4,
         True,
-        f"--fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
+        f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
         "--offload-checkpoints --bf16 --zero-stage 1 --global-batch-size 2",
     ),
     "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
@@ -52,7 +52,7 @@ CASES = {
         4,
         True,
         "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
-        f"--fpdt-chunk-size 128 --fpdt-stream-hidden {RECOMPUTE} --global-batch-size 2",
+        f"--fpdt-chunk-size 256 --fpdt-stream-hidden {RECOMPUTE} --global-batch-size 2",
     ),
 }
 

@@ -180,7 +180,14 @@ def figures(flags):
     return found
 
 
-@pytest.mark.parametrize("flags, world", [("--zero-stage 2", 2), (f"--zero-stage 3 {T2} --ring-parallel-size 2", 4)])
+@pytest.mark.parametrize(
+    "flags, world",
+    [
+        ("--zero-stage 2", 2),
+        ("--zero-stage 3 --ring-parallel-size 2", 2),
+        *also_in_full((f"--zero-stage 3 {T2} --ring-parallel-size 2", 4)),
+    ],
+)
 def test_figures_do_not_depend_on_shards(pool, flags, world):
     expected = pool.run(figures, 1, f"{GQA} --num-layers 2")[0]
     for mine in pool.run(figures, world, f"{GQA} --num-layers 2 {flags}"):

@@ -195,7 +195,10 @@ def check(pool, backend, kernel, dtype, tolerance, schemes):
     assert len(errors) >= 24 and not {scheme: error for scheme, error in errors.items() if not error < tolerance}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+IN_FULL = ("USP beside TP", "USP gathered")  # the most processes; each part of them is in another one
+
+
+@pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name not in IN_FULL), *also_in_full(*IN_FULL)])
 def test_float64_matches_dense_attention(pool, backend, pytestconfig):
     every = backend in USUALLY_WHOLE or pytestconfig.getoption("--full")
     check(pool, backend, "math", torch.float64, 1e-10, SCHEMES if every else (*MASKS, *MEETING))

@@ -134,7 +134,7 @@ def test_llama_does_not_depend_on_the_grid(pool, on_one_process, world, what, gr
     check(pool, on_one_process, world, f"{GQA} {what}", grid, llama=True, steps=STEPS)
 
 
-@pytest.mark.parametrize("world, what, grid", covered(LEARNED))
+@pytest.mark.parametrize("world, what, grid", by_pairs(cases(LEARNED), lambda world, what, grid: {what}, seconds))
 def test_learned_positions_do_not_depend_on_the_grid(pool, on_one_process, world, what, grid):
     check(pool, on_one_process, world, f"{GPT} {what}", grid, llama=False, steps=STEPS)
 

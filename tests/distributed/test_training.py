@@ -90,6 +90,7 @@ LLAMA_CASES = [
     (3, GQA, f"{ZERO3} {BATCH_6}"),  # no matrix is a multiple of three rows
     (4, f"{GQA} --qk-layernorm", f"{ZERO3} {T2} {SP} {cp(2, 1)} {SELECTIVE}"),
     (4, GQA, f"{ZERO2} {T2} {SP} {cp(1, 2)} {FULL} --micro-batch-size 1"),
+    (4, GQA, f"{ZERO2} {T2} {SP} {cp(1, 2)}"),
     (4, GQA, f"{ZERO3} {cp(1, 2)} {BLOCK} --micro-batch-size 1"),
     (8, GQA, f"{ZERO3} {T2} {SP} {cp(2, 1)}"),
     (8, GQA, f"{cp(4, 2)} {ZERO1} {WHOLE}"),

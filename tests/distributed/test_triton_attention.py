@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 # Where kinds of tiles, of sums and of positions meet.
 USUAL = {
-    "one process": ["all of these, window 50", "wide values, full"],
-    "Ring": ["sinks, documents"],
+    "one process": ["wide values, full"],
+    "Ring": ["all of these, window 50"],
     "FPDT, USP": ["dropout, documents"],
 }
 
