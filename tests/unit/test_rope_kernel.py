@@ -216,7 +216,8 @@ SOME = [(90, *COMPILED[4])]
 REST = [(c, *how) for c in (80, 90, 100) for how in COMPILED if (c, *how) not in SOME]
 
 
-@pytest.mark.parametrize("how", [*SOME, *(pytest.param(how, marks=pytest.mark.full) for how in REST)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("how", [*SOME, *REST], ids=str)
 def test_compiled_without_spills_and_with_wide_loads(compiling, tmp_path, how) -> None:
     found = compiling(resources, *how)
     assert found["spills"] == 0 and found["registers"] <= 128 and found["wide"] >= 2 and found["rounds"], found
