@@ -103,6 +103,13 @@ def also_in_full(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.full) for case in every]
 
 
+def seconds(world: int, model: str, grid: str) -> float:
+    """About how long a run takes, on few cores: sharded weights and small chunks mean many messages and calls."""
+    flags = f"{model} {grid}"
+    size = next((int(rest.split()[0]) for rest in flags.split("--fpdt-chunk-size ")[1:]), 64)
+    return 2.0 + world * (2.0 if "--zero-stage 2" in flags or "--zero-stage 3" in flags else 1.0) * (1 + 8 / size)
+
+
 def grid_pairs(
     cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = (), *, once: bool = False
 ) -> list[Any]:
@@ -116,5 +123,5 @@ def grid_pairs(
         found = settings(f"{model} {grid}")
         return found if once else pairs(found)
 
-    found = by_pairs(cases, held, lambda world, *_: 2.0 + world)
+    found = by_pairs(cases, held, seconds)
     return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in found]

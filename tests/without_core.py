@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and an FPDT layer over gloo processes where megatron-core is not installed: run by test_rooms.py."""
+"""Attention and an FPDT layer over gloo processes where megatron-core is not installed: run by test_rooms.py.
+
+Its arguments are grids, as 2x1: Ulysses and Ring.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,8 @@ def rank_of(rank: int, store: str, ulysses: int, ring: int) -> int:
 
 if __name__ == "__main__":
     failed = False
-    for sizes in ((2, 1), (1, 2), (2, 2)):
+    for words in sys.argv[1:]:
+        sizes = tuple(map(int, words.split("x")))
         with tempfile.TemporaryDirectory() as folder:
             ranks = []
             for rank in range(sizes[0] * sizes[1]):

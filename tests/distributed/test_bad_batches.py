@@ -17,7 +17,7 @@ from megatron.training.features.bad_batches import LEAST, Watch
 from megatron.training.refusal import Refusal
 from tests.distributed.training_runs import make_job
 
-FLAGS = "--train-iters 7 --global-batch-size 2 --micro-batch-size 1 --log-interval 1"
+FLAGS = "--num-layers 2 --train-iters 7 --global-batch-size 2 --micro-batch-size 1 --log-interval 1"
 GRIDS = (
     (2, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     (4, "--pipeline-model-parallel-size 2 --ring-parallel-size 2"),

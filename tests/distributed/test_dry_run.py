@@ -6,7 +6,7 @@ import pytest
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
 from tests.pairs import by_pairs, settings
 
-BIGGER = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
+BIGGER = "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 GROUPED = "--group-query-attention --num-query-groups 2"
 
@@ -31,27 +31,28 @@ CASES = {
     "virtual pipeline": (
         2,
         True,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 8",
     ),
     "ZeRO 2": (2, True, "--zero-stage 2 --bf16 --ulysses-parallel-size 2"),
     "ZeRO 3": (4, True, f"--zero-stage 3 --ring-parallel-size 2 {RECOMPUTE}"),
     "FPDT in host memory": (
         2,
         True,
-        f"--num-layers 2 --fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 {GROUPED} --global-batch-size 2",
+        f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 {GROUPED} --global-batch-size 2",
     ),
     "FPDT on a ring with offloaded checkpoints": (
         4,
         True,
-        f"--num-layers 2 --fpdt --fpdt-chunk-size 128 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
+        f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
         "--offload-checkpoints --bf16 --zero-stage 1 --global-batch-size 2",
     ),
     "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
     "FPDT beside TP, streamed": (
         4,
         True,
-        "--num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
-        f"--fpdt-chunk-size 128 --fpdt-stream-hidden {RECOMPUTE} --global-batch-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
+        f"--fpdt-chunk-size 256 --fpdt-stream-hidden {RECOMPUTE} --global-batch-size 2",
     ),
 }
 

@@ -88,8 +88,8 @@ def scores_of_nan() -> float:
 
 ALL = "loss-by-position needle ruler-multi-key ruler-variable-tracking ruler-common-words perplexity"
 TASKS = (
-    f"--seq-length 512 --eval-iters 2 --eval-tasks {ALL} --eval-lengths 256 512 --eval-depths 2 --eval-samples 1 "
-    "--eval-stride 384 --init-method-std 0.3 --micro-batch-size 1"
+    f"--num-layers 2 --seq-length 512 --eval-iters 2 --eval-tasks {ALL} --eval-lengths 256 512 --eval-depths 2 "
+    "--eval-samples 1 --eval-stride 384 --init-method-std 0.3 --micro-batch-size 1"
 )
 PACKED = "--reset-attention-mask --reset-position-ids"
 T2, P2, U2, R2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "ulysses", "ring"))
@@ -98,9 +98,11 @@ full = pytest.mark.full
 GRIDS = [
     pytest.param(4, f"{T2} {U2} --sequence-parallel", "", id="TP 2 sp, U 2"),
     pytest.param(4, f"{P2} {R2}", "", id="PP 2, R 2 zigzag"),
-    pytest.param(4, f"{R2} --context-parallel-balance contiguous {FPDT} --zero-stage 3", PACKED, id="R 2, DP 2, FPDT"),
+    pytest.param(2, f"{R2} --context-parallel-balance contiguous {FPDT} --zero-stage 3", PACKED, id="R 2, FPDT"),
+    pytest.param(2, "", PACKED, id="DP 2"),
+    pytest.param(4, f"{R2} {FPDT} --zero-stage 3", PACKED, id="R 2, DP 2, FPDT", marks=full),
     pytest.param(4, f"{U2} {R2}", PACKED, id="U 2, R 2, documents", marks=full),
-    pytest.param(2, f"{P2} --num-virtual-stages-per-pipeline-rank 2", "", id="PP 2 virtual", marks=full),
+    pytest.param(2, f"{P2} --num-virtual-stages-per-pipeline-rank 2", "--num-layers 4", id="PP 2 virtual", marks=full),
     pytest.param(2, f"{T2} --sequence-parallel {FPDT} --fpdt-stream-hidden", "", id="TP 2 sp, streamed", marks=full),
     pytest.param(2, "--micro-batch-size 2 --loss-chunks 5 --zero-stage 1", PACKED, id="DP 2, loss chunks", marks=full),
     pytest.param(4, f"{R2} {U2} --micro-batch-size 2 --context-parallel-balance zigzag", PACKED, id="b 2", marks=full),

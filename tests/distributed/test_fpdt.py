@@ -107,7 +107,7 @@ GPT_CASES = [
 def steps(world: int, grid: str, long_runs: bool) -> int:
     """In long runs 20 where that takes a few seconds: others have many small messages, and two cores wait for them."""
     if not long_runs:
-        return 3
+        return 2
     few_messages = world == 2 and T2 not in grid and "--zero-stage" not in grid
     few_chunks = not any(f"--fpdt-chunk-size {size}" in grid for size in (8, 13, 16, 22))
     return 20 if world == 1 or (few_messages and few_chunks) else 5

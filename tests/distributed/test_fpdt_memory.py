@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.memory import MODES, measure
 
-WIDTH, CHUNK = 64, 128
+WIDTH, CHUNK = 64, 256
 SHAPE = f"""--num-layers 4 --hidden-size {WIDTH} --num-attention-heads 4 --vocab-size 3999 --micro-batch-size 1
 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --device cpu
 --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --normalization RMSNorm
@@ -30,7 +30,7 @@ def bytes_of(pool):
 
 
 def test_chunks_need_a_fraction_of_what_recompute_and_plain_layers_hold(bytes_of):
-    fpdt, recompute, plain = (bytes_of(mode, 4096, 512)["device"] for mode in ("fpdt-inputs", "recompute", "plain"))
+    fpdt, recompute, plain = (bytes_of(mode, 2048, 256)["device"] for mode in ("fpdt-inputs", "recompute", "plain"))
     assert recompute > 10 * fpdt and plain > 20 * fpdt, (fpdt, recompute, plain)
 
 

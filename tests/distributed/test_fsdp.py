@@ -74,10 +74,11 @@ def test_the_metered_peak_falls_with_the_stage(pool):
 
 
 @pytest.mark.parametrize("flags", ["--micro-batch-size 1 --grad-reduce-in-bf16", *also_in_full("", FULL)])
-def test_bf16_trains_as_with_zero_1(pool, flags):
+def test_bf16_trains_as_with_zero_1(pool, long_runs, flags):
     """Weights and forward pass are the same to the last bit; bf16 gradients are summed in another order."""
+    steps = 8 if long_runs else 3
     runs = {
-        stage: pool.run(run_training, 2, f"{GQA} --bf16 --zero-stage {stage} {flags} --num-layers 2", True, 8)[0]
+        stage: pool.run(run_training, 2, f"{GQA} --bf16 --zero-stage {stage} {flags} --num-layers 2", True, steps)[0]
         for stage in (1, 2, 3)
     }
     losses, norms, _ = runs[1]
@@ -106,9 +107,10 @@ def fp16_run(flags, steps):
         *also_in_full("--initial-loss-scale 256 --loss-scale-window 3", "--loss-scale 256"),  # the first grows
     ],
 )
-def test_fp16_trains_as_with_zero_1(pool, scale):
+def test_fp16_trains_as_with_zero_1(pool, long_runs, scale):
     """The same steps are skipped, at the same scale."""
-    runs = {stage: pool.run(fp16_run, 2, f"{scale} --zero-stage {stage}", 8)[0] for stage in (1, 2, 3)}
+    steps = 8 if long_runs else 5
+    runs = {stage: pool.run(fp16_run, 2, f"{scale} --zero-stage {stage}", steps)[0] for stage in (1, 2, 3)}
     expected, scales = runs[1]
     for stage in (2, 3):
         mine, my_scales = runs[stage]
@@ -142,17 +144,18 @@ def run_again(mlp, part, x, **_):
     return RunAgain.apply(part, x, *mlp.parameters()), None
 
 
-def run_with_parts_again(flags):
+def run_with_parts_again(flags, steps):
     job = make_job(flags)
     for layer in job.chunks[0].module.decoder.layers:
         layer.mlp.forward = partial(run_again, layer.mlp, layer.mlp.forward)
-    return train_job(job, 5)
+    return train_job(job, steps)
 
 
-@pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", f"--zero-stage 3 {FULL}"])
-def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, on_one_process, flags):
-    losses, _, grads = on_one_process(GQA, True, 5)
-    for mine, _, my_grads in pool.run(run_with_parts_again, 2, f"{GQA} --micro-batch-size 1 {flags}"):
+@pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", *also_in_full(f"--zero-stage 3 {FULL}")])
+def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, on_one_process, long_runs, flags):
+    model, steps = f"{GQA} --num-layers 2 ", 5 if long_runs else 3
+    losses, _, grads = on_one_process(model, True, steps)
+    for mine, _, my_grads in pool.run(run_with_parts_again, 2, f"{model} --micro-batch-size 1 {flags}", steps):
         assert mine == pytest.approx(losses, rel=1e-5)
         for name, grad in grads.items():
             assert float((my_grads[name] - grad).abs().max() / grad.abs().max()) < 1e-5, name
@@ -165,7 +168,7 @@ def figures(flags):
 
     job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8")
     found = []
-    for _ in range(3):
+    for _ in range(2):
         for index in (0, 1):
             batches = batches_for(job, job.datasets[index], 0, 0)
             arguments = (job.config, job.batch_sizes.get())
@@ -177,8 +180,15 @@ def figures(flags):
     return found
 
 
-@pytest.mark.parametrize("flags, world", [("--zero-stage 2", 2), (f"--zero-stage 3 {T2} --ring-parallel-size 2", 4)])
+@pytest.mark.parametrize(
+    "flags, world",
+    [
+        ("--zero-stage 2", 2),
+        ("--zero-stage 3 --ring-parallel-size 2", 2),
+        *also_in_full((f"--zero-stage 3 {T2} --ring-parallel-size 2", 4)),
+    ],
+)
 def test_figures_do_not_depend_on_shards(pool, flags, world):
-    expected = pool.run(figures, 1, GQA)[0]
-    for mine in pool.run(figures, world, f"{GQA} {flags}"):
+    expected = pool.run(figures, 1, f"{GQA} --num-layers 2")[0]
+    for mine in pool.run(figures, world, f"{GQA} --num-layers 2 {flags}"):
         assert mine == pytest.approx(expected, rel=1e-5)

@@ -13,7 +13,7 @@ from megatron.training.refusal import Refusal
 from tests.distributed.test_fpdt import DEVICE, HOST, STREAM, TWO, fpdt
 from tests.distributed.test_training import FULL, GQA, MHA, P2, SP, T2, cp
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
-from tests.pairs import by_pairs, pairs, settings
+from tests.pairs import by_pairs, settings
 
 
 def host_memory_of_a_run(flags, steps):
@@ -43,7 +43,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "world, flags", by_pairs(CASES, lambda _, flags: pairs(settings(flags)), lambda world, _: world)
+    "world, flags", by_pairs(CASES, lambda _, flags: settings(flags), lambda world, _: world)
 )
 def test_the_estimate_holds_and_is_not_far_off(pool, world, flags):
     ranks = pool.run(host_memory_of_a_run, world, flags, 2, timeout=120)
@@ -69,7 +69,7 @@ def bytes_after(flags, *steps):
     [*(pytest.param(fpdt(16, *how), marks=pytest.mark.full) for how in ((), (FULL, HOST))), fpdt(13, STREAM)],
 )
 def test_bytes_are_the_same_after_step_3_and_later(pool, long_runs, flags):
-    later = 47 if long_runs else 12
+    later = 47 if long_runs else 6
     ((early, late),) = pool.run(bytes_after, 1, f"{GQA} --num-layers 2 --train-iters 50 {flags}", 3, later, timeout=120)
     assert early == late and late[1] == 0 < late[2]
 

@@ -20,20 +20,25 @@ def test_a_loop_of_ones_own(options):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def steps(long_runs):
+    return 20 if long_runs else 10
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, steps):
     """The losses of transformers' Trainer by itself."""
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
     file = tmp_path_factory.mktemp("alone") / "losses.json"
-    done = run_forked(EXAMPLES / "trainer.py", ["--json", str(file)], os.environ)
+    done = run_forked(EXAMPLES / "trainer.py", ["--steps", str(steps), "--json", str(file)], os.environ)
     assert not done.returncode, done.stderr
     return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("options", ["", pytest.param("--ring 1 --micro-batch 2", marks=pytest.mark.full)])
-def test_20_steps_of_trainer_and_an_evaluation(alone, tmp_path, options):
-    argv = [*options.split(), "--json", str(tmp_path / "losses.json")]
+def test_steps_of_trainer_and_an_evaluation(alone, tmp_path, steps, options):
+    argv = [*options.split(), "--steps", str(steps), "--json", str(tmp_path / "losses.json")]
     ranks = run_ranks(EXAMPLES / "trainer.py", argv, os.environ, 4)
     assert [rank.returncode for rank in ranks] == [0] * 4, ranks[0].stderr
     losses = json.loads((tmp_path / "losses.json").read_text())
-    assert len(losses) == 21 and losses == pytest.approx(alone, rel=1e-6)
+    assert len(losses) == steps + 1 and losses == pytest.approx(alone, rel=1e-6)
     assert losses[-1] < losses[0] - 0.1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_training import FULL, GPT, GQA, P2, SELECTIVE, SP, T2, V2, ZERO1, ZERO3, check, cp
-from tests.pairs import by_pairs, settings
+from tests.pairs import by_pairs, seconds, settings
 
 STEPS = 2
 DATA = Path(__file__).with_name("data")
@@ -120,7 +120,7 @@ def covered(groups):
     def held(world, what, grid):
         return {what, *((what, level) if level.startswith("--ring") else level for level in settings(grid))}
 
-    return by_pairs(cases(groups), held, lambda world, *_: 2.0 + world)
+    return by_pairs(cases(groups), held, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_llama_does_not_depend_on_the_grid(pool, on_one_process, world, what, gr
     check(pool, on_one_process, world, f"{GQA} {what}", grid, llama=True, steps=STEPS)
 
 
-@pytest.mark.parametrize("world, what, grid", covered(LEARNED))
+@pytest.mark.parametrize("world, what, grid", by_pairs(cases(LEARNED), lambda world, what, grid: {what}, seconds))
 def test_learned_positions_do_not_depend_on_the_grid(pool, on_one_process, world, what, grid):
     check(pool, on_one_process, world, f"{GPT} {what}", grid, llama=False, steps=STEPS)
 

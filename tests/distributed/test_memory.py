@@ -39,7 +39,7 @@ def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     "flags, bytes_a_number",
     [
         pytest.param("--bf16", 12, marks=pytest.mark.full),
-        ("--zero-stage 1", 8),
+        pytest.param("--zero-stage 1", 8, marks=pytest.mark.full),
         ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 12),
     ],
 )

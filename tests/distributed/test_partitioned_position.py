@@ -38,6 +38,8 @@ CASES = [
     (4, "", f"{T2} {SP} {cp(2, 1)} {fpdt(22)}"),
     (4, UNTIED, f"--zero-stage 3 {cp(1, 2)} {DP2}"),
     (4, SPARE, f"--zero-stage 2 {T2} {SP} {DP2} {fpdt(32, STREAM)}"),
+    (2, SPARE, f"--zero-stage 2 {DP2} {fpdt(32, STREAM)}"),
+    (2, UNTIED, f"--zero-stage 3 {cp(1, 2)}"),
     (8, "", f"{T2} {SP} {cp(2, 2)}"),
     (8, "", f"{T2} {SP} {cp(1, 2)} {ZERO1} {DP2}"),
 ]
@@ -59,9 +61,10 @@ def test_virtual_stages(pool, on_one_process):
     "world, grid",
     [(2, f"--zero-stage 3 {cp(2, 1)}"), *also_in_full((4, f"{P2} {cp(2, 1)}"), (4, f"{P2} {cp(1, 2)} {ZERO1}"))],
 )
-def test_bf16_is_that_of_the_whole_table_on_the_same_grid(pool, world, grid):
-    losses, norms, _ = pool.run(run_training, world, f"{GPT} --bf16 {grid}", False, 5)[0]
-    mine, my_norms, _ = pool.run(run_training, world, f"{GPT} --bf16 {grid} {PARTITION}", False, 5)[0]
+def test_bf16_is_that_of_the_whole_table_on_the_same_grid(pool, long_runs, world, grid):
+    steps = 5 if long_runs else 3
+    losses, norms, _ = pool.run(run_training, world, f"{GPT} --bf16 {grid}", False, steps)[0]
+    mine, my_norms, _ = pool.run(run_training, world, f"{GPT} --bf16 {grid} {PARTITION}", False, steps)[0]
     assert mine[0] == losses[0]
     assert mine == pytest.approx(losses, rel=2e-4) and my_norms[0] == pytest.approx(norms[0], rel=1e-3)
 
@@ -108,7 +111,9 @@ def bytes_of_positions(flags):
     return weight.nbytes, sum(buffer.nbytes() for buffer in buffers), sum(tensor.nbytes for tensor in tensors)
 
 
-@pytest.mark.parametrize("grid, states", [(f"{T2} {SP} {cp(2, 2)}", 2), (f"{cp(2, 2)} {ZERO1} {DP2}", 1)])
+@pytest.mark.parametrize(
+    "grid, states", [(f"{cp(2, 2)} {ZERO1} {DP2}", 1), *also_in_full((f"{T2} {SP} {cp(2, 2)}", 2))]
+)
 def test_a_rank_holds_its_share(pool, grid, states):
     share = 1024 * 32 * 4 // (4 if "micro" in grid else 8)
     flags = f"{GPT} --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 2 {grid} {PARTITION}"
@@ -160,6 +165,7 @@ GRIDS = {
     "PP 2, U 2, ZeRO 1": (4, f"{P2} {cp(2, 1)} {ZERO1} {PARTITION}"),
     "DP 2, R 2, ZeRO 1": (4, f"{cp(1, 2)} {ZERO1} {DP2} {PARTITION}"),
     "FPDT, TP 2 sp": (2, f"{T2} {SP} {fpdt(22)} {PARTITION}"),
+    "FPDT, R 2": (2, f"{cp(1, 2)} {fpdt(32)} {PARTITION}"),
     "ZeRO 3, U 2": (2, f"--zero-stage 3 {cp(2, 1)} {PARTITION}"),
 }
 TRAINED = f"{SMALL} --hidden-dropout 0 {SPARE}"
@@ -188,6 +194,9 @@ TRANSITIONS = [
     ("FPDT, TP 2 sp", "TP 2, U 2, ZeRO 1"),
     ("TP 2, U 2, ZeRO 1", "ZeRO 3, U 2"),
     ("ZeRO 3, U 2", "R 2"),
+    ("TP 2, U 2, ZeRO 1", "FPDT, R 2"),
+    ("FPDT, R 2", "whole, ZeRO 3"),
+    ("PP 2, U 2, ZeRO 1", "TP 2, U 2, ZeRO 1"),
 ]
 
 
@@ -198,7 +207,11 @@ def sides(saved_on, loaded_on):
     return {(side, level) for side, flags in names.items() for level in settings(flags) if level.startswith(split)}
 
 
-@pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, sides))
+def processes(saved_on, loaded_on):
+    return GRIDS[saved_on][0] + GRIDS[loaded_on][0] + 4 * ("FPDT, TP 2 sp" in (saved_on, loaded_on))
+
+
+@pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, sides, processes))
 def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     folder, losses, before, after = saved(saved_on)
     world, flags = GRIDS[loaded_on]

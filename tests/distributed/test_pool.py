@@ -117,7 +117,7 @@ def test_tensors_come_back_by_value(pool: Pool) -> None:
     assert all(torch.equal(r, view_in_bf16()) for r in results)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [3, pytest.param(0, marks=pytest.mark.full)])
 def test_exception_names_rank_and_line(pool: Pool, rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -175,6 +175,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)

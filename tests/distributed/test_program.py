@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.pairs import also_in_full
 from tests.patience import patience
-from tests.program import run_forked, run_ranks
+from tests.program import meeting, run_forked, run_ranks, start_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -72,14 +75,27 @@ def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def stopped_by_sigterm(folder: Path) -> tuple[str, str, str]:
-    """A run on 2 processes that was stopped by SIGTERM on the way: its flags, what it said, and its errors."""
-    flags = (
-        f"--ring-parallel-size 2 --train-iters 400 --eval-iters 1 --eval-interval 100 --log-throughput "
-        f"--log-params-norm --log-num-zeros-in-grad --log-progress --tensorboard-dir {folder}/tensorboard "
-        f"--log-jsonl {folder}/log.jsonl --save {folder}/checkpoints --load {folder}/checkpoints "
-        "--async-save --save-interval 2"
-    )
+def stopped_by_sigterm(folder: Path, flags: str) -> tuple[str, str]:
+    """What a run on 2 processes said that was stopped by SIGTERM on the way, and its errors."""
+    with meeting({**os.environ, "OMP_NUM_THREADS": "1"}, 2) as environments:
+        ranks = [
+            start_forked(PROGRAM, f"{FLAGS} {flags}".split(), one, folder / f"said{number}")
+            for number, one in enumerate(environments)
+        ]
+        said, end = folder / "said0" / "out", time.monotonic() + patience(120)
+        while not (said.exists() and "iteration        5/" in said.read_text()):
+            assert time.monotonic() < end and all(rank.is_alive() for rank in ranks)
+            time.sleep(0.02)
+        for rank in ranks:  # as torchrun does with the signal that it gets
+            rank.terminate()
+        for rank in ranks:
+            rank.join(patience(60))
+            rank.kill()
+    return said.read_text(), "".join((folder / f"said{number}" / "err").read_text() for number in range(2))
+
+
+def stopped_by_sigterm_to_torchrun(folder: Path, flags: str) -> tuple[str, str]:
+    """The same, where torchrun starts the processes and gets the signal."""
     process = start(flags, *TORCHRUN)
     seen = ""
     watch = threading.Timer(patience(120), os.killpg, (process.pid, signal.SIGKILL))
@@ -91,12 +107,19 @@ def stopped_by_sigterm(folder: Path) -> tuple[str, str, str]:
     watch.cancel()
     os.killpg(process.pid, signal.SIGTERM)
     _, out, err = finish(process)
-    return flags, seen + out, err
+    return seen + out, err
 
 
-def test_sigterm_saves_and_stops_and_resuming_goes_on_in_a_log_of_whole_objects(tmp_path):
+@pytest.mark.parametrize("stopped", [stopped_by_sigterm, *also_in_full(stopped_by_sigterm_to_torchrun)])
+def test_sigterm_saves_and_stops_and_resuming_goes_on_in_a_log_of_whole_objects(tmp_path, stopped):
     folder = tmp_path
-    flags, out, err = stopped_by_sigterm(folder)
+    flags = (
+        f"--ring-parallel-size 2 --train-iters 400 --eval-iters 1 --eval-interval 100 --log-throughput "
+        f"--log-params-norm --log-num-zeros-in-grad --log-progress --tensorboard-dir {folder}/tensorboard "
+        f"--log-jsonl {folder}/log.jsonl --save {folder}/checkpoints --load {folder}/checkpoints "
+        "--async-save --save-interval 2"
+    )
+    out, err = stopped(folder, flags)
     assert "stopped after iteration" in out and "SIGTERM" in out, out + err
     saved = int((folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert saved == len(rows(folder / "log.jsonl")) >= 5
@@ -142,10 +165,30 @@ def test_evaluation_alone(tmp_path):
     assert "iteration        1/" not in out
 
 
+LIMITED = f"""
+import os, resource, runpy, sys
+
+pipe = os.open(sys.argv.pop(1), os.O_WRONLY)  # what is printed is no file, and has no limit
+for number in (1, 2):
+    os.dup2(pipe, number)
+sys.stdout, sys.stderr = (os.fdopen(os.dup(pipe), "w", buffering=1) for _ in range(2))
+resource.setrlimit(resource.RLIMIT_FSIZE, (3072, 3072))
+sys.argv[0] = {str(PROGRAM)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_a_disk_that_fills_up_does_not_end_the_run(tmp_path):
-    limited = ("bash", "-c", 'ulimit -f 3; exec "$0" "$@"')  # files of 3 KiB at most
+    script, pipe = tmp_path / "limited.py", tmp_path / "pipe"
+    script.write_text(LIMITED)
+    os.mkfifo(pipe)
     flags = f"--train-iters 20 --eval-iters 0 --save {tmp_path}/c --save-interval 4 --log-jsonl {tmp_path}/log.jsonl"
-    code, out, err = finish(start(flags, *limited, sys.executable))
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_text)  # until all who write have ended
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with open(pipe, "w"):  # also where the program ends before it opens it
+            done = run_forked(script, [str(pipe), *FLAGS.split(), *flags.split()], environment)
+        code, out, err = done.returncode, read.result(), done.stdout + done.stderr
     assert "iteration       20/      20" in out, out + err
     assert "WARNING: --log-jsonl" in out and "no checkpoint was written" in out
     assert code != 0  # the last checkpoint could not be saved

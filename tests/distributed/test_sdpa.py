@@ -171,7 +171,8 @@ def compiled(ulysses, ring, backend):
 
 
 @pytest.mark.parametrize(
-    "ulysses, ring, backend", [(2, 2, "aot_eager"), *also_in_full((4, 1, "aot_eager"), (1, 2, "inductor"))]
+    "ulysses, ring, backend",
+    [(1, 2, "aot_eager"), *also_in_full((2, 2, "aot_eager"), (4, 1, "aot_eager"), (1, 2, "inductor"))],
 )
 def test_compiled_as_one_graph(pool, ulysses, ring, backend):
     """Without a break; one graph serves all contexts, and another one what is outside of them."""

@@ -90,6 +90,7 @@ LLAMA_CASES = [
     (3, GQA, f"{ZERO3} {BATCH_6}"),  # no matrix is a multiple of three rows
     (4, f"{GQA} --qk-layernorm", f"{ZERO3} {T2} {SP} {cp(2, 1)} {SELECTIVE}"),
     (4, GQA, f"{ZERO2} {T2} {SP} {cp(1, 2)} {FULL} --micro-batch-size 1"),
+    (4, GQA, f"{ZERO2} {T2} {SP} {cp(1, 2)}"),
     (4, GQA, f"{ZERO3} {cp(1, 2)} {BLOCK} --micro-batch-size 1"),
     (8, GQA, f"{ZERO3} {T2} {SP} {cp(2, 1)}"),
     (8, GQA, f"{cp(4, 2)} {ZERO1} {WHOLE}"),
@@ -164,7 +165,7 @@ def test_llama_does_not_depend_on_the_grid(pool, on_one_process, long_runs, worl
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
-@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES))
+@pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES, once=True))
 def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 

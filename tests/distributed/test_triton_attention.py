@@ -26,13 +26,14 @@ from tests.distributed.test_mask_attention import (
     ranks,
 )
 from tests.errors import worst
+from tests.pairs import also_in_full
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 # Where kinds of tiles, of sums and of positions meet.
 USUAL = {
-    "one process": ["all of these, window 50", "wide values, full"],
-    "USP beside TP": ["sinks, documents"],
+    "one process": ["wide values, full"],
+    "Ring": ["all of these, window 50"],
     "FPDT, USP": ["dropout, documents"],
 }
 
@@ -83,7 +84,7 @@ def kept(backend):
         return layout.gather(out)[:, 0] > 0.5 / LENGTH
 
 
-@pytest.mark.parametrize("backend", ["one process", "Ulysses", "Ring", "FPDT, USP"])
+@pytest.mark.parametrize("backend", ["one process", "Ulysses", "Ring", *also_in_full("FPDT, USP")])
 def test_dropout_draws_the_same_bits_everywhere(pool, backend):
     spans = ((0, LENGTH),)
     expected = TileDropout(DROPOUT, 4, spans, spans, torch.device("cpu")).rows(0, LENGTH, LENGTH)[0].transpose(0, 1)

@@ -9,7 +9,7 @@ from tests.distributed.test_program import PROGRAM, rows
 from tests.program import run_ranks
 
 CHANGES = int(os.environ.get("CHANGES", "1"))
-STEPS = 3 if CHANGES == 1 else 10  # from one change to the next
+STEPS = 2 if CHANGES == 1 else 10  # from one change to the next
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 96 --max-position-embeddings 96 "
     "--micro-batch-size 1 --global-batch-size 12 --lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 2 --num-workers 0 "

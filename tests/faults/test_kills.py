@@ -13,7 +13,7 @@ from tests.faults.kills import ENVIRONMENT, losses, run_and_kill
 from tests.program import run_ranks
 
 KILLS = int(os.environ.get("KILLS", "1"))
-ITERATIONS, INTERVAL, RANKS = 10, 2, 2
+ITERATIONS, INTERVAL, RANKS = 6 if KILLS == 1 else 10, 2, 2
 
 
 def flags(folder: Path, more: str = "") -> list[str]:

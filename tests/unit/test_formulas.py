@@ -48,14 +48,10 @@ def case(name: str, shape: Shape, strategy: Strategy, batch: int = 1, **more: in
 # out.
 USUAL = [
     case("gpt", OPT, S(zero=0)),
-    case("zero 3, recomputed", GQA, S(zero=3, data=2, recompute="full"), 4),
-    case("offloaded", GQA, S(recompute="full", offload_checkpoints=True)),
     case("tensor without TP-sp", TWO, S(tensor=2, sequence_parallel=False, data=2), 2, itemsize=2),
     case("ulysses, more ranks than keys", TWO, S(ulysses=8, data=2, recompute="full"), 2, itemsize=2),
-    case("ring of four, recomputed", TWO, S(ring=4, data=2, recompute="full"), 2, rank=1),
     case("everything", TWO, S(tensor=2, ulysses=2, ring=2, data=2), 2, rank=4, itemsize=2),
     case("ffn and loss in chunks", TWO, S(ffn_chunks=4, loss_chunks=8, recompute="full")),
-    case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2, recompute="full"), 2, itemsize=2),
     case("fpdt, ring", GQA, S(fpdt_chunk=512, ring=2, data=2, recompute="full"), 2, rank=1, itemsize=2),
     case("pipeline, last", GQA, S(pipeline=2), 4, rank=1, stage=1),
     case("virtual stages", GQA, S(pipeline=2, virtual=2), 4),
@@ -91,6 +87,10 @@ FULL = [  # what they are made of is met above
     case("ffn in runs, some layers", GQA, S(ffn_chunks=4, **BLOCK)),
     case("zero 3, some layers", GQA, S(zero=3, data=2, **BLOCK), 2),
     case("fpdt, offloaded, nothing recomputed", GQA, S(fpdt_chunk=512, fpdt_offload=False, offload_checkpoints=True)),
+    case("offloaded", GQA, S(recompute="full", offload_checkpoints=True)),
+    case("ring of four, recomputed", TWO, S(ring=4, data=2, recompute="full"), 2, rank=1),
+    case("fpdt, ulysses, tensor", GQA, S(fpdt_chunk=512, tensor=2, ulysses=2, data=2, recompute="full"), 2, itemsize=2),
+    case("zero 3, recomputed", GQA, S(zero=3, data=2, recompute="full"), 4),
 ]
 CASES = USUAL + FULL
 SOME = 4  # cases that one process measures

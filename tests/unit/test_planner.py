@@ -132,7 +132,7 @@ def test_no_grid_is_forgotten() -> None:
     [
         pytest.param("llama3-8b", 120 * K, 1, 16, "A800-80G", marks=pytest.mark.full),
         pytest.param("llama3-8b", 512 * K, 1, 8, "A100-40G", marks=pytest.mark.full),
-        ("llama2-7b", 32 * K, 2, 4, "A100-40G"),
+        pytest.param("llama2-7b", 32 * K, 2, 4, "A100-40G", marks=pytest.mark.full),
         ("gpt-13b", 64 * K, 1, 8, "L20-48G"),
     ],
 )

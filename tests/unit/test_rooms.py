@@ -106,8 +106,9 @@ def test_a_room_says_what_it_is(room):
     assert text and len(text.splitlines()) <= 14
 
 
-def test_attention_and_fpdt_where_megatron_core_is_not_installed():
-    program = [sys.executable, str(ROOT / "tests" / "without_core.py")]
+@pytest.mark.parametrize("grids", ["2x2", pytest.param("2x1 1x2", marks=pytest.mark.full)])
+def test_attention_and_fpdt_where_megatron_core_is_not_installed(grids):
+    program = [sys.executable, str(ROOT / "tests" / "without_core.py"), *grids.split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
     assert not done.returncode, done.stderr

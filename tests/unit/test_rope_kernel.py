@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.positions.rope import Rope, Yarn, rotary_angles
+from tests.distributed.pool import fork_server
 from tests.errors import worst
 from tests.patience import patience
 
@@ -24,24 +25,22 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FAR = 2**22
 
 
-def process(interprets: bool) -> Iterator[Callable]:
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable]:
     """Calls functions in a process of its own: Triton decides when it is first imported whether it interprets."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", str(int(interprets)))
-            started = one.submit(abs, 0)  # with the environment of now
-        started.result(patience(60))
+    with ProcessPoolExecutor(1, fork_server()) as one:  # which has imported it so
         yield lambda function, *arguments: one.submit(function, *arguments).result(patience(100))
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable]:
-    yield from process(True)
-
-
-@pytest.fixture(scope="module")
 def compiling() -> Iterator[Callable]:
-    yield from process(False)
+    """The same, where Triton compiles."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "0")
+            started = one.submit(abs, 0)  # with the environment of now
+        started.result(patience(60))
+        yield lambda function, *arguments: one.submit(function, *arguments).result(patience(100))
 
 
 # ---- in the interpreter
@@ -217,7 +216,8 @@ SOME = [(90, *COMPILED[4])]
 REST = [(c, *how) for c in (80, 90, 100) for how in COMPILED if (c, *how) not in SOME]
 
 
-@pytest.mark.parametrize("how", [*SOME, *(pytest.param(how, marks=pytest.mark.full) for how in REST)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("how", [*SOME, *REST], ids=str)
 def test_compiled_without_spills_and_with_wide_loads(compiling, tmp_path, how) -> None:
     found = compiling(resources, *how)
     assert found["spills"] == 0 and found["registers"] <= 128 and found["wide"] >= 2 and found["rounds"], found

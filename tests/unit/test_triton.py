@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -17,6 +16,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
+from tests.distributed.pool import fork_server
 from tests.patience import patience
 from tests.unit import triton_cases
 from tests.unit.triton_cases import Case, some_pairs
@@ -46,11 +46,7 @@ EXTRAS = {
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable]:
     """Calls a function in a process of its own, where Triton interprets: it decides so when it is first imported."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            started = process.submit(abs, 0)  # with the environment of now
-        started.result(patience(60))
+    with ProcessPoolExecutor(1, fork_server()) as process:  # which has imported it
         yield lambda function, *arguments: process.submit(function, *arguments).result(patience(60))
 
 

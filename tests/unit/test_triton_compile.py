@@ -80,6 +80,7 @@ def test_other_head_sizes_compile(compiler, capability, head, which):
     check(compiler(capability, head, which, (), torch.bfloat16), capability, CORES[capability])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("capability, head, which", [(90, 128, "forward")])
 def test_fp32_compiles(compiler, capability, head, which):
     check(compiler(capability, head, which, ("mask",), torch.float32), capability, None)
