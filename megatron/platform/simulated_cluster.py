@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from megatron.platform.hooks import patched
 
 # Answers to operations on fake tensors whose like has been seen before.
 #
@@ -285,7 +286,7 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
     parallel_state.create_group = create_own_group
     try:
-        with patch.object(dist, "all_gather_object", all_gather_object):
+        with patched(dist, "all_gather_object", all_gather_object):
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
             yield
     finally:
@@ -331,9 +332,9 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
             return make_mesh(*args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(DeviceMesh, "from_group", from_group))
-        stack.enter_context(patch.object(nn.Module, "_apply", _apply))
-        stack.enter_context(patch.object(FakeWork, "wait", wait))
+        stack.enter_context(patched(DeviceMesh, "from_group", from_group))
+        stack.enter_context(patched(nn.Module, "_apply", _apply))
+        stack.enter_context(patched(FakeWork, "wait", wait))
         stack.callback(setattr, local_multi_tensor_l2_norm, "__code__", local_multi_tensor_l2_norm.__code__)
         local_multi_tensor_l2_norm.__code__ = _l2_norm.__code__  # its callers have imported it by name
         stack.enter_context(fakes)

@@ -16,7 +16,8 @@ from megatron.core.parallel_state import get_data_parallel_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron.context_parallel.layout.documents import told
+from megatron.context_parallel.layout.documents import samples_tensor
+from megatron.platform.hooks import replaceable
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
@@ -82,7 +83,9 @@ def forward_step(
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        told(batch["numbers"] if runtime.drops else None, batch["document_ends"]),  # in the place of core's dense mask
+        samples_tensor(
+            batch["numbers"] if runtime.drops else None, batch["document_ends"]
+        ),  # in the place of core's dense mask
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
@@ -188,6 +191,7 @@ def evaluate(
     return StepResult(*mean_loss(reports, runtime))
 
 
+@replaceable
 def mean_loss(reports: list[Tensor], runtime: Runtime) -> tuple[float, int]:
     """Mean loss and number of tokens of the global batch, on every rank."""
     loss_sum, tokens = sum_of_reports(reports, (2,), runtime).tolist()

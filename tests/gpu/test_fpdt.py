@@ -8,7 +8,7 @@ import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
-from megatron.context_parallel.fpdt.chunked_loss import _adds_wide, add_product
+from megatron.context_parallel.fpdt.chunked_loss import add_product, adds_wide
 from megatron.context_parallel.fpdt.host_store import Offload, is_host_buffer
 from megatron.context_parallel.layout.grid import abstract_grid
 
@@ -132,6 +132,6 @@ def test_narrow_matrices_are_added_to_a_wide_sum():
     before = torch.cuda.memory_allocated()
     add_product(total, a.t(), b)
     assert float((total - expected).abs().max() / expected.abs().max()) < 1e-2
-    if _adds_wide(total.device, torch.bfloat16, torch.float32):  # within the product: exact, and in place
+    if adds_wide(total.device, torch.bfloat16, torch.float32):  # within the product: exact, and in place
         assert float((total - expected).abs().max() / expected.abs().max()) < 1e-5
         assert torch.cuda.max_memory_allocated() - before < total.nbytes

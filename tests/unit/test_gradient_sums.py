@@ -177,7 +177,7 @@ def test_where_the_device_can_narrow_matrices_are_multiplied_into_the_wide_sum(m
         calls.append(dtype)
         return out.addmm_(a.to(dtype), b.to(dtype))
 
-    monkeypatch.setattr(chunked_loss, "_adds_wide", lambda *_: True)
+    monkeypatch.setattr(chunked_loss.adds_wide, "current", lambda *_: True)
     monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", dtype_out)
     total = torch.ones(6, 5)
     add_product(total, torch.ones(6, 3).bfloat16(), torch.ones(3, 5).bfloat16())

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,7 @@ WITHOUT_CORE = ("decisions", "context_parallel.layout", "context_parallel.positi
                 "simulator.planner")  # fmt: skip
 
 
+OURS = tuple(f"megatron.{name.split('.')[0]}" for name in FLOORS)
 MODULES = {
     ".".join(path.relative_to(ROOT / "megatron").with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "megatron").rglob("*.py")
@@ -89,6 +91,33 @@ def test_no_two_modules_import_each_other_even_by_way_of_others():
     while ready := {module for module, used in arrows.items() if module not in done and used <= done}:
         done |= ready
     assert not set(arrows) - done, f"in or behind a circle: {sorted(set(arrows) - done)}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_module_patches_or_uses_private_names_of_another(module):
+    """What a simulation may replace is marked where it is defined: platform/hooks.py."""
+    tree = ast.parse(MODULES[module].read_text())
+    own: set[str] = set()  # names that stand for modules of ours
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OURS):
+            private = [n.name for n in node.names if n.name.startswith("_")]
+            assert not private, f"megatron.{module} imports {private} from {node.module}"
+            ours = (n for n in node.names if f"{node.module}.{n.name}".removeprefix("megatron.") in MODULES)
+            own |= {n.asname or n.name for n in ours}
+        names = [n.name for n in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        assert not any(name.startswith("unittest") for name in [*names, getattr(node, "module", None) or ""]), module
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own:
+            assert not node.attr.startswith("_"), f"megatron.{module} uses {node.value.id}.{node.attr}"
+
+
+def test_basenames_are_unique_and_folders_small():
+    paths = [path for path in MODULES.values() if path.name != "__init__.py"]
+    twice = [name for name, count in Counter(path.name for path in paths).items() if count > 1]
+    assert not twice, "two modules of one name"
+    folders = Counter(path.parent for path in MODULES.values())
+    crowded = {str(folder): count for folder, count in folders.items() if count > 12}
+    assert not crowded, "more than 12 modules in one folder"
 
 
 @pytest.mark.parametrize("room", WITHOUT_CORE)

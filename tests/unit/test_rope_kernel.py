@@ -118,13 +118,13 @@ def through_autograd(rope: Rope) -> list[float]:
     rope_kernel_rotated, rope_kernel.rotated = rope_kernel.rotated, counting
     angles = rotary_angles(torch.arange(FAR, FAR + 5), rope.inverse_frequencies())[:, None, None]
     x, grad = torch.randn(5, 1, 2, 8), torch.randn(8, 2, 1, 5).permute(3, 2, 1, 0)
-    out = module._rotated(x.as_subclass(OnGpu), angles, rope, 1)
-    back = module._rotated(grad.as_subclass(OnGpu), angles, rope, -1)
+    out = module.rotated(x.as_subclass(OnGpu), angles, rope, 1)
+    back = module.rotated(grad.as_subclass(OnGpu), angles, rope, -1)
     leaf = x.clone().requires_grad_()
     plain = rope.rotate(leaf, angles)
     (wanted,) = torch.autograd.grad(plain, leaf, grad)
     assert calls == [torch.float32] * 2
-    module._rotated(x.double().as_subclass(OnGpu), angles, rope, 1)
+    module.rotated(x.double().as_subclass(OnGpu), angles, rope, 1)
     assert len(calls) == 2  # fp64 is PyTorch's
     return [float((out - plain).abs().max()), float((back - wanted).abs().max())]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.context_parallel.attention.attend import attend, attend_grad
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
-from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
+from megatron.context_parallel.fpdt.chunk_pass import ChunkPass, attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 
@@ -26,7 +25,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
                 q = kept["q", query]
                 result = Accumulator(q, run.work.value_dim, kept.get(("sum", query)), kept.get(("sum_lse", query)))
                 found = run.tiles.of_block(query, key, block)
-                attend(found, q, block.k, block.v, kernel=run.work.kernel, result=result)
+                attend_chunks(found, q, block.k, block.v, kernel=run.work.kernel, result=result)
                 # Wide from the start: the shelf writes later sums into the first one's place.
                 shelf.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
                 shelf.put(("sum_lse", query), result.lse_SBH)
@@ -88,5 +87,5 @@ def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: di
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
     dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
     found = run.tiles.of_block(query, key, block)
-    attend_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
+    attend_chunks_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
     run.shelf.put(("dq", query), dq.finish().to(dq.sum_dtype))  # wide, as the forward pass's sums

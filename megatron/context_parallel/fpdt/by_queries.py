@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.context_parallel.attention.attend import attend, attend_grad
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
-from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
+from megatron.context_parallel.fpdt.chunk_pass import ChunkPass, attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 
@@ -31,7 +30,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             result = Accumulator(q, run.work.value_dim)
             for key, there in zip(keys, shelf.walk([[("kv", key)] for key in keys], fresh)):
                 for block in run.tiles.source(key, query).blocks(*run.work.unpacked(there["kv", key])):
-                    attend(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
+                    attend_chunks(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:
                 shelf.drop(("q", query))
@@ -75,7 +74,7 @@ def _query_grads(
     for key, pair in zip(keys, coming):
         k, v = run.work.unpacked(pair.pop(("kv", key)))
         dkv = KeyGradients(k, v, ((0, k.size(0)),), pair.pop(("dkv", key), None))
-        attend_grad(run.tiles.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
+        attend_chunks_grad(run.tiles.between(query, key, 0), q, k, v, **final, kernel=run.work.kernel, dq=dq, dkv=dkv)
         if last and key == query:
             own = dkv.packed()
         else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from megatron.context_parallel.attention.attend import attend, attend_grad
 from megatron.context_parallel.attention.merge import Accumulator
 from megatron.context_parallel.attention.ring import KeyBlock, RingSource
 from megatron.context_parallel.attention.ring_plan import ring_plan
@@ -23,6 +24,10 @@ from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import place
 from megatron.context_parallel.layout.tiles import Tile, tiles
+from megatron.platform.hooks import replaceable
+
+# What a query chunk and a key chunk do when they meet. A dry run replays it for pairs of chunks that are alike.
+attend_chunks, attend_chunks_grad = replaceable(attend), replaceable(attend_grad)
 
 # Which chunks meet, and in which tiles: the one place where FPDT asks the mask (layout/tiles.py).
 

@@ -19,6 +19,7 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
 from megatron.platform.autograd import SameAutocast
+from megatron.platform.hooks import replaceable
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class ChunkWork:
         self.kernel: TileKernel | None = None
         self.sinks_sum: Tensor | None = None
 
+    @replaceable
     def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """q [c, b, heads, d] and packed kv [c, b, kv_heads, sizes] of all the chunk's tokens, for this rank's heads."""
         q, k, v = self._project(x, chunk)
@@ -104,17 +106,18 @@ class ChunkWork:
         """From a chunk's attention output to the layer's output."""
         if self.layer.replay:
             self.random[chunk] = self.layer.replay()
-        hidden, (first, _) = self._output(out, x, chunk), self.layer.layout.local_chunks[chunk]
+        hidden, (first, _) = self.output_of(out, x, chunk), self.layer.layout.local_chunks[chunk]
         for start, stop in self._ffn_spans(hidden):
-            done = self._ffn(hidden[start:stop], chunk, start) if self.layer.ffn else hidden
+            done = self.ffn_of(hidden[start:stop], chunk, start) if self.layer.ffn else hidden
             y.write((first + start, first + stop), done)
 
+    @replaceable
     def output_grad(self, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         """dout, and the gradient of x that does not go through attention."""
         out, x = out.detach().requires_grad_(), x.detach().requires_grad_()
         with self.random.pop(chunk, nullcontext)():
             with torch.enable_grad():
-                hidden = self._output(out, x, chunk)
+                hidden = self.output_of(out, x, chunk)
             if self.layer.ffn:
                 dy = self.ffn_grad(hidden.detach(), dy, chunk)
         return self.parameter_grads.differentiate(hidden, [out, x], dy)
@@ -125,10 +128,11 @@ class ChunkWork:
         for start, stop in self._ffn_spans(hidden):
             x = hidden[start:stop].requires_grad_()
             with torch.enable_grad():
-                y = self._ffn(x, chunk, start)
+                y = self.ffn_of(x, chunk, start)
             (dhidden[start:stop],) = self.parameter_grads.differentiate(y, [x], dy[start:stop])
         return dhidden
 
+    @replaceable
     def project_grad(self, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
         """The gradient of x through q, k and v; None for queries without keys, and for keys without queries."""
         (start, stop), batch = self.layer.layout.chunk_rows[chunk], x.size(1)
@@ -147,10 +151,12 @@ class ChunkWork:
     def _project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         return one_dtype(*self.layer.project(x, chunk))
 
-    def _output(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
+    @replaceable
+    def output_of(self, out: Tensor, x: Tensor, chunk: int) -> Tensor:
         return self.layer.output(heads_to_sequence(out, self.ulysses), x, chunk)
 
-    def _ffn(self, hidden: Tensor, chunk: int, start: int) -> Tensor:
+    @replaceable
+    def ffn_of(self, hidden: Tensor, chunk: int, start: int) -> Tensor:
         """Of the chunk's rows from ``start`` on."""
         if not self.layer.ffn_by_rows:
             return self.layer.ffn(hidden)

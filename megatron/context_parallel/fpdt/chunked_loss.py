@@ -26,6 +26,7 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
+from megatron.platform.hooks import replaceable
 
 
 def chunked_linear_cross_entropy(
@@ -101,7 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
             targets = labels[:, start:stop].reshape(-1)
             scale = token_weights[:, start:stop].reshape(-1).to(wide)
             cut = even_spans(tokens.size(0), ceil((stop - start) * pieces / rows))
-            loss, grad_logits = _loss(tokens, weight, targets, scale, vocab_size, tensor, cut, needs_grad)
+            loss, grad_logits = loss_and_gradient(tokens, weight, targets, scale, vocab_size, tensor, cut, needs_grad)
             total += loss
             if needs_grad:
                 grad_tokens = (grad_logits @ weight).reshape(-1, *hidden.shape[1:])
@@ -137,7 +138,7 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
     """``total += a @ b``, for a total that is as wide as ``a`` and ``b`` or wider; within the product where it can."""
     if total_MN.dtype == a_MK.dtype:
         total_MN.addmm_(a_MK, b_KN)
-    elif _adds_wide(a_MK.device, a_MK.dtype, total_MN.dtype):
+    elif adds_wide(a_MK.device, a_MK.dtype, total_MN.dtype):
         torch.ops.aten.addmm.dtype_out(total_MN, a_MK, b_KN, total_MN.dtype, out=total_MN)
     else:  # a product is as large as the total: an eighth of it at a time
         for part, a in zip(total_MN.chunk(PARTS), a_MK.chunk(PARTS)):
@@ -145,7 +146,8 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
 
 
 @lru_cache
-def _adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
+@replaceable
+def adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
     """Whether narrow matrices can be multiplied into a wide sum: on GPUs, by newer versions of PyTorch."""
     if device.type != "cuda":
         return False
@@ -157,7 +159,8 @@ def _adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> b
     return bool(total.eq(17).all())
 
 
-def _loss(
+@replaceable
+def loss_and_gradient(
     tokens: Tensor,
     weight: Tensor,
     targets: Tensor,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span, Spans, union
+from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
 UNEVEN = 0.04  # a rank's work may be this far from the mean before documents are cut in smaller parts
@@ -138,7 +139,8 @@ class Samples:
     ends: tuple[tuple[int, ...], ...] = ()
 
 
-def told(numbers: Tensor | None, ends: Tensor | None) -> Tensor | None:
+@replaceable
+def samples_tensor(numbers: Tensor | None, ends: Tensor | None) -> Tensor | None:
     """The tensor that says both: of ``numbers`` [b] and ``ends`` [b, n], int64; None where there is nothing to say."""
     if numbers is None:
         return ends

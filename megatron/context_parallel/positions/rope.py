@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron.context_parallel.layout.documents import restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, positions
+from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
 # Llama 3.1 lowers frequencies that turn less than once in its original length, keeps those that turn more than four
@@ -154,16 +155,17 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, angles: Tensor, rope: Rope) -> Tensor:
         ctx.save_for_backward(angles)
         ctx.rope = rope
-        return _rotated(x, angles, rope, 1)
+        return rotated(x, angles, rope, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (angles,) = ctx.saved_tensors
-        return _rotated(grad, angles, ctx.rope, -1), None, None
+        return rotated(grad, angles, ctx.rope, -1), None, None
 
 
-def _rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
+@replaceable
+def rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
     if x.is_cuda and x.dtype != torch.float64 and _has_triton():
         from megatron.context_parallel.positions.rope_kernel import rotated
 

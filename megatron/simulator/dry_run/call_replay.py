@@ -16,10 +16,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -28,9 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron.context_parallel.attention.merge import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.ring import KeyBlock
 from megatron.context_parallel.attention.tile import TileKernel
-from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_loss
+from megatron.context_parallel.fpdt import chunked_loss
+from megatron.context_parallel.fpdt.chunk_pass import attend_chunks, attend_chunks_grad
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork
 from megatron.context_parallel.layout.tiles import Tile
+from megatron.platform.hooks import replaced
 from megatron.platform.simulated_cluster import New
 from megatron.simulator.cost.trace import Event, HostCopy, Phase, Transfer, Wait
 from megatron.simulator.dry_run.recording.recorder import Recorder
@@ -291,12 +292,11 @@ def chunks_alike(recorder: Recorder) -> Iterator[None]:
     """Within, what a chunk or a pair of chunks does is run a few times, and written down from then on."""
     alike = Alike(recorder)
     with ExitStack() as stack:
-        for loops in (by_queries, by_keys):
-            stack.enter_context(patch.object(loops, "attend", _attend(alike, loops.attend)))
-            stack.enter_context(patch.object(loops, "attend_grad", _attend_grad(alike, loops.attend_grad)))
-        for name, work in WORK.items():
-            stack.enter_context(patch.object(ChunkWork, name, work(alike, getattr(ChunkWork, name))))
-        stack.enter_context(patch.object(chunked_loss, "_loss", _loss(alike, chunked_loss._loss)))
+        stack.enter_context(replaced(attend_chunks, partial(_attend, alike)))
+        stack.enter_context(replaced(attend_chunks_grad, partial(_attend_grad, alike)))
+        for function, work in WORK:
+            stack.enter_context(replaced(function, partial(work, alike)))
+        stack.enter_context(replaced(chunked_loss.loss_and_gradient, partial(_loss, alike)))
         yield
 
 
@@ -434,10 +434,10 @@ def _spans(work: ChunkWork, chunk: int) -> tuple[Any, ...]:
     return tuple(stop - start for start, stop in work.layer.layout.local_chunk_spans(chunk))
 
 
-WORK = {
-    "project": _project,
-    "project_grad": _project_grad,
-    "_output": _output,
-    "output_grad": _output_grad,
-    "_ffn": _ffn,
-}
+WORK = (
+    (ChunkWork.project, _project),
+    (ChunkWork.project_grad, _project_grad),
+    (ChunkWork.output_of, _output),
+    (ChunkWork.output_grad, _output_grad),
+    (ChunkWork.ffn_of, _ffn),
+)

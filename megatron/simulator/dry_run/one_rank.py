@@ -11,13 +11,14 @@ from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatron.context_parallel.layout.documents import samples_tensor
 from megatron.platform import Platform, cpu
+from megatron.platform.hooks import replaced
 from megatron.platform.simulated_cluster import fake_tensors, outside_fakes, simulated_world
 from megatron.simulator.cost.trace import Trace
 from megatron.simulator.dry_run.allocation.reserved import Allocations
@@ -213,11 +214,11 @@ def run_rank(
                     profile.mark(phase)
                     watch.mark(phase)
 
-                stack.enter_context(patch.object(step, "told", outside_fakes(step.told)))
+                stack.enter_context(replaced(samples_tensor, outside_fakes))
                 run = all_batches = micro_batches(config, runtime.grid.data.size)
                 if stretch:
                     run = stretch.micro_batches
-                    stack.enter_context(patch.object(step, "mean_loss", of_all(step.mean_loss, run, all_batches)))
+                    stack.enter_context(replaced(step.mean_loss, lambda mean: of_all(mean, run, all_batches)))
                 step.train_step(
                     runtime,
                     wrapped,

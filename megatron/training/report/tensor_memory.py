@@ -16,12 +16,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron.platform.hooks import patched
 
 METERED_STEPS = 2
 
@@ -119,15 +120,15 @@ class TensorMeter(TorchDispatchMode):
         for tensor in sorted(there, key=_order):  # the collector's order is another in each process
             self.see(tensor)
         if self.resized:
-            self._watch = patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
-            self._watch.start()
+            self._watch = patched(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+            self._watch.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if self.resized:
-            self._watch.stop()
+            self._watch.__exit__(*exception)
 
     def _resizing(self, resize: Callable) -> Callable:
         def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -15,6 +15,7 @@ from megatron.context_parallel.attention.kernels.flash_attn_kernel import FlashA
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.decisions.kernels import preferred
+from megatron.platform.hooks import replaceable
 
 __all__ = ["KERNELS", "NEEDS", "Kernel", "KernelUnavailable", "available", "choose_on", "select"]
 
@@ -46,6 +47,7 @@ def available(
     return [name for name in order if _why_not(name, device, dtype, head_dim, needs) is None]
 
 
+@replaceable
 def select(
     name: str,
     *,

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
@@ -26,6 +25,7 @@ from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.host_store import HostPool, Offload
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.context_parallel.positions import position_dropout, rope
+from megatron.platform.hooks import patched, patched_items, replaced
 from megatron.platform.streams import COMPUTE, STORES, Streams
 from megatron.simulator.cost import trace
 from megatron.simulator.cost.seconds import attention_named
@@ -83,10 +83,10 @@ def sharded_streams(recorder: Recorder) -> Iterator[None]:
         finish(group)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(fsdp, "foreach_all_gather", gather_ahead))
-        stack.enter_context(patch.object(fsdp, "foreach_reduce", reduce_beside))
-        stack.enter_context(patch.object(fsdp.FSDPParamGroup, "wait_for_unshard", wait_for_gather))
-        stack.enter_context(patch.object(fsdp.FSDPParamGroup, "finalize_backward", finish_backward))
+        stack.enter_context(patched(fsdp, "foreach_all_gather", gather_ahead))
+        stack.enter_context(patched(fsdp, "foreach_reduce", reduce_beside))
+        stack.enter_context(patched(fsdp.FSDPParamGroup, "wait_for_unshard", wait_for_gather))
+        stack.enter_context(patched(fsdp.FSDPParamGroup, "finalize_backward", finish_backward))
         yield
 
 
@@ -279,20 +279,25 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
     with ExitStack() as stack:
         for module, names in FUSED:
             for name in names:
-                stack.enter_context(patch.object(module, name, _as_one(recorder, getattr(module, name))))
-        stack.enter_context(patch.object(functional, "rms_norm", partial(_rms_norm, recorder)))
-        stack.enter_context(patch.object(adam, "_single_tensor_adam", _adam(recorder, adam._single_tensor_adam)))
+                stack.enter_context(patched(module, name, _as_one(recorder, getattr(module, name))))
+        stack.enter_context(patched(functional, "rms_norm", partial(_rms_norm, recorder)))
+        stack.enter_context(patched(adam, "_single_tensor_adam", _adam(recorder, adam._single_tensor_adam)))
         stack.enter_context(sharded_streams(recorder))
         if fused_rope:
-            stack.enter_context(patch.object(rope, "_rotated", _as_one(recorder, _rotate)))
+            stack.enter_context(replaced(rope.rotated, lambda _: _as_one(recorder, _rotate)))
         # Not the pieces that suit a CPU's caches.
-        stack.enter_context(patch.dict(rope.PIECE, clear=True))
-        stack.enter_context(patch.dict(math_kernel.SCORE_BYTES, cpu=math_kernel.SCORE_BYTES["cuda"]))
+        stack.enter_context(patched_items(rope.PIECE, {}))
         stack.enter_context(
-            patch.dict(position_dropout.ELEMENTS_AT_ONCE, cpu=position_dropout.ELEMENTS_AT_ONCE["cuda"])
+            patched_items(math_kernel.SCORE_BYTES, math_kernel.SCORE_BYTES | {"cpu": math_kernel.SCORE_BYTES["cuda"]})
         )
-        stack.enter_context(patch.object(kernels, "select", partial(simulated_kernel, recorder, machine)))
-        stack.enter_context(patch.object(chunked_loss, "_adds_wide", lambda *_: True))
+        stack.enter_context(
+            patched_items(
+                position_dropout.ELEMENTS_AT_ONCE,
+                position_dropout.ELEMENTS_AT_ONCE | {"cpu": position_dropout.ELEMENTS_AT_ONCE["cuda"]},
+            )
+        )
+        stack.enter_context(replaced(kernels.select, lambda _: partial(simulated_kernel, recorder, machine)))
+        stack.enter_context(replaced(chunked_loss.adds_wide, lambda _: lambda *_: True))
         yield
 
 
