@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "published" / "records.json"
-AFTER_FREEZE = FILE.parent / "after_freeze.json"  # runs that came later: after_freeze.py
+AFTER_FREEZE = FILE.parent / "after_freeze.json"  # runs that came later: record_checks.py
 
 
 @dataclass(frozen=True)
