@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the few constants of a paper's cluster to its tables, and say how well they predict a table left out.
+"""Fit the few constants of a paper's cluster to its tables, and print how well they predict a table left out.
 
     python examples/reproduce/fit.py [CLUSTER ...] [--write]
 

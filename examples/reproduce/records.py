@@ -2,13 +2,14 @@
 """Published training runs compared with our cost model, on every machine that has a file.
 
     python examples/reproduce/records.py [OUT_DIR]
-    python examples/reproduce/records.py --fit        # again; the halves the other way round; each source left out
+    python examples/reproduce/records.py --fit        # fit again; swap the halves; leave each source out in turn
     python examples/reproduce/records.py --page       # writes the tables of docs/records.md
     python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
 Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
 half of the sources, the other half as the test. The constants are those of the shipped machines, which tools/plan.py
-uses. Runs that their sources do not tell enough of are marked, and counted apart. Writes the rows as CSV and a picture.
+uses. Runs whose sources do not say enough are marked, and counted separately. The command writes the rows as CSV and a
+picture.
 """
 
 from __future__ import annotations
@@ -72,17 +73,17 @@ def grid(r: Record) -> str:
 
 
 def draw(figure: Any, found: list[Predicted]) -> None:
-    """Simulated over published speed, a panel an architecture; what is beyond the panel is a triangle at its edge."""
+    """Simulated over published speed, a panel for each architecture. Points outside become triangles at its edge."""
     figure.set_size_inches(13, 6.2)
     for place, name in enumerate(FREE, 1):
         axes = figure.add_subplot(1, len(FREE), place)
         mine = [one for one in found if family(one.record.machine) == name]
         axes.axhspan(1 / 1.12, 1.12, color=GREY, alpha=0.2, linewidth=0, label="within 12 %")
         axes.axhline(1, color=INK, linewidth=0.8)
-        told = [one for one in mine if not one.record.unpriced]
+        priced_runs = [one for one in mine if not one.record.unpriced]
         groups = (
-            ("fitted to", [one for one in told if one.record.fitted], COLOURS["published"], "o"),
-            ("test", [one for one in told if not one.record.fitted], COLOURS["simulated"], "s"),
+            ("fitted to", [one for one in priced_runs if one.record.fitted], COLOURS["published"], "o"),
+            ("test", [one for one in priced_runs if not one.record.fitted], COLOURS["simulated"], "s"),
             ("not priced", [one for one in mine if one.record.unpriced], "none", "D"),
         )
         for what, these, colour, marker in groups:
@@ -110,7 +111,7 @@ def show(title: str, constants: Constants) -> None:
 
 
 def fit_again() -> None:
-    """Both ways round, and each source by all others."""
+    """Fit to each half, and predict each source with constants fitted to all others."""
     runs = priced(records())
     for title, half in (("fitted to the even half", True), ("the other way round, fitted to the odd half", False)):
         mine = [record for record in runs if record.fitted == half]
@@ -140,11 +141,11 @@ def page_totals() -> list[str]:
         "|---" * 6 + "|",
     ]
     found = predictions(fitted())
-    told = [one for one in found if not one.record.unpriced]
+    priced_runs = [one for one in found if not one.record.unpriced]
     test = [one for one in found if not one.record.fitted]
     rest = [one for one in test if not one.record.unpriced]
     for name, rows in (
-        ("half that they were fitted to", [one for one in told if one.record.fitted]),
+        ("half that they were fitted to", [one for one in priced_runs if one.record.fitted]),
         ("the other half, without its unpriced runs", rest),
         ("the other half, unpriced runs counted", test),
         ("the same, all changes undone", predictions(fitted(), [record_checks.undone(one.record) for one in test])),

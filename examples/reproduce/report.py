@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published numbers beside ours: a table in the terminal, a CSV, and a picture.
+"""Published numbers and ours: a table in the terminal, a CSV, and a picture.
 
 Every command of this folder makes rows and hands them to :func:`write`. The papers' numbers are in ``published/``, as
 CSV; :func:`published` reads them.
@@ -118,7 +118,7 @@ class PaperTable:
     then: Callable[[Sequence[Row]], None] | None = None
 
 
-FORMULAS = "a formula tells how long a sequence fits, and nothing runs"  # why a PaperTable is not measured
+FORMULAS = "a formula computes how long a sequence fits, and nothing runs"  # why a PaperTable is not measured
 
 
 def run_tables(file: str, about: str, tables: dict[str, PaperTable], argv: Sequence[str] | None = None) -> None:

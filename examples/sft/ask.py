@@ -45,10 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             out = model.generate(**ids, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-        told = tokenizer.decode(out[0, ids["input_ids"].size(1) :], skip_special_tokens=True).strip()
-        right += told == answer.strip()
+        given = tokenizer.decode(out[0, ids["input_ids"].size(1) :], skip_special_tokens=True).strip()
+        right += given == answer.strip()
         if number < 4:
-            print(f"  {messages[-1]['content']}  {told}")
+            print(f"  {messages[-1]['content']}  {given}")
     print(f"{right} of {len(asked)} questions answered word for word")
     return int(right < args.at_least * len(asked))
 

@@ -48,7 +48,7 @@ def test_a_search_without_a_limit_ends():
 )
 def test_agreement_is_within_a_doubling(row, agrees, capsys):
     assert within_a_doubling([row, lengths(None, 7), Row({}, 3, 9, "simulated", "GiB")]) == (int(agrees), 1)
-    capacity.tell([row, row])
+    capacity.print_agreement([row, row])
     assert f"{2 * agrees} of 2 rows" in capsys.readouterr().out
 
 

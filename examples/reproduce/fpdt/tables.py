@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.capacity import tell  # noqa: E402
+from examples.reproduce.capacity import print_agreement  # noqa: E402
 from examples.reproduce.fpdt import capacity, training  # noqa: E402
 from examples.reproduce.report import FORMULAS, PaperTable, run_tables  # noqa: E402
 from examples.reproduce.simulate import clock, cluster  # noqa: E402
@@ -27,7 +27,7 @@ TABLES = {
         lambda _: capacity.table_1_rows(),
         {"log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "table_3": PaperTable(
         "FPDT, table 3: Llama-3-8B on 8 A100-80G",
@@ -36,7 +36,7 @@ TABLES = {
         lambda _: capacity.table_3_rows(),
         {"log": "tokens"},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "table_3_mfu": PaperTable(
         "FPDT, table 3: MFU",
@@ -56,7 +56,7 @@ TABLES = {
         lambda _: capacity.figure_11_rows(("gpt-2.7b", "gpt-13b", "llama3-70b"), per_gpu=True),
         {"log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "figure_10": PaperTable(
         "FPDT, figure 10",
@@ -79,7 +79,7 @@ TABLES = {
         lambda _: capacity.figure_11_rows(),
         {"log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "figure_12": PaperTable(
         "FPDT, figure 12",

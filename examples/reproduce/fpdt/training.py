@@ -30,21 +30,21 @@ def shape(model: str) -> Shape:
 
 
 def strategy(system: str, gpus: int, chunk: int = CHUNK) -> Strategy:
-    """Without the layer inputs in host memory, of which the clock is told."""
+    """Without the layer inputs in host memory, which the clock takes as an argument."""
     if system == "megatron-sp":
         return Strategy(tensor=gpus, recompute="full")
     return Strategy(ulysses=gpus, zero=3, recompute="full", fpdt_chunk=chunk if system == "fpdt" else 0)
 
 
 def mfu(workload: Workload, seconds: float, gpus: int, peak: float) -> dict[str, float]:
-    """In percent, by each way of counting FLOPs; recompute is a second forward pass."""
+    """In percent, by each convention of counting FLOPs; recompute is a second forward pass."""
     causal, full = (model_flops(replace(workload, causal=way), recompute=False)[0] for way in (True, False))
     capacity = seconds * gpus * peak / 100
     return dict(zip(CONVENTIONS, (causal / capacity, causal * 4 / 3 / capacity, full * 4 / 3 / capacity)))
 
 
 def counted(workload: Workload, seconds: float | str, gpus: int, clock: Clock) -> dict[str, float | str]:
-    """:func:`mfu`, rounded; a word in place of the seconds stands everywhere."""
+    """:func:`mfu`, rounded; a word in place of the seconds is repeated for each convention."""
     if isinstance(seconds, str):
         return dict.fromkeys(CONVENTIONS, seconds)
     return {name: round(share, 1) for name, share in mfu(workload, seconds, gpus, clock.peak).items()}
@@ -127,7 +127,7 @@ LENGTHS = tuple(4096 << n for n in range(8))
 def figure_10_rows(machine: Machine) -> list[Row]:
     """Milliseconds: all-to-all of one tensor, attention of the whole sequence, fetching keys and values."""
     crossing = first_covered(machine)
-    told = f"attention takes longer than fetching from {crossing // 1024}K tokens on; the text says 32K to 64K"
+    note = f"attention takes longer than fetching from {crossing // 1024}K tokens on; the text says 32K to 64K"
     return [
         Row(
             {"part": part, "seq_length": length},
@@ -135,7 +135,7 @@ def figure_10_rows(machine: Machine) -> list[Row]:
             round(1e3 * took, 3),
             "simulated",
             "ms",
-            told * (n == 3 and length == LENGTHS[0]),
+            note * (n == 3 and length == LENGTHS[0]),
         )
         for length in LENGTHS
         for n, (part, took) in enumerate(latencies(machine, length).items())

@@ -35,14 +35,14 @@ NARROW, WIDE = 2, 4  # bytes of a number in bf16 or fp16, and in fp32
 
 @dataclass(frozen=True)
 class System:
-    """What of long-context training a system has.
+    """Which long-context features a system has.
 
     Attributes:
-        sequence_parallel: Megatron's, beside TP; without it every TP rank holds all layers' whole inputs.
+        sequence_parallel: Megatron's, together with TP; without it every TP rank holds the whole inputs of all layers.
         flash: FlashAttention; without it scores and dropout masks are written out.
         adam_on_host: DeepSpeed's ZeRO-Offload: fp32 weights and Adam's states are in host memory, and gradients in 16
             bits on the device, 4 bytes a parameter in place of 18.
-        why: said beside its rows.
+        why: the note of its rows.
     """
 
     sequence_parallel: bool
@@ -71,12 +71,12 @@ class OldMemory:
     """Bytes of a rank.
 
     Attributes:
-        states: weights, gradients and what of the optimizer is on the device, position embedding left out.
+        states: weights, gradients and the optimizer's part on the device, without the position embedding.
         positions: the same of the position embedding.
-        making_mask: before the first layer.
-        mask: from then on.
+        making_mask: while the mask is made, before the first layer.
+        mask: after that.
         inputs: of all layers.
-        layer: the layer that is recomputed and goes back.
+        layer: the layer that is recomputed, in its backward pass.
     """
 
     states: int
@@ -88,7 +88,7 @@ class OldMemory:
 
     @property
     def total(self) -> int:
-        """At the fuller of two moments: while the mask is made, and while the first layer goes back."""
+        """The larger of two moments: while the mask is made, and during the first layer's backward pass."""
         return self.states + self.positions + max(self.making_mask, self.mask + self.inputs + self.layer)
 
 
@@ -107,7 +107,7 @@ def old_memory(shape: Shape, seq_length: int, tensor: int, system: System) -> Ol
 
 
 def layer_activations(shape: Shape, seq_length: int, tensor: int, system: System) -> int:
-    """Bytes that a layer keeps without recompute (equations 2 and 4), and while attention goes back.
+    """Bytes that a layer keeps without recompute (equations 2 and 4), and during attention's backward pass.
 
     Equation 1 is that of one rank. FlashAttention leaves out its term in the square of the length.
     """
@@ -199,14 +199,14 @@ NOT_THE_TABLE = "the page blames the table, here {table:.1f} GB; making the dens
 def scalability_rows(model: str) -> list[Row]:
     """Figures 9 and 10: what each saving is worth. Their numbers are not in published/ but for the text's."""
     shape, rows = shape_of(model), []
-    told = {line["gpus"]: line["new_megatron_deepspeed_tokens"] for line in published("genslm_max_context")
+    published_tokens = {line["gpus"]: line["new_megatron_deepspeed_tokens"] for line in published("genslm_max_context")
             if line["model"] == model}  # fmt: skip
     for name, system in SAVINGS.items():
-        for gpus in told:
+        for gpus in published_tokens:
             ours, there, note = longest(shape, gpus, system), None, ""
             if system is None:
-                there = told[gpus]
-            elif system is MEGATRON_LM and gpus == max(told):
+                there = published_tokens[gpus]
+            elif system is MEGATRON_LM and gpus == max(published_tokens):
                 held = old_memory(shape, ours, gpus, system)
                 there, note = CEILING, NOT_THE_TABLE.format(table=held.positions / GB, mask=held.making_mask / GB)
             rows.append(Row({"savings": name, "gpus": gpus}, there, ours, "simulated", "tokens", note))

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.reproduce.capacity import tell  # noqa: E402
+from examples.reproduce.capacity import print_agreement  # noqa: E402
 from examples.reproduce.genslm.capacity import activation_rows, maxima_rows, scalability_rows  # noqa: E402
 from examples.reproduce.report import FORMULAS, PaperTable, Row, published, run_tables  # noqa: E402
-from examples.reproduce.simulate import Clock, clock, deepspeed_tflops, shape_of, told  # noqa: E402
+from examples.reproduce.simulate import Clock, clock, deepspeed_tflops, from_seconds, shape_of  # noqa: E402
 from megatron.formulas.strategy import Strategy, Workload  # noqa: E402
 
 GPUS, BATCH = 32, 2
@@ -41,19 +41,19 @@ def throughput_rows(clock: Clock, frameworks: Sequence[str] = ("new", "old")) ->
                 rows.append(Row(label, there, None, clock.mark, "TFLOPS/GPU", "speed alone is simulated here"))
                 continue
             note = "published dip, not explained: attention's share grows" if seq_length == 262144 else ""
-            tflops = told(throughput(clock, seq_length, framework), lambda value: round(value, 1))
+            tflops = from_seconds(throughput(clock, seq_length, framework), lambda value: round(value, 1))
             rows.append(Row(label, there, tflops, clock.mark, "TFLOPS/GPU", note))
     return rows
 
 
 def throughput(clock: Clock, seq_length: int, framework: str) -> float | str:
-    """TFLOPS per GPU. The old framework has no sequence parallelism beside TP."""
+    """TFLOPS per GPU. The old framework has TP without sequence parallelism."""
     if framework == "old":
         clock = clock.slowed("the old framework", gemm=OLD, attention=OLD, memory=OLD, network=OLD)
     shape = shape_of("genslm-33b", num_attention_heads=64, max_position_embeddings=seq_length)
     workload = Workload(shape, seq_length, BATCH, causal=False)
     strategy = Strategy(tensor=GPUS, zero=0, recompute="full", sequence_parallel=framework == "new", micro_batch=BATCH)
-    return told(clock.seconds("genslm-33b", workload, strategy), partial(deepspeed_tflops, workload, gpus=GPUS))
+    return from_seconds(clock.seconds("genslm-33b", workload, strategy), partial(deepspeed_tflops, workload, gpus=GPUS))
 
 
 TABLES = {
@@ -69,7 +69,7 @@ TABLES = {
         lambda _: maxima_rows("genslm-33b", ("old Megatron-DeepSpeed", "Megatron-LM")),
         {"over": "gpus", "log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "figure_7": PaperTable(
         "DeepSpeed4Science, figure 7: GenSLM 33B",
@@ -77,7 +77,7 @@ TABLES = {
         lambda _: maxima_rows("genslm-33b"),
         {"over": "gpus", "log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "figure_8": PaperTable(
         "DeepSpeed4Science, figure 8: GenSLM 25B",
@@ -85,7 +85,7 @@ TABLES = {
         lambda _: maxima_rows("genslm-25b"),
         {"over": "gpus", "log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "figure_9": PaperTable(
         "DeepSpeed4Science, figure 9: scalability of GenSLM 33B",
@@ -94,7 +94,7 @@ TABLES = {
         lambda _: scalability_rows("genslm-33b"),
         {"over": "gpus", "log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "figure_10": PaperTable(
         "DeepSpeed4Science, figure 10: scalability of GenSLM 25B",
@@ -103,7 +103,7 @@ TABLES = {
         lambda _: scalability_rows("genslm-25b"),
         {"over": "gpus", "log": True},
         not_measured=FORMULAS,
-        then=tell,
+        then=print_agreement,
     ),
     "section_scalability": PaperTable(
         "DeepSpeed4Science: activations of GenSLM 25B at 100K",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import PaperTable, Row, published, run_tables  # noqa: E402
-from examples.reproduce.simulate import Clock, clock, deepspeed_tflops, shape_of, told  # noqa: E402
+from examples.reproduce.simulate import Clock, clock, deepspeed_tflops, from_seconds, shape_of  # noqa: E402
 from megatron.formulas.strategy import Shape, Strategy, Workload  # noqa: E402
 
 ULYSSES = Strategy(zero=3, recompute="full")
@@ -53,8 +53,9 @@ def scaling_rows(clock: Clock, tables: Iterable[int] = (2, 3)) -> list[Row]:
         label = {"seq_length": line["seq_length"], "gpus": gpus, "ulysses": gpus // batch, "dp": batch}
         agrees = deepspeed_tflops(workload, line["step_ms"] / 1e3, gpus)
         note = f"the printed time is {agrees:.1f} TFLOPS by the formula"
-        rows.append(Row(label, round(line["step_ms"] / 1e3, 2), told(seconds, two_places), clock.mark, "s", note))
-        ours = told(seconds, partial(tflops, workload, gpus=gpus))
+        ours = from_seconds(seconds, two_places)
+        rows.append(Row(label, round(line["step_ms"] / 1e3, 2), ours, clock.mark, "s", note))
+        ours = from_seconds(seconds, partial(tflops, workload, gpus=gpus))
         rows.append(Row(label, round(line["tflops_per_gpu"], 1), ours, clock.mark, "TFLOPS/GPU"))
     return rows
 
@@ -101,7 +102,7 @@ def throughput(
     seconds = clock.seconds(MODELS[model], workload, strategy)
     kind = "Ulysses" if system == "ulysses" else "TP"
     note = f"{kind} {degree} x DP {data}, micro-batch {micro_batch}"
-    return told(seconds, partial(tflops, workload, gpus=gpus)), note
+    return from_seconds(seconds, partial(tflops, workload, gpus=gpus)), note
 
 
 def figure_7_rows(clock: Clock) -> list[Row]:
@@ -125,7 +126,7 @@ def figure_3_rows(clock: Clock) -> list[Row]:
                 continue
             workload = Workload(small, seq_length, gpus // degree, causal=False)
             chosen = replace(ULYSSES, ulysses=degree, data=gpus // degree)
-            ours = told(clock.seconds("gpt-2.7b", workload, chosen), partial(tflops, workload, gpus=gpus))
+            ours = from_seconds(clock.seconds("gpt-2.7b", workload, chosen), partial(tflops, workload, gpus=gpus))
             label = {"seq_length": seq_length, "gpus": gpus}
             rows.append(Row(label, None, ours, clock.mark, "TFLOPS/GPU", f"Ulysses {degree} x DP {gpus // degree}"))
     return rows

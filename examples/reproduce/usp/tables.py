@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import PaperTable, Row, mean_error, published, run_tables  # noqa: E402
-from examples.reproduce.simulate import Clock, clock, cluster, shape_of, told, usp_tflops  # noqa: E402
+from examples.reproduce.simulate import Clock, clock, cluster, from_seconds, shape_of, usp_tflops  # noqa: E402
 from megatron.formulas.strategy import Shape, Strategy, Workload  # noqa: E402
 from megatron.simulator.cost.attention_operations import attended, ring_forward, to_heads, to_sequence  # noqa: E402
 from megatron.simulator.cost.segment import price  # noqa: E402
@@ -61,7 +61,7 @@ def attention_seconds(machine: Machine, seq_length: int, ulysses: int, ring: int
     return sum(price(work, machine).values())
 
 
-# Neither gradients nor weights travel beside compute: Megatron-LM's defaults of April 2024.
+# Neither gradients nor weights are sent while a rank computes: these are Megatron-LM's defaults of April 2024.
 DEFAULTS = {"zero": 1, "overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
@@ -77,7 +77,7 @@ def training_rows(clock: Clock, tables: Iterable[int] = (5, 6, 7)) -> list[Row]:
         strategy = Strategy(tensor=tensor, ulysses=ulysses, ring=ring, data=data, **DEFAULTS)
         seconds = clock.seconds(line["model"], workload, strategy)
         label = {key: line[key] for key in ("seq_length", "global_batch", "tp", "ulysses", "ring")} | {"dp": data}
-        ours = told(seconds, partial(tflops, workload, gpus=line["gpus"]))
+        ours = from_seconds(seconds, partial(tflops, workload, gpus=line["gpus"]))
         rows.append(Row(label, line["full_mask_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", note(line, data)))
     return rows
 
@@ -97,8 +97,8 @@ def note(line: dict, data: int) -> str:
 def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
     """DP 8 against the best of Ulysses x Ring = 8, one sequence a GPU or eight on all.
 
-    At 512 tokens the published times leave no room for gradients and weights that compute does not hide: here they
-    travel beside it, unlike in tables 5 to 7. Without ``overlap`` they travel as there.
+    At 512 tokens the published times leave no room for sending gradients and weights without overlap: here they are
+    sent while the ranks compute, unlike in tables 5 to 7. Without ``overlap`` they are sent as there.
     """
     settings = DEFAULTS | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     rows = []
@@ -109,13 +109,13 @@ def figure_5_rows(clock: Clock, overlap: bool = True) -> list[Row]:
         for data, ulysses, ring in ((8, 1, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)):
             strategy = Strategy(ulysses=ulysses, ring=ring, data=data, micro_batch=batch // data, **settings)
             seconds = clock.seconds(line["model"], workload, strategy)
-            found[data, ulysses, ring] = told(seconds, partial(usp_tflops, workload, gpus=8))
+            found[data, ulysses, ring] = from_seconds(seconds, partial(usp_tflops, workload, gpus=8))
         rates = {grid: -1.0 if isinstance(rate, str) else rate for grid, rate in found.items()}
         best = max((grid for grid in found if grid[0] == 1), key=rates.__getitem__)
         for way, grid, column in (("DP", (8, 1, 1), "dp"), ("best SP", best, "best_sp")):
             label = {"seq_length": line["seq_length"], "way": way}
             how = f"Ulysses {best[1]} x Ring {best[2]}, all {batch} sequences at once" if way == "best SP" else ""
-            ours = told(found[grid], lambda value: round(value, 1))
+            ours = from_seconds(found[grid], lambda value: round(value, 1))
             rows.append(Row(label, line[f"{column}_tflops_per_gpu"], ours, clock.mark, "TFLOPS/GPU", how))
     return rows
 
@@ -129,7 +129,7 @@ def training_table(number: int, about: str) -> PaperTable:
     )
 
 
-def tell_without_overlap(rows: list[Row]) -> None:
+def print_without_overlap(rows: list[Row]) -> None:
     if rows[0].marked == "simulated":
         alone = mean_error(figure_5_rows(clock("usp-a800", False), overlap=False))
         print(f"with gradients and weights alone, as in tables 5 to 7: {alone:.1f} %")
@@ -162,7 +162,7 @@ TABLES = {
         "data parallelism against sequence parallelism, Llama2-7B on 8 A800",
         lambda measure: figure_5_rows(clock("usp-a800", measure)),
         {"over": "seq_length"},
-        then=tell_without_overlap,
+        then=print_without_overlap,
     ),
 }
 
