@@ -2,37 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # From nothing to a trained Llama, on any machine with Python:  bash examples/quickstart.sh [OUT_DIR]
 #
-# Sets everything up, then: collects the sources of Python's standard library, trains a SentencePiece tokenizer on them,
-# writes Megatron's .bin/.idx, and trains a small Llama (GQA, SwiGLU, RMSNorm, RoPE) on sequences of 8,192 tokens over
-# 4 processes as Ulysses 2 x Ring 2. Half-way it stops and resumes from its checkpoint. Closes with a table and a picture.
+# The script sets everything up, collects the sources of Python's standard library, trains a SentencePiece tokenizer on
+# them, writes Megatron's .bin/.idx, and trains a small Llama (GQA, SwiGLU, RMSNorm, RoPE) on sequences of 8,192 tokens
+# over 4 processes as Ulysses 2 x Ring 2. Half-way the training stops and resumes from its checkpoint. The last step
+# prints a table and draws the loss.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${1:-out/quickstart}
 ITERATIONS=${ITERATIONS:-50}
-PYTHON=$(bash scripts/setup.sh)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-start=$SECONDS
-say() { printf '\n=== %s\n' "$*"; }
+source examples/common/steps.sh
 
-if [ -e "$OUT/log.jsonl" ] || [ -e "$OUT/checkpoints" ]; then
-    echo "error: $OUT already holds a run; name another folder: bash examples/quickstart.sh OUT_DIR" >&2
-    exit 2
-fi
-mkdir -p "$OUT"
+refuse_if_there "examples/quickstart.sh OUT_DIR" log.jsonl checkpoints
 
 say "1/5 Text: the sources of Python's standard library"
-[ -e "$OUT/text.jsonl" ] || "$PYTHON" tools/collect_text.py --output "$OUT/text.jsonl" --max-bytes 4000000
+collect_text 4000000
 
 say "2/5 Tokenizer: SentencePiece, 2048 pieces"
-[ -e "$OUT/tokenizer.model" ] || "$PYTHON" tools/train_tokenizer.py --input "$OUT/text.jsonl" \
-    --model-prefix "$OUT/tokenizer" --vocab-size 2048 --input-bytes 2000000
+train_tokenizer
 
 say "3/5 Data: .bin and .idx"
-[ -e "$OUT/python_text_document.idx" ] || "$PYTHON" tools/preprocess_data.py --input "$OUT/text.jsonl" \
-    --output-prefix "$OUT/python" --append-eod --workers 2 \
-    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
+preprocess text python
 
 MODEL_ARGS=(
     --num-layers 2
@@ -59,7 +49,7 @@ TRAINING_ARGS=(
 DATA_ARGS=(
     --data-path "$OUT/python_text_document"
     --split 90,5,5
-    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
+    "${TOKENIZER_ARGS[@]}"
 )
 OUTPUT_ARGS=(
     --save "$OUT/checkpoints" --load "$OUT/checkpoints"
@@ -68,7 +58,7 @@ OUTPUT_ARGS=(
     --tensorboard-dir "$OUT/tensorboard"
 )
 train() {
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_llama.py \
+    launch 4 pretrain_llama.py \
         "${MODEL_ARGS[@]}" "${GRID_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
 }
 

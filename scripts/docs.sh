@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Build the site of docs/, with the Python API from docstrings:  bash scripts/docs.sh [OUT_DIR]
 #
-# Its packages are few and need no torch, so they have a virtual environment of their own, .venv-docs (elsewhere with
-# VENV=DIR), made from python3 (another with PYTHON=...). A link that leads nowhere stops the build.
+# The build needs few packages and no torch, so it has its own virtual environment, .venv-docs (VENV=DIR names another
+# folder), made from python3 (PYTHON=... names another one). A broken link stops the build.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,5 +20,6 @@ subprocess.run([f"{sys.argv[1]}/bin/python", "-m", "pip", "install", "-q", *ast.
 PYTHON
 fi
 OUT="$(realpath -m "$OUT")"
-NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --site-dir "$OUT"  # with --quiet, --strict would see no warnings
+# --quiet would hide the warnings from --strict.
+NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --site-dir "$OUT"
 echo "docs: $OUT/index.html"

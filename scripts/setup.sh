@@ -4,10 +4,11 @@
 #
 #   PYTHON=$(bash scripts/setup.sh [EXTRAS])       EXTRAS: of setup.py, such as dev or test
 #
-# It is a virtual environment in .venv (elsewhere with VENV=DIR), made from python3 (another with PYTHON=...). Nothing
-# outside of it is touched. Where that python3 already has torch, .venv sees its packages and torch is left alone.
-# Where not, torch is installed first: 2.13.0, in its CPU build if the index has one, on a machine without an NVIDIA GPU.
-# A second run finds its stamp and takes no time. Progress goes to stderr.
+# The Python is a virtual environment in .venv (VENV=DIR names another folder), made from python3 (PYTHON=... names
+# another one). The script changes nothing outside of this folder. If that python3 already has torch, .venv sees its
+# packages and keeps its torch. If not, the script first installs torch 2.13.0; on a machine without an NVIDIA GPU it
+# takes the CPU build if the index has one. A second run finds the stamp of the first and ends at once. Progress goes to
+# stderr.
 set -euo pipefail
 
 EXTRAS="${1:-}"
@@ -44,7 +45,7 @@ make_venv() {
         stop "$VENV is not a virtual environment: name another folder with VENV=DIR"
     fi
     if ! "$python" -m venv --clear "$VENV" >/dev/null 2>&1; then
-        # Debian and Ubuntu split ensurepip off into a package of its own; a pip outside of .venv does as well.
+        # Debian and Ubuntu have ensurepip in a separate package. Without it, a pip outside of .venv installs pip there.
         if ! "$python" -m venv --clear --without-pip "$VENV" >/dev/null 2>&1 ||
             ! "$python" -m pip --python "$OURS" install -qq pip >/dev/null 2>&1; then
             rm -rf "$VENV"
@@ -57,14 +58,14 @@ make_venv() {
     fi
 }
 
-# Let .venv see the packages of $1: works for a system python, for conda and for another virtual environment alike.
+# Let .venv see the packages of $1, which may be a system python, conda's or that of another virtual environment.
 share_packages() {
     say "torch is already there, from $1: it stays as it is"
     "$1" -c 'import os, sys
 for path in sys.path:
     if os.path.basename(path) in ("site-packages", "dist-packages"):
         print(f"import site; site.addsitedir({path!r})")' >"$(site_packages)/shared.pth"
-    # a torchrun of its own: the shared one would start the other python
+    # .venv gets its own torchrun, because the shared one would start the other python
     printf '#!%s\nfrom torch.distributed.run import main\n\nmain()\n' "$OURS" >"$VENV/bin/torchrun"
     chmod +x "$VENV/bin/torchrun"
 }
@@ -83,7 +84,8 @@ install_torch() {
         if log="$("$OURS" -m pip install -qq "$wanted" 2>&1)"; then
             return
         fi
-        # only a list of versions without the wanted one lets the next try begin: never CUDA packages by a network error
+        # The next attempt starts only if pip listed the versions and the wanted one is missing. A network error ends
+        # the script, so that it cannot lead to the CUDA packages.
         if ! grep -q "No matching distribution found for torch" <<<"$log" || grep -q "from versions: none" <<<"$log"; then
             break
         fi
@@ -111,7 +113,7 @@ install_rest() {
     say "ready: $OURS, $("$OURS" -V), torch $torch"
 }
 
-if command -v flock >/dev/null; then # two first runs at once: the second waits
+if command -v flock >/dev/null; then # if two first runs start at the same time, the second one waits
     exec 9<"$ROOT"
     flock 9
 fi

@@ -1,37 +1,31 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train on short sequences, evaluate on longer ones: ALiBi against RoPE.  bash examples/alibi/extrapolation.sh [OUT_DIR]
+# Train on short sequences and evaluate on longer ones, with ALiBi and with RoPE:
 #
-# Both models see 256 tokens at a time in training, then 256 to 4,096 in evaluation (Ulysses 2). A few minutes on 2 cores.
+#   bash examples/alibi/extrapolation.sh [OUT_DIR]
+#
+# Both models see 256 tokens at a time in training, and 256 to 4,096 in evaluation (Ulysses 2). This takes a few minutes
+# on 2 cores.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 OUT=${1:-out/alibi}
 ITERATIONS=${ITERATIONS:-300}
-PYTHON=$(bash scripts/setup.sh)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+source examples/common/steps.sh
 
-if [ -e "$OUT/losses.csv" ] || [ -e "$OUT/alibi" ]; then
-    echo "error: $OUT already holds a run; name another folder: bash examples/alibi/extrapolation.sh OUT_DIR" >&2
-    exit 2
-fi
-mkdir -p "$OUT"
-[ -e "$OUT/text.jsonl" ] || "$PYTHON" tools/collect_text.py --output "$OUT/text.jsonl" --max-bytes 8000000
-[ -e "$OUT/tokenizer.model" ] || "$PYTHON" tools/train_tokenizer.py --input "$OUT/text.jsonl" \
-    --model-prefix "$OUT/tokenizer" --vocab-size 2048 --input-bytes 2000000
-[ -e "$OUT/python_text_document.idx" ] || "$PYTHON" tools/preprocess_data.py --input "$OUT/text.jsonl" \
-    --output-prefix "$OUT/python" --append-eod --workers 2 \
-    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
+refuse_if_there "examples/alibi/extrapolation.sh OUT_DIR" losses.csv alibi
+collect_text 8000000
+train_tokenizer
+preprocess text python
 
 ARGS=(
     --num-layers 3 --hidden-size 128 --num-attention-heads 8
     --data-path "$OUT/python_text_document" --split 90,10,0
-    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
+    "${TOKENIZER_ARGS[@]}"
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --num-workers 0
 )
 run() { # POSITIONS SEQ_LENGTH [options]
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_llama.py "${ARGS[@]}" \
+    launch 2 pretrain_llama.py "${ARGS[@]}" \
         --position-embedding-type "$1" --seq-length "$2" --max-position-embeddings "$2" "${@:3}"
 }
 

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Train at 256 tokens, extend to 4,096 in two stages, by RoPE's base and by YaRN:  bash examples/extend/extend.sh [OUT_DIR]
+# Train at 256 tokens, and extend to 4,096 in two stages, by RoPE's base and by YaRN:
 #
-# Each stage takes four times the length, and a few dozen steps on long documents. Then tools/evaluate.py shows the loss by
-# position, before and after. A few minutes on 2 cores; with EXTRA=1 also what 4,096 tokens at once come to.
+#   bash examples/extend/extend.sh [OUT_DIR]
+#
+# Each stage makes the sequences four times as long and trains a few dozen steps on long documents. Then
+# tools/evaluate.py shows the loss by position, before and after. This takes a few minutes on 2 cores. EXTRA=1 also
+# extends to 4,096 tokens in one stage, for comparison.
 #
 # For a real checkpoint, keep the stages and change the sizes: docs/context-extension.md.
 set -euo pipefail
@@ -12,39 +15,29 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 OUT=${1:-out/extend}
 ITERATIONS=${ITERATIONS:-300}
 STAGE_ITERATIONS=${STAGE_ITERATIONS:-40}
-PYTHON=$(bash scripts/setup.sh)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+source examples/common/steps.sh
 SHORT=256 MIDDLE=1024 LONG=4096
-start=$SECONDS
-say() { printf '\n=== %s\n' "$*"; }
 
-if [ -e "$OUT/base" ]; then
-    echo "error: $OUT already holds a run; name another folder: bash examples/extend/extend.sh OUT_DIR" >&2
-    exit 2
-fi
-mkdir -p "$OUT"
+refuse_if_there "examples/extend/extend.sh OUT_DIR" base
 
 say "1/4 Text: the sources of Python's standard library; its long files are the data of the extension"
-[ -e "$OUT/text.jsonl" ] || "$PYTHON" tools/collect_text.py --output "$OUT/text.jsonl" --max-bytes 12000000
-[ -e "$OUT/long.jsonl" ] || "$PYTHON" examples/extend/long_texts.py "$OUT/text.jsonl" --at-least 24000 --output "$OUT/long.jsonl"
-[ -e "$OUT/tokenizer.model" ] || "$PYTHON" tools/train_tokenizer.py --input "$OUT/text.jsonl" \
-    --model-prefix "$OUT/tokenizer" --vocab-size 2048 --input-bytes 2000000
-TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model")
+collect_text 12000000
+[ -e "$OUT/long.jsonl" ] || "$PYTHON" examples/extend/long_texts.py "$OUT/text.jsonl" --at-least 24000 \
+    --output "$OUT/long.jsonl"
+train_tokenizer
 for name in text long; do
-    [ -e "$OUT/${name}_text_document.idx" ] || "$PYTHON" tools/preprocess_data.py --input "$OUT/$name.jsonl" \
-        --output-prefix "$OUT/$name" --append-eod --workers 2 "${TOKENIZER[@]}"
+    preprocess "$name" "$name"
 done
 
 MODEL=(
     --num-layers 3 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
 )
 train() { # PROCESSES SEQ_LENGTH [options]
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$1" pretrain_llama.py "${MODEL[@]}" \
-        "${TOKENIZER[@]}" --seq-length "$2" --max-position-embeddings "$2" --num-workers 0 --log-interval 20 \
+    launch "$1" pretrain_llama.py "${MODEL[@]}" \
+        "${TOKENIZER_ARGS[@]}" --seq-length "$2" --max-position-embeddings "$2" --num-workers 0 --log-interval 20 \
         --lr-decay-style cosine --adam-beta2 0.95 --weight-decay 0.1 --eval-iters 0 "${@:3}"
 }
-extend() { # FROM TO SEQ_LENGTH [options]: the same tokens a step as before, U x R as the length asks for
+extend() { # FROM TO SEQ_LENGTH [options]: each step has as many tokens as before
     train 2 "$3" --load "$OUT/$1" --finetune --save "$OUT/$2" --data-path "$OUT/long_text_document" --split 90,10,0 \
         --micro-batch-size 1 --global-batch-size "$((LONG / $3))" --train-iters "$STAGE_ITERATIONS" \
         --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 5 "${@:4}"
@@ -64,15 +57,15 @@ say "3/4 $SHORT to $MIDDLE to $LONG tokens, by YaRN"
 extend base yarn-middle "$MIDDLE" "${YARN[@]}" 4 --ulysses-parallel-size 2
 extend yarn-middle yarn "$LONG" "${YARN[@]}" 16 --ring-parallel-size 2
 if [ -n "${EXTRA:-}" ]; then
-    say "Besides: to $LONG tokens at once"
+    say "3/4 $SHORT to $LONG tokens in one stage"
     extend base rope-at-once "$LONG" --rotary-base "$BASE_16" --ring-parallel-size 2
 fi
 
 say "4/4 Loss by position, in documents that were held out"
 evaluate() { # FOLDER NAME [options]
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 tools/evaluate.py --load "$OUT/$1" \
+    launch 2 tools/evaluate.py --load "$OUT/$1" \
         --eval-tasks loss-by-position --eval-iters 16 --global-batch-size 1 --ring-parallel-size 2 \
-        --data-path "$OUT/long_text_document" --split 90,10,0 "${TOKENIZER[@]}" --num-workers 0 \
+        --data-path "$OUT/long_text_document" --split 90,10,0 "${TOKENIZER_ARGS[@]}" --num-workers 0 \
         --seq-length "$LONG" --eval-output "$OUT/$2" "${@:3}" >"$OUT/$2.log" 2>&1
     echo "$2: $(grep loss-by-position: "$OUT/$2.log")"
 }
@@ -80,7 +73,11 @@ mkdir -p "$OUT/evaluation"
 evaluate base evaluation/base
 evaluate rope evaluation/rope
 evaluate yarn evaluation/yarn
-CURVES=("trained at $SHORT=$OUT/evaluation/base" "RoPE base, two stages=$OUT/evaluation/rope" "YaRN, two stages=$OUT/evaluation/yarn")
+CURVES=(
+    "trained at $SHORT=$OUT/evaluation/base"
+    "RoPE base, two stages=$OUT/evaluation/rope"
+    "YaRN, two stages=$OUT/evaluation/yarn"
+)
 if [ -n "${EXTRA:-}" ]; then
     evaluate rope-at-once evaluation/rope-at-once
     CURVES+=("RoPE base, at once=$OUT/evaluation/rope-at-once")

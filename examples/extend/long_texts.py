@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Keep the long documents of a JSON-lines file: what a context is extended on.
+"""Keep the long documents of a JSON-lines file, as training data for extending the context.
 
     python examples/extend/long_texts.py out/extend/text.jsonl --at-least 24000 --output out/extend/long.jsonl
 
-Lengths are in characters. For more than a toy, keep the mixture of sources as it is and take the long ones of each (Fu
+Lengths are in characters. For a real model, keep the mixture of sources and take the long documents of each source (Fu
 et al. 2024, Data Engineering for Scaling Language Models to 128K Context).
 """
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Loss by position of several checkpoints in one picture, and as a table.
+"""Draw the loss by position of several checkpoints in one picture, and print it as a table.
 
     python examples/extend/picture.py "before=out/a" "after=out/b" --trained 512 --output out/extension.png
 

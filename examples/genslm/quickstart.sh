@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A genome, read in codons, on any machine with Python:  bash examples/genslm/quickstart.sh [FASTA [OUT_DIR]]
+# Train on a genome, read in codons, on any machine with Python:  bash examples/genslm/quickstart.sh [FASTA [OUT_DIR]]
 #
-# Without FASTA it takes the genome of phage lambda (48,502 bases) from Debian's package bowtie2-examples. Writes
-# Megatron's .bin/.idx, and trains a small GPT with learned positions on sequences of 2,048 codons over 4 processes as
-# Ulysses 2 x Ring 2. Closes with a table and a picture of the loss.
+# Without FASTA the script takes the genome of phage lambda (48,502 bases) from Debian's package bowtie2-examples. It
+# writes Megatron's .bin/.idx, and trains a small GPT with learned positions on sequences of 2,048 codons over 4
+# processes as Ulysses 2 x Ring 2. The last step prints a table and draws the loss.
 set -euo pipefail
 
 given=${1:+$(realpath "$1")}
@@ -12,27 +12,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 OUT=${2:-out/genslm}
 ITERATIONS=${ITERATIONS:-150}
 SEQ_LENGTH=${SEQ_LENGTH:-2048}
-PYTHON=$(bash scripts/setup.sh)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+source examples/common/steps.sh
 LAMBDA=/usr/share/doc/bowtie2/examples/reference/lambda_virus.fa.gz
-start=$SECONDS
-say() { printf '\n=== %s\n' "$*"; }
 
-if [ -e "$OUT/log.jsonl" ]; then
-    echo "error: $OUT already holds a run; name another folder: bash examples/genslm/quickstart.sh FASTA OUT_DIR" >&2
-    exit 2
-fi
-mkdir -p "$OUT"
+refuse_if_there "examples/genslm/quickstart.sh FASTA OUT_DIR" log.jsonl
 
-# The package's file where it is installed; else out of the package, which is fetched but not installed.
+# Prints the path of the genome. If the package is not installed, it is downloaded and unpacked, but not installed.
 find_lambda() {
     if [ -e "$LAMBDA" ]; then
         echo "$LAMBDA"
         return
     fi
     if [ ! -e "$OUT/package$LAMBDA" ]; then
-        (cd "$OUT" && apt-get download -q bowtie2-examples && dpkg -x bowtie2-examples_*.deb package) >&2 2>/dev/null || true
+        (cd "$OUT" && apt-get download -q bowtie2-examples &&
+            dpkg -x bowtie2-examples_*.deb package) >&2 2>/dev/null || true
     fi
     if [ ! -e "$OUT/package$LAMBDA" ]; then
         echo "error: no genome: apt-get download bowtie2-examples brought none; name a file of your own:" \
@@ -79,7 +72,7 @@ DATA_ARGS=(
 )
 
 say "3/3 Training on 4 processes, Ulysses 2 x Ring 2"
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py \
+launch 4 pretrain_gpt.py \
     "${MODEL_ARGS[@]}" "${GRID_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" \
     --log-interval 10 --log-jsonl "$OUT/log.jsonl"
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A model of Hugging Face's transformers trained over Ulysses x Ring in a loop of one's own, beside one process.
+"""Train a model of Hugging Face's transformers over Ulysses x Ring in your own loop, and compare with one process.
 
     torchrun --nproc-per-node 4 examples/huggingface/finetune.py
     torchrun --nproc-per-node 4 examples/huggingface/finetune.py --ulysses 1 --fpdt-chunk-size 128
     torchrun --nproc-per-node 4 examples/huggingface/finetune.py --model DIR --seq-length 65536 --alone 0
 
-Without --model, a tiny random Llama learns to repeat a text; packed documents, one longer than the other. The first
-process then trains the same model alone, by transformers' own means, and the losses are set side by side.
+Without --model, a tiny random Llama learns to repeat a text, on packed documents of different lengths. Then the first
+process trains the same model alone, with transformers only, and the script prints both losses.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ VOCABULARY = 256
 def main(argv: list[str] | None = None) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder with a checkpoint of transformers; default a tiny random Llama")
+    parser.add_argument("--model", help="a folder with a checkpoint of transformers; default: a tiny random Llama")
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ulysses", type=int, default=2 if world % 2 == 0 else 1, help="Ulysses degree; Ring the rest")
-    parser.add_argument("--fpdt-chunk-size", type=int, help="decoder layers in chunks of so many tokens")
+    parser.add_argument("--fpdt-chunk-size", type=int, help="run decoder layers in chunks of this many tokens")
     parser.add_argument("--alone", type=int, default=1, help="0: do not train on one process as well")
     options = parser.parse_args(argv)
 

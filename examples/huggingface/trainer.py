@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/huggingface/trainer.py --json out/four.json
     python examples/huggingface/trainer.py --json out/one.json
 
-Both give the same losses. On one process this is transformers alone, without a line of ours.
+Both commands give the same losses. On one process this is transformers alone, and no code of this project runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.context_parallel.huggingface import ContextParallelMixin, parallel
 
 
 class LongTrainer(ContextParallelMixin, Trainer):
-    """Trainer whose samples are cut over the ranks."""
+    """A Trainer that splits each sample over the ranks."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ulysses", type=int, default=2 if world % 2 == 0 else 1, help="Ulysses degree")
-    parser.add_argument("--ring", type=int, help="Ring degree; default: all other processes. What is left is data's")
+    parser.add_argument("--ring", type=int, help="Ring degree; default: all other processes. The rest is DP")
     parser.add_argument("--batch", type=int, default=4, help="samples of a step, over all processes")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples at once")
     parser.add_argument("--json", help="a file for the losses of the steps and of an evaluation after them")

@@ -6,7 +6,8 @@
 #   DATA_PATH=data/text_document TOKENIZER=path/to/Meta-Llama-3-70B sbatch examples/llama/pretrain_llama3_70b_slurm.sh
 #
 # Account, partition and container options come from your site. Without DATA_PATH it trains on random tokens. More nodes
-# become data parallelism. When the time is up the run saves, and the job queues itself again until TRAIN_ITERS are done.
+# become data parallelism. When its time is nearly up, the run saves a checkpoint and the job queues itself again, until
+# TRAIN_ITERS iterations are done.
 #SBATCH --job-name=llama3-70b
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
@@ -19,110 +20,44 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/../..}"
-if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
-export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270 # torchrun's own patience with a save is 30 seconds
-
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/llama3_70b}
-TENSORBOARD_DIR=${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}
-DATA_PATH=${DATA_PATH:-}
-TOKENIZER=${TOKENIZER:-}
+source examples/common/pretrain.sh
+source examples/common/slurm_job.sh
 
 TRAIN_ITERS=${TRAIN_ITERS:-10000}
-GPUS_PER_NODE=8
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=${MASTER_PORT:-6000}
-
 TP_SIZE=4
 ULYSSES_SIZE=2
 RING_SIZE=4
 PP_SIZE=4
 SEQ_LENGTH=131072
-MICRO_BATCH_SIZE=1
-GLOBAL_BATCH_SIZE=64
 
-DISTRIBUTED_ARGS=(
-    --nproc-per-node "$GPUS_PER_NODE"
-    --nnodes "$SLURM_NNODES"
-    --rdzv-id "$SLURM_JOB_ID"
-    --rdzv-backend c10d
-    --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
-)
-
-MODEL_ARGS=(
-    --model llama3-70b
-    --max-position-embeddings "$SEQ_LENGTH"
-)
+MODEL_ARGS=(--model llama3-70b --max-position-embeddings "$SEQ_LENGTH")
 
 PARALLEL_ARGS=(
-    --tensor-model-parallel-size "$TP_SIZE"
-    --sequence-parallel
+    --tensor-model-parallel-size "$TP_SIZE" --sequence-parallel
     --ulysses-parallel-size "$ULYSSES_SIZE"
-    --ring-parallel-size "$RING_SIZE"
-    --context-parallel-balance zigzag
+    --ring-parallel-size "$RING_SIZE" --context-parallel-balance zigzag
     --pipeline-model-parallel-size "$PP_SIZE"
-    --use-distributed-optimizer
-    --overlap-grad-reduce
-    --overlap-param-gather
+    "${ZERO_1_ARGS[@]}"
 )
 
 TRAINING_ARGS=(
-    --bf16
-    --micro-batch-size "$MICRO_BATCH_SIZE"
-    --global-batch-size "$GLOBAL_BATCH_SIZE"
-    --seq-length "$SEQ_LENGTH"
-    --train-iters "$TRAIN_ITERS"
-    --lr 1.5e-4
-    --min-lr 1.5e-5
-    --lr-decay-style cosine
-    --lr-warmup-iters 500
-    --weight-decay 0.1
-    --adam-beta1 0.9
-    --adam-beta2 0.95
-    --clip-grad 1.0
-    --recompute-granularity full
-    --recompute-method uniform
-    --recompute-num-layers 1
+    --bf16 --micro-batch-size 1 --global-batch-size 64 --seq-length "$SEQ_LENGTH" --train-iters "$TRAIN_ITERS"
+    --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 500
+    "${OPTIMIZER_ARGS[@]}" "${RECOMPUTE_ARGS[@]}"
 )
 
-if [ -n "$DATA_PATH" ]; then
-    DATA_ARGS=(
-        --data-path "$DATA_PATH"
-        --split 99,1,0
-        --tokenizer-type HuggingFaceTokenizer
-        --tokenizer-model "$TOKENIZER"
-        --num-workers 2
-    )
+if [ -n "${DATA_PATH:-}" ]; then
+    DATA_ARGS=(--data-path "$DATA_PATH" --split 99,1,0 "${HUGGING_FACE_TOKENIZER[@]}" --num-workers 2)
 else
     DATA_ARGS=(--mock-data)
 fi
 
 LOGGING_ARGS=(
-    --log-interval 1
-    --log-throughput
-    --tensorboard-dir "$TENSORBOARD_DIR"
-    --log-jsonl "$CHECKPOINT_PATH/log.jsonl"
-    --save "$CHECKPOINT_PATH"
-    --load "$CHECKPOINT_PATH"
-    --save-interval 200
-    --eval-interval 500
-    --eval-iters 4
+    "${PROGRESS_ARGS[@]}" --tensorboard-dir "${TENSORBOARD_DIR:-$CHECKPOINT_PATH/tensorboard}"
+    "${CHECKPOINT_ARGS[@]}" --save-interval 200 --eval-interval 500 --eval-iters 4
     --distributed-timeout-minutes 30
 )
 
-mkdir -p "$CHECKPOINT_PATH"
-CODE=0
-srun --kill-on-bad-exit=1 torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
-    "${MODEL_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    "${LOGGING_ARGS[@]}" \
-    "$@" || CODE=$? # torchrun fails when it is told to stop, though all is saved
-
-# Stopped by Slurm's warning, not by scancel, and not done yet: go on later.
-DONE=$(cat "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
-if [ "$DONE" -lt "$TRAIN_ITERS" ] && [ $((${SLURM_JOB_END_TIME:-0} - $(date +%s))) -lt 360 ]; then
-    exec scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$CODE"
+srun_and_requeue torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
+    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

@@ -1,69 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A tiny Llama on a laptop without a GPU: 4 processes as Ulysses 2 x Ring 2, random tokens, 10 steps. To see the whole
-# program run; flags at the end win:  bash examples/llama/pretrain_tiny_cpu.sh --train-iters 50
+# A tiny Llama on a laptop without a GPU: 4 processes as Ulysses 2 x Ring 2, random tokens, 10 steps. It shows the whole
+# program at work. Flags at the end override the script's:  bash examples/llama/pretrain_tiny_cpu.sh --train-iters 50
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ -d .venv ]; then PATH="$PWD/.venv/bin:$PATH"; fi
-export OMP_NUM_THREADS=1
-
 ULYSSES_SIZE=2
 RING_SIZE=2
 SEQ_LENGTH=1024
+source examples/common/tiny_cpu.sh
 
-DISTRIBUTED_ARGS=(
-    --standalone
-    --nproc-per-node $((ULYSSES_SIZE * RING_SIZE))
-)
-
-MODEL_ARGS=(
-    --num-layers 2
-    --hidden-size 128
-    --ffn-hidden-size 384
-    --num-attention-heads 4
-    --group-query-attention
-    --num-query-groups 2
-    --max-position-embeddings "$SEQ_LENGTH"
-    --position-embedding-type rope
-    --normalization RMSNorm
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-    --attention-dropout 0.0
-    --hidden-dropout 0.0
-)
-
-PARALLEL_ARGS=(
-    --ulysses-parallel-size "$ULYSSES_SIZE"
-    --ring-parallel-size "$RING_SIZE"
-)
-
+PARALLEL_ARGS=(--ulysses-parallel-size "$ULYSSES_SIZE" --ring-parallel-size "$RING_SIZE")
 TRAINING_ARGS=(
-    --device cpu
-    --micro-batch-size 1
-    --global-batch-size 2
-    --seq-length "$SEQ_LENGTH"
-    --train-iters 10
-    --lr 1e-3
-    --lr-decay-style cosine
+    --device cpu --micro-batch-size 1 --global-batch-size 2 --seq-length "$SEQ_LENGTH" --train-iters 10
+    "${LEARNING_RATE_ARGS[@]}"
 )
 
-DATA_ARGS=(
-    --mock-data
-    --tokenizer-type NullTokenizer
-    --vocab-size 1023
-    --num-workers 0
-)
-
-LOGGING_ARGS=(
-    --log-interval 1
-    --eval-iters 0
-)
-
-torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_llama.py \
-    "${MODEL_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    "${LOGGING_ARGS[@]}" \
-    "$@"
+exec torchrun --standalone --nproc-per-node $((ULYSSES_SIZE * RING_SIZE)) pretrain_llama.py \
+    "${LLAMA_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

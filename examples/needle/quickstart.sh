@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # A small model learns to find needles in 16,384 tokens: bash examples/needle/quickstart.sh [OUT_DIR]
 #
-# Data, training at 256 tokens and at 2,048 on 2 processes, then at 16,384 on 4 (Ulysses 2 x Ring 2), and the needle's heat
-# map before the longer ones and after. README.md beside this file says what was measured.
+# The script makes data and trains at 256 tokens and at 2,048 on 2 processes, then at 16,384 on 4 (Ulysses 2 x Ring 2).
+# It draws the needle's heat map after the first training and after the last. README.md in this folder says what was
+# measured.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -12,22 +13,14 @@ LONG=${LONG:-16384}
 SHORT_ITERATIONS=${SHORT_ITERATIONS:-1400}
 MIDDLE_ITERATIONS=${MIDDLE_ITERATIONS:-200}
 LONG_ITERATIONS=${LONG_ITERATIONS:-40}
-PYTHON=$(bash scripts/setup.sh)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+source examples/common/steps.sh
 
-if [ -e "$OUT/short" ]; then
-    echo "error: $OUT already holds a run; name another folder: bash examples/needle/quickstart.sh OUT_DIR" >&2
-    exit 2
-fi
+refuse_if_there "examples/needle/quickstart.sh OUT_DIR" short
 WORDS=(--tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 1)
-MODEL=( # half of each head without positions, so that a name is found at any distance
+MODEL=( # half of each head has no positions, so that the model finds a name at any distance
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 32 --ffn-hidden-size 128
     --rotary-percent 0.5 --init-method-std 0.06 --max-position-embeddings "$LONG"
 )
-launch() { # PROCESSES PROGRAM ...
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$@"
-}
 train() { # NAME PROCESSES LENGTH BATCH ITERATIONS DOCUMENTS NEEDLES QUESTIONS LEARNING_RATE [flags]
     "$PYTHON" tools/make_needles.py --output-prefix "$OUT/$1" --length "$3" --documents "$6" --needles "$7" \
         --questions "$8" --tokenizer-type NullTokenizer --vocab-size 255
@@ -44,7 +37,7 @@ evaluate() { # NAME
 
 train short 2 256 32 "$SHORT_ITERATIONS" 8000 6 0.6 4e-3 --micro-batch-size 16
 evaluate short
-# Each question once from here on: asked again, its answer would be found close by.
+# From here on, each question is asked once: if it came again, the model could copy the answer that stands close by.
 train middle 2 2048 8 "$MIDDLE_ITERATIONS" $((8 * MIDDLE_ITERATIONS + 1)) 64 0 2e-3 --micro-batch-size 4 \
     --load "$OUT/short" --finetune
 train long 4 "$LONG" 2 "$LONG_ITERATIONS" $((2 * LONG_ITERATIONS + 1)) 400 0 1e-3 --micro-batch-size 1 \

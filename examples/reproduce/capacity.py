@@ -35,14 +35,14 @@ def longest_multiple(fits: Fits, step: int) -> int:
 def within_a_doubling(rows: Sequence[Row]) -> tuple[int, int]:
     """(rows where ours is half to twice the published length, rows with a published length).
 
-    A row that was tested no further agrees where ours is as long or longer.
+    A row that was tested no further agrees if ours is as long or longer.
     """
     compared = [row for row in rows if row.unit == "tokens" and row.published is not None]
     return sum(_agrees(row) for row in compared), len(compared)
 
 
 def equal(rows: Sequence[Row]) -> int:
-    """Rows where ours is the published length itself; those that were tested no further cannot tell."""
+    """Rows where ours is the published length itself; rows that were tested no further do not count."""
     compared = [row for row in rows if row.unit == "tokens" and row.published is not None]
     return sum(row.doublings == 0 and not row.note.startswith(AT_LEAST) for row in compared)
 
@@ -53,7 +53,7 @@ def _agrees(row: Row) -> bool:
     return row.doublings >= 0 if row.note.startswith(AT_LEAST) else abs(row.doublings) <= 1
 
 
-def tell(rows: Sequence[Row]) -> None:
+def print_agreement(rows: Sequence[Row]) -> None:
     """Print how many rows agree, and how many of them to the token."""
     within, compared = within_a_doubling(rows)
     print(f"within one doubling: {within} of {compared} rows ({100 * within / compared:.0f} %); equal: {equal(rows)}")

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Loss curves that should coincide: how far they are apart, as a table, a CSV and a picture.
+"""How far loss curves that should coincide are apart: a table, a CSV and a picture.
 
     python examples/reproduce/convergence.py OUT_DIR NAME TITLE BASELINE RUN...
 
-reads ``OUT_DIR/RUN.jsonl`` (``--log-jsonl`` of a training run) of each, and sets every run against the baseline.
+The command reads ``OUT_DIR/RUN.jsonl`` (``--log-jsonl`` of a training run) of each run, and compares it with the
+baseline.
 """
 
 from __future__ import annotations

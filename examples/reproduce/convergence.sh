@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# For the loss curves of the papers: sourced from the repository's root by figure_6.sh, figure_8.sh and figure_14.sh,
-# which set OUT (where to write). Brings data, a tokenizer, and `train`. ITERATIONS (100): steps of each run.
+# What the loss curves of the papers share. figure_6.sh, figure_8.sh and figure_14.sh set OUT, where to write, and
+# source this file from the root of the repository. It makes data and a tokenizer, and defines `train`. ITERATIONS (100)
+# is the number of steps of each run.
 ITERATIONS=${ITERATIONS:-100}
 DATA=${DATA:-out/reproduce/data} # shared by all curves
 PYTHON=$(bash scripts/setup.sh)
@@ -17,7 +18,7 @@ mkdir -p "$OUT" "$DATA"
     --output-prefix "$DATA/python" --append-eod --workers 2 \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$DATA/tokenizer.model"
 
-# train NAME ENTRY FLAGS: one run of 4 processes, its losses in OUT/NAME.jsonl. Every curve has the same seed and data.
+# train NAME ENTRY FLAGS: one run of 4 processes; its losses are OUT/NAME.jsonl. All runs have the same seed and data.
 train() {
     local name=$1 entry=$2
     shift 2

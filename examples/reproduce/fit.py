@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the few constants of a paper's cluster to its tables, and say how well they predict a table left out.
+"""Fit the few constants of a paper's cluster to its tables, and print how well they predict a table left out.
 
     python examples/reproduce/fit.py [CLUSTER ...] [--write]
 
@@ -20,11 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.reproduce.fpdt import training as fpdt  # noqa: E402
-from examples.reproduce.genslm import training as genslm  # noqa: E402
+from examples.reproduce.genslm import tables as genslm  # noqa: E402
 from examples.reproduce.report import Row  # noqa: E402
 from examples.reproduce.simulate import CLUSTERS, Simulated, cluster  # noqa: E402
-from examples.reproduce.ulysses import training as ulysses  # noqa: E402
-from examples.reproduce.usp import attention, training  # noqa: E402
+from examples.reproduce.ulysses import tables as ulysses  # noqa: E402
+from examples.reproduce.usp import tables as usp  # noqa: E402
 from megatron.simulator.machines.machine import Machine  # noqa: E402
 from megatron.simulator.machines.machine_file import load  # noqa: E402
 
@@ -57,7 +57,7 @@ def simulated(rows: Callable[..., list[Row]], **given: Any) -> Table:
 FITS = {
     "usp-a800": Fit(
         ("gemm", "attention", "link", "all_to_all", "network", "interleaved", "overlap"),
-        {f"table {table}": simulated(training.training_rows, tables=(table,)) for table in (5, 6, 7)},
+        {f"table {table}": simulated(usp.training_rows, tables=(table,)) for table in (5, 6, 7)},
         {"interleaved": 1.0, "gemm": 1.0},  # the shipped A800's are from table 6 and from published runs
         by_hand=(
             "gradients travel alone",
@@ -69,12 +69,12 @@ FITS = {
     ),
     "usp-a100": Fit(
         ("attention", "all_to_all", "p2p", "overlap"),
-        {"table 4": partial(attention.attention_rows, table="8xA100_nvlink")},
+        {"table 4": partial(usp.attention_rows, table="8xA100_nvlink")},
         by_hand=("8 key/value heads", "128K read as 256K"),
     ),
     "usp-l20": Fit(
         ("attention", "all_to_all", "p2p", "network", "network_all_to_all", "overlap"),
-        {"table 3": partial(attention.attention_rows, table="8xL20_pcie")},
+        {"table 3": partial(usp.attention_rows, table="8xL20_pcie")},
         {"all_to_all": 0.1, "p2p": 0.5, "network": 0.35, "network_all_to_all": 0.06, "overlap": 0.7},
         {"attention": 1.15},
         ("GPUs below a CPU", "link below it", "link between the CPUs", "8 key/value heads"),
@@ -152,7 +152,7 @@ def distinct(name: str) -> int:
     keys = set()
     for row in rows:
         label = dict(row.label)
-        if label.get("ulysses") == 8 and label.get("ring") in attention.RINGS:
+        if label.get("ulysses") == 8 and label.get("ring") in usp.RINGS:
             label.pop("ring")
         keys.add(tuple(label.items()))
     return len(keys)

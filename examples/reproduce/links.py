@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""all_reduce by size on 8 to 64 GPUs, by our model beside published outputs of nccl-tests.
+"""all_reduce by size on 8 to 64 GPUs, by our model and in published outputs of nccl-tests.
 
     python examples/reproduce/links.py [OUT_DIR]
 
-Prints the errors, writes OUT_DIR/links.png (default out/reproduce/links). Nothing is fitted to them but the two
-shares of NVLS (megatron/simulator/machines/nccl_model.py).
+Prints the errors, writes OUT_DIR/links.png (default out/reproduce/links). Only the two
+shares of NVLS (megatron/simulator/machines/nccl_model.py) are fitted to them.
 """
 
 from __future__ import annotations

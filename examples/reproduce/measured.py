@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock of ``--measure``: a row's training run, for real, on the GPUs of this machine.
+"""The clock of ``--measure``: it runs the training of a row on the GPUs of this machine.
 
-Each row starts the training program anew, for a few steps on made-up tokens, with the flags that the planner would
-print for its strategy. What is not causal in a paper runs with ``--attention-mask full``.
+Each row starts the training program for a few steps on random tokens, with the flags that the planner would print for
+its strategy. A row whose attention is not causal in its paper runs with ``--attention-mask full``.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ def reason(code: int, output: str) -> str:
         return "OOM"
     if "SIGKILL" in output:
         return "killed, as where host memory ends"
-    told = re.search(r"^error(?: on rank \d+)?: (.*)$", output, re.MULTILINE)
-    if told:
-        return told[1]
+    message = re.search(r"^error(?: on rank \d+)?: (.*)$", output, re.MULTILINE)
+    if message:
+        return message[1]
     raised = re.findall(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b: .*)$", output, re.MULTILINE)
     return raised[0] if raised else f"failed with code {code}"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).parent / "published" / "records.json"
-AFTER_FREEZE = FILE.parent / "after_freeze.json"  # runs that came later: after_freeze.py
+AFTER_FREEZE = FILE.parent / "after_freeze.json"  # runs that came later: record_checks.py
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Record:
             layer), or the share of the layers.
         kernel: of attention: ``flash1``, ``flash`` (FlashAttention-2), ``flash_attn`` (3 on Hopper), ``cudnn``.
         runs: ``eager``, ``compiled`` (torch.compile) or ``fused`` (Transformer Engine's and apex' kernels).
-        overlap: TP's transfers travel beside its products, and messages of a pipeline with virtual stages beside work.
+        overlap: TP's transfers overlap its products, and messages of a pipeline with virtual stages overlap its work.
         balance: how a ring splits the sequence.
         offload: layer inputs wait in host memory.
         gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
@@ -39,8 +39,8 @@ class Record:
         optimizer: ``gpu``; ``cpu``: in host memory, at its speed; ``deepspeed``: DeepSpeed's in host memory.
         network: bytes a second and GPU between nodes, where it is not the machine's; likewise node, its GPUs, and
             link, bytes a second and GPU within it.
-        unpriced: why the source itself says, or its figures, that no model of the run as told can be right; such runs
-            are shown, and counted apart.
+        unpriced: why, by the source's words or figures, no model of the run as described can be right; such runs are
+            shown, and counted separately.
         value, unit: the figure: tokens/s/GPU, s/step, causal or full-mask TFLOPS/GPU.
     """
 
@@ -110,7 +110,7 @@ def records() -> list[Record]:
 
 
 def left_out() -> list[tuple[str, Record | None]]:
-    """What is not among the records and why, and the run where enough is told to simulate it."""
+    """What is not among the records and why, and the run if enough is known to simulate it."""
     found = published_file()["left_out"]
     return [(f"{one['what']}: {one['why']}", Record(**one["run"]) if "run" in one else None) for one in found]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of published numbers beside ours: bars for tables, lines over a length for figures."""
+"""Pictures of published numbers and ours: bars for tables, lines over a length for figures."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def draw_rows(
     for row in rows:
         groups.setdefault(row.label.get(panel) if panel else row.unit, []).append(row)
     labels = {column for row in rows for column in row.label} - {over, panel}
-    # What is the same in all of a panel tells no series from another.
-    told = {column for column in labels
+    # A label that is the same in a whole panel does not distinguish its series.
+    varying = {column for column in labels
             if any(len({row.label.get(column) for row in found}) > 1 for found in groups.values())}  # fmt: skip
-    names = list(dict.fromkeys(_series(row, told) for row in rows))
+    names = list(dict.fromkeys(_series(row, varying) for row in rows))
     across = len(groups) if not over else 2 if len(groups) in (2, 4) else min(len(groups), 3)
     down = math.ceil(len(groups) / across)
     tallest = max(map(len, groups.values()))
@@ -68,7 +68,7 @@ def draw_rows(
     else:
         panels = figure.subplots(down, across, squeeze=False).flat
         for axes, (name, found) in zip(panels, groups.items()):
-            _lines(axes, found, over, told, names) if over else _bars(axes, found, panel)
+            _lines(axes, found, over, varying, names) if over else _bars(axes, found, panel)
             title = f"{panel.replace('_', ' ')} {text(name)}" if panel and is_number(name) else name
             axes.set_title(title if panel else "", fontsize=11, color=INK)
             logarithmic = log is True or log == found[0].unit
@@ -90,7 +90,7 @@ def draw_rows(
 
 
 def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
-    """Two bars a row, top down; words stand where their bar would begin."""
+    """Two bars for each row, from the top; a word is written where its bar would begin."""
     for place, row in enumerate(rows):
         for shift, name, value in ((-0.2, "published", row.published), (0.2, row.marked, row.ours)):
             if is_number(value):
@@ -107,10 +107,10 @@ def _bars(axes: Any, rows: list[Row], panel: str | None) -> None:
     axes.margins(x=0.12)
 
 
-def _lines(axes: Any, rows: list[Row], over: str, told: set[str], names: list[str]) -> None:
+def _lines(axes: Any, rows: list[Row], over: str, varying: set[str], names: list[str]) -> None:
     """A colour for each series; published dashed and hollow, ours solid. Words, such as OOM, end a line."""
     for number, name in enumerate(names):
-        found = [row for row in rows if _series(row, told) == name]
+        found = [row for row in rows if _series(row, varying) == name]
         if not found:
             continue
         for mark, style in STYLES.items():
@@ -130,9 +130,9 @@ def _lines(axes: Any, rows: list[Row], over: str, told: set[str], names: list[st
     _legend(axes, rows)
 
 
-def _series(row: Row, told: set[str]) -> str:
-    """Which line a row belongs to: its labels ``told``."""
-    rest = {column: value for column, value in row.label.items() if column in told}
+def _series(row: Row, varying: set[str]) -> str:
+    """Which line a row belongs to: the values of its labels that are in ``varying``."""
+    rest = {column: value for column, value in row.label.items() if column in varying}
     return ", ".join(f"{column.replace('_', ' ')} {text(v)}" if is_number(v) else str(v) for column, v in rest.items())
 
 
@@ -148,5 +148,5 @@ def _legend(axes: Any, rows: list[Row]) -> None:
 
     marks = [Line2D([], [], color=GREY, label=name, **STYLES[name]) for name in _there(rows)]
     marks = axes.get_legend_handles_labels()[0] + marks
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(handles=marks, frameon=False, fontsize=8, **({"loc": "best"} if len(marks) < 8 else beside))
+    outside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=marks, frameon=False, fontsize=8, **({"loc": "best"} if len(marks) < 8 else outside))

@@ -2,7 +2,8 @@
 """Four constants for every published run: fitted to one half of the sources, for the other half to test.
 
 Each is a share of what single kernels were measured to do: of matrix products (``gemm``), of what FP8 promises over
-them (``fp8``), of attention. Machines of one architecture have them in common; Blackwell takes Hopper's products.
+them (``fp8``), of attention. All machines of one architecture share them; Blackwell takes Hopper's for
+matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MACHINES = {"Hopper": "H100-80G", "Blackwell": "B200-192G", "Ampere": "A100-80G"
 STEPS = (1.15, 1.06, 1.02, 1.01)
 Constants = dict[str, dict[str, float]]
 
-# What our model needs and nobody fitted: set by hand, from physics, from other people's measurements, or assumed.
+# What our model needs and what is not fitted: it is set by hand, from physics, from published measurements, or assumed.
 BY_HAND = (
     "record_price.py: seconds a parameter of DeepSpeed's optimizer in host memory (1)",
     "cost/layer_program.py: bytes of PyTorch's operations for RMSNorm, SwiGLU, cross-entropy and casts, counted (9)",
@@ -39,7 +40,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def priced(rows: Sequence[Record]) -> list[Record]:
-    """Those that can be predicted from what their source tells (:attr:`Record.unpriced`)."""
+    """Those that can be predicted from what their source says (:attr:`Record.unpriced`)."""
     return [record for record in rows if not record.unpriced]
 
 
@@ -109,8 +110,8 @@ def _search(shares: dict[str, float], free: Sequence[str], error: Callable[[dict
             for name in free:
                 for factor in (step, 1 / step):
                     moved = shares | {name: round(shares[name] * factor, 4)}
-                    if moved[name] <= 1 and (told := error(moved)) < best - 1e-3:
-                        shares, best, better = moved, told, True
+                    if moved[name] <= 1 and (found := error(moved)) < best - 1e-3:
+                        shares, best, better = moved, found, True
     return shares
 
 
@@ -140,18 +141,19 @@ def summary(constants: Constants) -> list[str]:
         machines = ", ".join(dict.fromkeys(one.record.machine for one in rows))
         counts = f"{len(rows)}, {distinct([one.record for one in rows])}"
         unpriced = sum(bool(one.record.unpriced) for one in rows)
-        told, untold = (of_priced(found[source]) for found in (after, before))
-        worst = max((one.error for one in told), key=abs)
+        with_constants, without = (of_priced(found[source]) for found in (after, before))
+        worst = max((one.error for one in with_constants), key=abs)
         half = "fitted" if rows[0].record.fitted else "test"
         lines.append(
             f"| {source} | {half} | {machines} | {counts} | {unpriced or ''} | "
-            f"{mean_of_records(untold):.1f} % | {mean_of_records(told):.1f} % | {worst:+.0f} % |"
+            f"{mean_of_records(without):.1f} % | {mean_of_records(with_constants):.1f} % | {worst:+.0f} % |"
         )
     return lines
 
 
 def totals(constants: Constants) -> list[str]:
-    """Markdown: the same by half and machine, what is not priced apart, and the test half counted in other ways."""
+    """Markdown: the same by half and machine. Unpriced runs have a line of their own, and further lines count the test
+    half in other ways."""
     lines = ["| half, machine | records | distinct | not fitted | with the constants |", "|---" * 5 + "|"]
     pairs = list(zip(predictions(unfitted()), predictions(constants)))
     every = [pair for pair in pairs if not pair[1].record.unpriced]
@@ -171,18 +173,18 @@ def other_counts(test: Sequence[Predicted], name: str) -> list[str]:
     largest = max(groups.values(), key=len)[0].record.source
     worst = max(groups, key=lambda source: mean_of_records(groups[source]))
     rates = mean([abs(one.rate_error) for one in test])
-    told = [
+    lines = [
         f"{name}: {len(test)} records of {len(groups)} sources; seconds {mean_of_records(test):.1f} %, "
         f"tokens a second {rates:.1f} %; each source once: seconds {mean_of_sources(test):.1f} %, "
         f"tokens a second {mean_of_rates(test):.1f} %; median {median(abs(one.error) for one in test):.1f} %"
     ]
     for source in dict.fromkeys((largest, worst)):
         rest = [one for one in test if one.record.source != source]
-        told.append(
+        lines.append(
             f"  without {source}: seconds {mean_of_records(rest):.1f} %; each source once {mean_of_sources(rest):.1f} "
             f"%, tokens a second {mean_of_rates(rest):.1f} %"
         )
-    return told
+    return lines
 
 
 def _line(name: str, pairs: Sequence[tuple[Predicted, Predicted]]) -> str:

@@ -138,8 +138,8 @@ def _parts(record: Record, machine: Machine) -> dict[str, float]:
     parts: dict[str, float] = {}
     for recompute, weight in (("none", 1 - share), ("full", share)):
         if weight:
-            told = estimate(workload, strategy_of(record, recompute), machine, program).parts
-            for name, seconds in told.items():
+            estimated = estimate(workload, strategy_of(record, recompute), machine, program).parts
+            for name, seconds in estimated.items():
                 parts[name] = parts.get(name, 0.0) + weight * seconds
     if record.shard:
         parts["dp"] += _across_nodes(record, machine, sum(parts.values()))

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published training runs beside what our cost model says of them, on every machine that has a file.
+"""Published training runs compared with our cost model, on every machine that has a file.
 
     python examples/reproduce/records.py [OUT_DIR]
-    python examples/reproduce/records.py --fit        # again; the halves the other way round; each source left out
+    python examples/reproduce/records.py --fit        # fit again; swap the halves; leave each source out in turn
     python examples/reproduce/records.py --page       # writes the tables of docs/records.md
     python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
 Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
 half of the sources, the other half as the test. The constants are those of the shipped machines, which tools/plan.py
-uses. Runs that their sources do not tell enough of are marked, and counted apart. Writes the rows as CSV and a picture.
+uses. Runs whose sources do not say enough are marked, and counted separately. The command writes the rows as CSV and a
+picture.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.reproduce import after_freeze, record_edits, record_page  # noqa: E402
+from examples.reproduce import record_checks  # noqa: E402
 from examples.reproduce.open_records import Record, left_out, records  # noqa: E402
 from examples.reproduce.picture import COLOURS, GREY, INK  # noqa: E402
 from examples.reproduce.record_fit import (  # noqa: E402
@@ -35,10 +38,15 @@ from examples.reproduce.record_fit import (  # noqa: E402
     priced,
     summary,
     totals,
+    uncertain,
+    unfitted,
 )
 from examples.reproduce.record_price import Predicted, family  # noqa: E402
 from examples.reproduce.report import Row, command, write  # noqa: E402
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "records.md"
+AGREED = 0.05  # halves whose constants differ by no more of the smaller one
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MOST = 1.6  # times the published speed that the picture has room for
 
 
@@ -65,17 +73,17 @@ def grid(r: Record) -> str:
 
 
 def draw(figure: Any, found: list[Predicted]) -> None:
-    """Simulated over published speed, a panel an architecture; what is beyond the panel is a triangle at its edge."""
+    """Simulated over published speed, a panel for each architecture. Points outside become triangles at its edge."""
     figure.set_size_inches(13, 6.2)
     for place, name in enumerate(FREE, 1):
         axes = figure.add_subplot(1, len(FREE), place)
         mine = [one for one in found if family(one.record.machine) == name]
         axes.axhspan(1 / 1.12, 1.12, color=GREY, alpha=0.2, linewidth=0, label="within 12 %")
         axes.axhline(1, color=INK, linewidth=0.8)
-        told = [one for one in mine if not one.record.unpriced]
+        priced_runs = [one for one in mine if not one.record.unpriced]
         groups = (
-            ("fitted to", [one for one in told if one.record.fitted], COLOURS["published"], "o"),
-            ("test", [one for one in told if not one.record.fitted], COLOURS["simulated"], "s"),
+            ("fitted to", [one for one in priced_runs if one.record.fitted], COLOURS["published"], "o"),
+            ("test", [one for one in priced_runs if not one.record.fitted], COLOURS["simulated"], "s"),
             ("not priced", [one for one in mine if one.record.unpriced], "none", "D"),
         )
         for what, these, colour, marker in groups:
@@ -103,7 +111,7 @@ def show(title: str, constants: Constants) -> None:
 
 
 def fit_again() -> None:
-    """Both ways round, and each source by all others."""
+    """Fit to each half, and predict each source with constants fitted to all others."""
     runs = priced(records())
     for title, half in (("fitted to the even half", True), ("the other way round, fitted to the odd half", False)):
         mine = [record for record in runs if record.fitted == half]
@@ -123,6 +131,83 @@ def fit_again() -> None:
           f"sources' rates {mean_of_rates(found):.1f} %")  # fmt: skip
 
 
+# The tables of docs/records.md, which --page writes between their marks.
+
+
+def page_totals() -> list[str]:
+    """Both halves, and the test half counted in other ways."""
+    lines = [
+        "| | runs | nothing fitted | with the constants | each source once | its tokens a second |",
+        "|---" * 6 + "|",
+    ]
+    found = predictions(fitted())
+    priced_runs = [one for one in found if not one.record.unpriced]
+    test = [one for one in found if not one.record.fitted]
+    rest = [one for one in test if not one.record.unpriced]
+    for name, rows in (
+        ("half that they were fitted to", [one for one in priced_runs if one.record.fitted]),
+        ("the other half, without its unpriced runs", rest),
+        ("the other half, unpriced runs counted", test),
+        ("the same, all changes undone", predictions(fitted(), [record_checks.undone(one.record) for one in test])),
+    ):
+        lines.append(_page_line(name, rows))
+    return lines
+
+
+def page_machines() -> list[str]:
+    """What planner and dry run have for each machine: both halves together, and apart."""
+    lines = ["| machine | runs | error | mean with signs | fitted half | other half |", "|---" * 6 + "|"]
+    found = [one for one in predictions({}) if not one.record.unpriced]
+    for machine in sorted({one.record.machine for one in found}):
+        mine = [one for one in found if one.record.machine == machine]
+        halves = [[one for one in mine if one.record.fitted == half] for half in (True, False)]
+        each = " | ".join(f"{mean_of_records(rows):.1f} % of {len(rows)}" if rows else "none" for rows in halves)
+        sign = sum(one.error for one in mine) / len(mine)
+        lines.append(f"| {machine} | {len(mine)} | {mean_of_records(mine):.1f} % | {sign:+.1f} % | {each} |")
+    return lines
+
+
+def page_constants() -> list[str]:
+    """Each with what the other half makes of it."""
+    lines = ["| architecture | constant | shipped | by the other half | |", "|---" * 5 + "|"]
+    shares, ends = fitted(), uncertain()
+    for name, free in FREE.items():
+        for key in free:
+            low, high = ends[name][key]
+            own = shares[name][key]
+            other = high if abs(own - low) < abs(own - high) else low
+            doubt = f"**uncertain**: {100 * (high / low - 1):.0f} % apart" if high / low - 1 > AGREED else "they agree"
+            lines.append(f"| {name} | `{key}` | {own:.3f} | {other:.3f} | {doubt} |")
+    return lines
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "totals": page_totals,
+    "machines": page_machines,
+    "constants": page_constants,
+    "sources": lambda: summary(fitted()),
+    "edits": lambda: record_checks.edits_table(fitted()),
+    "frozen": record_checks.after_freeze_table,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables as they are today.
+
+    Raises:
+        KeyError: a mark names no table.
+    """
+    return MARKED.sub(lambda mark: "\n".join([mark[1].rstrip(), "", *TABLES[mark[2]](), "", mark[3]]), text)
+
+
+def _page_line(name: str, rows: list[Predicted]) -> str:
+    before = mean_of_records(predictions(unfitted(), [one.record for one in rows]))
+    return (
+        f"| {name} | {len(rows)} | {before:.1f} % | {mean_of_records(rows):.1f} % | {mean_of_sources(rows):.1f} % | "
+        f"{mean_of_rates(rows):.1f} % |"
+    )
+
+
 def main() -> None:
     parser = command(__file__, __doc__)
     parser.set_defaults(out_dir=Path("out/reproduce/records"))
@@ -131,12 +216,12 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="predict the runs that came after the freeze, once")
     args = parser.parse_args()
     if args.predict:
-        print(f"{after_freeze.predict_new()} predicted")
+        print(f"{record_checks.predict_new()} predicted")
     if args.fit:
         fit_again()
     if args.page:
-        text = record_page.PAGE.read_text(encoding="utf-8")
-        record_page.PAGE.write_text(record_page.filled(text), encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(filled(text), encoding="utf-8")
     if args.fit or args.page or args.predict:
         return
     found = predictions(fitted())
@@ -146,8 +231,8 @@ def main() -> None:
     print()
     show("constants", fitted())
     print(*summary(fitted()), "", *totals(fitted()), "", "Set by hand:", *(f"- {line}" for line in BY_HAND), sep="\n")
-    print("", "Changes to runs of the test half:", *record_edits.told(fitted()), sep="\n")
-    print("", "After the freeze:", *after_freeze.told(), sep="\n")
+    print("", "Changes to runs of the test half:", *record_checks.edits_table(fitted()), sep="\n")
+    print("", "After the freeze:", *record_checks.after_freeze_table(), sep="\n")
     print("", "Left out:", sep="\n")
     for why, run in left_out():
         ours = f"; simulated {row(predictions(fitted(), [run])[0]).ours:,.0f} s a step" if run else ""

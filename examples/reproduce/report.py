@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published numbers beside ours: a table in the terminal, a CSV, and a picture.
+"""Published numbers and ours: a table in the terminal, a CSV, and a picture.
 
 Every command of this folder makes rows and hands them to :func:`write`. The papers' numbers are in ``published/``, as
 CSV; :func:`published` reads them.
@@ -22,6 +22,7 @@ from examples.reproduce.picture import draw_rows, is_number, text  # noqa: E402
 
 PUBLISHED = Path(__file__).parent / "published"
 MARKS = ("measured", "simulated")
+OUT = "where the table and the picture go (default: "
 
 Value = float | int | str | None
 
@@ -87,24 +88,72 @@ def published(name: str) -> list[dict[str, Value]]:
         return [{column: _read(text) for column, text in row.items()} for row in csv.DictReader(lines)]
 
 
-def command(file: str, about: str, *, measure: bool = False) -> argparse.ArgumentParser:
-    """The parser of a command, ``FILE [OUT_DIR]``; OUT_DIR is ``out/reproduce/PAPER/NAME`` by the file's own place.
-
-    ``measure``: the command has ``--measure`` too.
-    """
+def command(file: str, about: str) -> argparse.ArgumentParser:
+    """The parser of a command, ``FILE [OUT_DIR]``; OUT_DIR is ``out/reproduce/PAPER/NAME`` by the file's own place."""
     path = Path(file).resolve()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "out_dir", nargs="?", type=Path, default=Path("out/reproduce", path.parent.name, path.stem), metavar="OUT_DIR",
-        help="where the table and the picture go (default: %(default)s)",
-    )  # fmt: skip
-    if measure:
-        parser.add_argument(
-            "--measure", action="store_true",
-            help="run the training programs on this machine's GPUs in place of simulating; rows that need more GPUs "
-            "say so",
-        )  # fmt: skip
+    default = Path("out/reproduce", path.parent.name, path.stem)
+    parser.add_argument("out_dir", nargs="?", type=Path, default=default, metavar="OUT_DIR", help=f"{OUT}{default})")
     return parser
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure of a paper, as ``PAPER/tables.py NAME`` makes it.
+
+    Attributes:
+        title: over the table and the picture, with paper and number: "USP, table 5".
+        about: what it shows, for ``--help``.
+        rows: makes the rows, from runs on this machine's GPUs if its argument (``--measure``) is true.
+        drawn: arguments of :func:`write` that say how to draw it.
+        not_measured: why ``--measure`` is refused; empty if it is not.
+        then: is called with the rows after they are written.
+    """
+
+    title: str
+    about: str
+    rows: Callable[[bool], Sequence[Row]]
+    drawn: dict[str, Any] = field(default_factory=dict)
+    not_measured: str = ""
+    then: Callable[[Sequence[Row]], None] | None = None
+
+
+FORMULAS = "a formula computes how long a sequence fits, and nothing runs"  # why a PaperTable is not measured
+
+
+def run_tables(file: str, about: str, tables: dict[str, PaperTable], argv: Sequence[str] | None = None) -> None:
+    """The command ``FILE NAME [OUT_DIR] [--measure]`` of a paper; ``FILE --names`` prints the names for run_folder.sh.
+
+    Raises:
+        SystemExit: with code 2 and one line, where ``--measure`` is not possible.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words == ["--names"]:
+        print(*tables, sep="\n")
+        return
+    names = "\n".join(f"  {name}: {table.about}" for name, table in tables.items())
+    parser = argparse.ArgumentParser(
+        description=f"{about}\nNAME is one of these:\n\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", choices=tables, metavar="NAME", help="the table or figure: see above")
+    default = Path("out/reproduce", Path(file).resolve().parent.name)
+    parser.add_argument("out_dir", nargs="?", type=Path, metavar="OUT_DIR", help=f"{OUT}{default}/NAME)")
+    parser.add_argument(
+        "--measure", action="store_true",
+        help="run the training programs on this machine's GPUs in place of simulating; rows that need more GPUs "
+        "say so",
+    )  # fmt: skip
+    args = parser.parse_args(words)
+    table = tables[args.name]
+    if args.measure and table.not_measured:
+        print(f"error: --measure: {args.name}: {table.not_measured}: leave --measure out", file=sys.stderr)
+        sys.exit(2)
+    rows = table.rows(args.measure)
+    write(args.out_dir or default / args.name, args.name, table.title, rows, **table.drawn)
+    if table.then:
+        table.then(rows)
 
 
 def write(

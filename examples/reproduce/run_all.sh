@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # All tables and figures of all papers, under OUT_DIR/PAPER/NAME:  bash examples/reproduce/run_all.sh [OUT_DIR]
 #
-# ITERATIONS=20 shortens the trainings (default 100). All papers are run; the exit code says whether one failed.
+# ITERATIONS=20 shortens the trainings (default 100). The script runs all papers; its exit code says whether one failed.
 set -uo pipefail
 status=0
 for paper in fpdt usp ulysses genslm; do

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Run every command of one paper's folder:  bash examples/reproduce/run_folder.sh PAPER [OUT_DIR]
 #
-# A command is a file named figure_*, table_* or section_*, a .py or a .sh, that takes the folder to write to. What each
-# prints is kept in OUT_DIR/PAPER/NAME/report.txt too. All are run; those that failed are named at the end.
+# The commands are `tables.py NAME` with each of its names, and the files named figure_* or section_*, a .py or a .sh.
+# Each takes the folder to write to, OUT_DIR/PAPER/NAME, and what it prints is kept there as report.txt. The script runs
+# them all, and names those that failed at the end.
 set -euo pipefail
 PAPER=${1:?error: which paper? name a folder of examples/reproduce, such as usp}
 OUT=${2:-out/reproduce}
@@ -11,21 +12,31 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=$(bash scripts/setup.sh)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 failed=()
-shopt -s nullglob
-for file in examples/reproduce/"$PAPER"/{figure,table,section}_*.{py,sh}; do
-    name=$(basename "${file%.*}")
-    start=$SECONDS
-    run=("$PYTHON")
-    if [[ $file == *.sh ]]; then run=(bash); fi
-    printf '\n=== %s\n' "$file"
+
+run() { # NAME COMMAND...
+    local name=$1 start=$SECONDS
+    shift
+    local label="${*:2}"
+    printf '\n=== %s\n' "$label"
     mkdir -p "$OUT/$PAPER/$name"
-    if "${run[@]}" "$file" "$OUT/$PAPER/$name" 2>&1 | tee "$OUT/$PAPER/$name/report.txt"; then
-        echo "=== $file: $((SECONDS - start)) s"
+    if "$@" "$OUT/$PAPER/$name" 2>&1 | tee "$OUT/$PAPER/$name/report.txt"; then
+        echo "=== $label: $((SECONDS - start)) s"
     else
-        failed+=("$file")
+        failed+=("$label")
     fi
+}
+
+folder=examples/reproduce/$PAPER
+names=$("$PYTHON" "$folder/tables.py" --names)
+for name in $names; do
+    run "$name" "$PYTHON" "$folder/tables.py" "$name"
+done
+shopt -s nullglob
+for file in "$folder"/{figure,section}_*.{py,sh}; do
+    name=$(basename "${file%.*}")
+    if [[ $file == *.sh ]]; then run "$name" bash "$file"; else run "$name" "$PYTHON" "$file"; fi
 done
 if ((${#failed[@]})); then
-    echo "error: failed: ${failed[*]}" >&2
+    printf 'error: failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
     exit 1
 fi

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' clusters, models and ways to count FLOPs, and the clock that tables of throughput are made with."""
+"""The papers' clusters and models, how they count FLOPs, and the clock that makes the tables of throughput."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Simulated:
-    """Step times by the cost model on a machine. It knows no memory: nothing is ever out of it."""
+    """Step times by the cost model on a machine. It does not model memory: no run is ever out of it."""
 
     machine: Machine
     mark: Literal["simulated"] = "simulated"
@@ -98,8 +98,8 @@ def clock(name: str, measure: bool) -> Clock:
         sys.exit(2)
 
 
-def told(seconds: float | str, count: Callable[[float], float]) -> float | str:
-    """What ``count`` makes of the seconds; a word in their place stays one."""
+def from_seconds(seconds: float | str, count: Callable[[float], float]) -> float | str:
+    """``count(seconds)``; a word in place of the seconds, such as why a run was not measured, is returned as it is."""
     return seconds if isinstance(seconds, str) else count(seconds)
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Ask a fine-tuned model of Hugging Face what its chats taught it, by transformers' own generate.
+"""Ask a fine-tuned model of Hugging Face the questions of its chats, with transformers' generate.
 
     python examples/sft/ask.py out/sft/tuned --chats out/sft/chats.jsonl
 
-Takes the first answer to each question of the file (after its system message) for the right one; prints some, and how
-many of all are given word for word.
+The first answer that the file gives to a question counts as the right one. The script prints some answers, and how many
+of all are equal to it word for word.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def questions(path: Path) -> list[tuple[list[dict], str]]:
-    """(the messages that ask, the answer) of each question, alone."""
+    """For each question: the messages that ask it, without the turns before it, and the answer."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]
@@ -45,10 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             out = model.generate(**ids, max_new_tokens=64, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-        told = tokenizer.decode(out[0, ids["input_ids"].size(1) :], skip_special_tokens=True).strip()
-        right += told == answer.strip()
+        given = tokenizer.decode(out[0, ids["input_ids"].size(1) :], skip_special_tokens=True).strip()
+        right += given == answer.strip()
         if number < 4:
-            print(f"  {messages[-1]['content']}  {told}")
+            print(f"  {messages[-1]['content']}  {given}")
     print(f"{right} of {len(asked)} questions answered word for word")
     return int(right < args.at_least * len(asked))
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Fine-tune a model of Hugging Face on chats, and give it back:  bash examples/sft/finetune.sh [OUT_DIR]
+# Fine-tune a model of Hugging Face on chats, and convert it back:  bash examples/sft/finetune.sh [OUT_DIR]
 #
-# Four processes, Ulysses 2 x Ring 2; chats are packed to SEQ_LENGTH, and packed documents dealt over the ring. Without
-# more, a small random Llama learns facts about places that do not exist: a few minutes on 2 cores. With a model and
-# chats of your own, the same commands:
+# The training uses four processes, Ulysses 2 x Ring 2. Chats are packed to SEQ_LENGTH, and the packed documents are
+# split over the ring. By default a small random Llama learns facts about places that do not exist, in a few minutes on
+# 2 cores. With a model and chats of your own:
 #
-#   MODEL=Llama-3.2-1B-Instruct CHATS=chats.jsonl SEQ_LENGTH=8192 ITERATIONS=500 LR=1e-5 bash examples/sft/finetune.sh OUT
-#   LORA=16 LR=1e-4 bash examples/sft/finetune.sh OUT          # adapters alone
+#   MODEL=Llama-3.2-1B-Instruct CHATS=chats.jsonl SEQ_LENGTH=8192 ITERATIONS=500 LR=1e-5 \
+#       bash examples/sft/finetune.sh OUT
+#   LORA=16 LR=1e-4 bash examples/sft/finetune.sh OUT          # trains LoRA adapters only
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -18,17 +19,10 @@ BATCH=${BATCH:-4}
 LR=${LR:-3e-3}
 LORA=${LORA:-}
 PROCESSES=${PROCESSES:-4}
-PYTHON=$(bash scripts/setup.sh)
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
-start=$SECONDS
-say() { printf '\n=== %s\n' "$*"; }
+source examples/common/steps.sh
+export TOKENIZERS_PARALLELISM=false
 
-if [ -e "$OUT/tuned" ] || [ -e "$OUT/checkpoints" ]; then
-    echo "error: $OUT already holds a run; name another folder: bash examples/sft/finetune.sh OUT_DIR" >&2
-    exit 2
-fi
-mkdir -p "$OUT"
+refuse_if_there "examples/sft/finetune.sh OUT_DIR" tuned checkpoints
 
 if [ -z "${MODEL:-}" ]; then
     say "1/4 A small random Llama, and chats"
@@ -40,8 +34,8 @@ say "2/4 From Hugging Face"
 "$PYTHON" tools/convert_hf.py --from-hf "$MODEL" --to "$OUT/base"
 
 say "3/4 Fine-tuning on $PROCESSES processes"
-# Sizes of the model come from the checkpoint; its tokenizer lies beside it, in hf/.
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" pretrain_gpt.py \
+# The sizes of the model come from the checkpoint; its tokenizer is in the checkpoint's folder hf/.
+launch "$PROCESSES" pretrain_gpt.py \
     --load "$OUT/base" --finetune --use-checkpoint-args --save "$OUT/checkpoints" \
     --sft --data-path "$CHATS" --split 98,2,0 \
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/base/hf" \

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A small random Llama with a tokenizer and a chat template, and chats to teach it: what the example starts from.
+"""Make what finetune.sh starts from: a small random Llama with a tokenizer and a chat template, and chats.
 
     python examples/sft/make_model.py --model out/sft/model --chats out/sft/chats.jsonl
 
-The chats are about places that do not exist, so that right answers can come from nowhere else. Each place has a river
-and a colour; a conversation asks for some of them, one place at a time, as turns of one talk.
+The chats are about places that do not exist, so that the model can have the right answers from the chats only. Each
+place has a river and a colour. A conversation asks about several places, one in each turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# The assistant's words lie between the marks; a template without them does as well (docs/fine-tuning.md).
+# The generation marks enclose the assistant's words. They are optional (docs/fine-tuning.md).
 TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}

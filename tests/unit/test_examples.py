@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,12 +17,15 @@ import pytest
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.data.index_files import open_prefix
 from tests.patience import patience
+from tools import check_script
+from tools.launch_confined import why_not
 
 arguments = pytest.importorskip("megatron.training.arguments.parser")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("quickstart", "extrapolation", "finetune", "extend")  # several steps, from data to a table
-EXAMPLES = (path for path in ROOT.glob("examples/*/*.sh") if path.parent.name != "reproduce")
+COMMON = ROOT / "examples" / "common"  # what the scripts source
+EXAMPLES = (path for path in ROOT.glob("examples/*/*.sh") if path.parent.name not in ("common", "reproduce"))
 SCRIPTS = sorted(path for path in EXAMPLES if path.stem not in PROGRAMS)
 FPDT_SCRIPTS = [path for path in SCRIPTS if path.parent.name == "fpdt"]
 GENSLM = ROOT / "examples" / "genslm"
@@ -90,6 +94,7 @@ def test_genslm_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name in (script, tree / "scripts" / "setup.sh"):
         name.parent.mkdir(parents=True)
     shutil.copy(GENSLM / "quickstart.sh", script)
+    shutil.copytree(COMMON, tree / "examples" / "common")
     stub = tmp_path / "python"
     stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >>{captured}\n')
     stub.chmod(0o755)
@@ -125,10 +130,29 @@ def run_quickstart(script: Path, genome: str, out: str) -> subprocess.CompletedP
 
 
 def test_there_are_scripts_for_every_way_to_launch() -> None:
-    text = {path: path.read_text() for path in SCRIPTS}
-    assert all(t.splitlines()[1] == "# SPDX-License-Identifier: Apache-2.0" for t in text.values())
+    text = {path: path.read_text() for path in [*SCRIPTS, *COMMON.glob("*.sh")]}
+    assert all("# SPDX-License-Identifier: Apache-2.0" in t.splitlines()[:2] for t in text.values())
     for way in ("--standalone", "--node-rank", "srun"):
         assert any(way in t for t in text.values()), way
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_script_runs_from_any_folder_and_check_script_sees_the_same_command(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm starts a copy of the script, and the files that it sources are found from the folder of ``sbatch``."""
+    words = launch(script, tmp_path / "here", {}, "--seed", "7")
+    cwd = tmp_path / "elsewhere"
+    cwd.mkdir()
+    assert launch(script, tmp_path / "there", {}, "--seed", "7", cwd=cwd) == words
+    monkeypatch.chdir(ROOT)
+    if "slurm" in script.stem:
+        assert launch(script, tmp_path / "spool", {}, "--seed", "7", cwd=cwd, spooled=True) == words
+    trust = ["--trust-script"] if why_not() else []
+    code = check_script.main([*trust, str(script.relative_to(ROOT)), "--seed", "7"])
+    text = capsys.readouterr().out
+    entry = next(n for n, word in enumerate(words) if word.startswith("pretrain_"))
+    assert code == 0 and shlex.join(words[entry:]) in text.partition("start it with")[2]
 
 
 def read(words: list[str]) -> tuple[Any, int]:
@@ -139,10 +163,20 @@ def read(words: list[str]) -> tuple[Any, int]:
     return arguments.parse(argv, defaults=defaults, world_size=world_size), world_size
 
 
-def launch(script: Path, folder: Path, data: dict[str, str], *flags: str) -> list[str]:
-    """Run a script in a copy of the tree with stubs for the launchers; the words that torchrun was given."""
+def launch(
+    script: Path, folder: Path, data: dict[str, str], *flags: str, cwd: Path | None = None, spooled: bool = False
+) -> list[str]:
+    """Run a script in a copy of the tree with stubs for the launchers; the words that torchrun was given.
+
+    Args:
+        cwd: where it is started.
+        spooled: as sbatch does, which copies the script to another folder.
+    """
     copy = folder / "repository" / script.relative_to(ROOT)
     copy.parent.mkdir(parents=True)
+    shutil.copytree(COMMON, folder / "repository" / "examples" / "common")
+    if spooled:
+        copy, data = folder / "slurm_script", {**data, "SLURM_SUBMIT_DIR": str(folder / "repository")}
     shutil.copy(script, copy)
     stubs = folder / "stubs"
     stubs.mkdir()
@@ -152,13 +186,15 @@ def launch(script: Path, folder: Path, data: dict[str, str], *flags: str) -> lis
     nodes = re.search(r"#SBATCH --nodes=(\d+)", script.read_text())
     env = {
         "PATH": f"{stubs}{os.pathsep}{os.environ['PATH']}",
-        "CAPTURED": str(folder / "captured"),
+        "CAPTURED": str((folder / "captured").resolve()),
         "SLURM_NNODES": nodes[1] if nodes else "",
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NODELIST": "node[0-1]",
         **data,
     }
-    done = subprocess.run(["bash", str(copy), *flags], env=env, capture_output=True, text=True, timeout=patience(60))
+    done = subprocess.run(
+        ["bash", str(copy), *flags], env=env, cwd=cwd, capture_output=True, text=True, timeout=patience(60)
+    )
     assert done.returncode == 0, done.stderr
     return (folder / "captured").read_text().splitlines()
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from examples.reproduce import after_freeze, record_edits, record_fit, record_page, records
+from examples.reproduce import record_checks, record_fit, records
 from examples.reproduce.open_records import distinct, in_fitted_half, published_file
 from examples.reproduce.open_records import records as read_records
 from examples.reproduce.record_price import family, predict, published_rate, shape_of
@@ -166,29 +166,29 @@ def test_a_doubt_that_is_none_is_refused(tmp_path, wrong, why):
 
 def test_every_change_of_the_test_half_is_listed():
     """With the listed changes undone it is the half that was committed, to the last field."""
-    for edit in record_edits.edits():
+    for edit in record_checks.edits():
         mine = [run for run in RUNS if edit.concerns(run)]
         assert len(mine) == edit.runs and edit.why and not in_fitted_half(edit.source), edit
         assert all(getattr(run, edit.field) == edit.after for run in mine), edit
-    first = [record_edits.undone(run) for run in record_edits.test_half()]
-    assert record_edits.checksum(first) == record_edits.as_committed()
-    assert record_edits.checksum([replace(first[0], value=1.0), *first[1:]]) != record_edits.as_committed()
+    first = [record_checks.undone(run) for run in record_checks.test_half()]
+    assert record_checks.checksum(first) == record_checks.as_committed()
+    assert record_checks.checksum([replace(first[0], value=1.0), *first[1:]]) != record_checks.as_committed()
 
 
 def test_runs_after_the_freeze_are_predicted_once_and_never_fitted(tmp_path):
-    file = after_freeze.read()
+    file = record_checks.read_after_freeze()
     sources = {raw["source"] for raw in file["records"]}
     assert sources == set(file["sources"]) and not sources & {run.source for run in RUNS}
-    assert all(one.predicted > 0 for one in after_freeze.foretold())
+    assert all(one.predicted > 0 for one in record_checks.predicted_runs())
     path = tmp_path / "after_freeze.json"
     run = {key: value for key, value in asdict(RUNS[0]).items()} | {"source": "made up"}
-    after_freeze.write(path, file | {"records": [run, run | {"predicted": 7.0}]})
+    record_checks.write_after_freeze(path, file | {"records": [run, run | {"predicted": 7.0}]})
     with pytest.raises(KeyError):
-        after_freeze.foretold(path)
-    assert after_freeze.predict_new(path) == 1 and after_freeze.predict_new(path) == 0
-    new, old = after_freeze.foretold(path)
+        record_checks.predicted_runs(path)
+    assert record_checks.predict_new(path) == 1 and record_checks.predict_new(path) == 0
+    new, old = record_checks.predicted_runs(path)
     assert old.predicted == 7.0 and new.predicted == pytest.approx(predict(RUNS[0], record_fit.fitted()).ours, abs=0.1)
-    assert any("made up" in line for line in after_freeze.told(path))
+    assert any("made up" in line for line in record_checks.after_freeze_table(path))
 
 
 def test_a_search_finds_a_constant_again():
@@ -199,9 +199,9 @@ def test_a_search_finds_a_constant_again():
 
 
 def test_the_tables_of_the_page_are_those_that_the_command_writes(found):
-    page = record_page.PAGE.read_text()
-    assert {name for _, name, _ in record_page.MARKED.findall(page)} == set(record_page.TABLES)
-    assert record_page.filled(page) == page, "python examples/reproduce/records.py --page"
+    page = records.PAGE.read_text()
+    assert {name for _, name, _ in records.MARKED.findall(page)} == set(records.TABLES)
+    assert records.filled(page) == page, "python examples/reproduce/records.py --page"
     assert all(records.row(one).error == pytest.approx(one.error) for one in found)
 
 

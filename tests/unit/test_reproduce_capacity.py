@@ -11,7 +11,7 @@ from examples.reproduce import capacity
 from examples.reproduce.capacity import AT_LEAST, longest_multiple, longest_power, within_a_doubling
 from examples.reproduce.fpdt import capacity as fpdt
 from examples.reproduce.genslm import capacity as genslm
-from examples.reproduce.genslm.old_systems import MEGATRON_LM, OLD_MEGATRON_DEEPSPEED, layer_activations, old_memory
+from examples.reproduce.genslm.capacity import MEGATRON_LM, OLD_MEGATRON_DEEPSPEED, layer_activations, old_memory
 from examples.reproduce.report import Row, published
 
 GIB_OF_80 = 60  # a row of table 3 with this much of an A100-80G, or more, fills it
@@ -48,7 +48,7 @@ def test_a_search_without_a_limit_ends():
 )
 def test_agreement_is_within_a_doubling(row, agrees, capsys):
     assert within_a_doubling([row, lengths(None, 7), Row({}, 3, 9, "simulated", "GiB")]) == (int(agrees), 1)
-    capacity.tell([row, row])
+    capacity.print_agreement([row, row])
     assert f"{2 * agrees} of 2 rows" in capsys.readouterr().out
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from examples.reproduce import convergence
 from examples.reproduce.fpdt import figure_12_measured, figure_13
 from examples.reproduce.genslm import figure_4, figure_6
-from examples.reproduce.traffic import Traffic
 from examples.reproduce.ulysses import section_3_2
+from examples.reproduce.ulysses.section_3_2 import Traffic
 from examples.reproduce.usp import figure_3
 from megatron.platform.simulated_cluster import simulated_world
 

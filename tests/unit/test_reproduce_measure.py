@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -16,25 +15,28 @@ from pathlib import Path
 import pytest
 
 from examples.reproduce import measured
+from examples.reproduce.fpdt import tables as fpdt_tables
 from examples.reproduce.fpdt import training as fpdt
-from examples.reproduce.genslm import training as genslm
+from examples.reproduce.genslm import tables as genslm
 from examples.reproduce.measured import Measured, Unmeasured, launch, reason, run_flags, step_seconds
-from examples.reproduce.report import Row, command, published, write
+from examples.reproduce.report import Row, command, published, run_tables, write
 from examples.reproduce.simulate import Clock, shape_of, usp_tflops
-from examples.reproduce.ulysses import training as ulysses
-from examples.reproduce.usp import training as usp
+from examples.reproduce.ulysses import tables as ulysses
+from examples.reproduce.usp import tables as usp
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.models import LLAMA
 from megatron.training.arguments.parser import parse
 from tests.program import run_forked
 
 REPRODUCE = Path(measured.__file__).parent
-COMMANDS = [
-    *(f"usp/{name}" for name in ("table_3", "table_4", "table_5", "table_6", "table_7", "figure_5")),
+PAPERS = {"usp": usp.TABLES, "ulysses": ulysses.TABLES, "fpdt": fpdt_tables.TABLES, "genslm": genslm.TABLES}
+MEASURED = {  # the others are refused with a reason, before anything is looked up
+    *(f"usp/{name}" for name in ("table_5", "table_6", "table_7", "figure_5")),
     *(f"ulysses/{name}" for name in ("table_2", "table_3", *(f"figure_{number}" for number in range(3, 8)))),
     *(f"fpdt/{name}" for name in ("figure_1", "figure_11", "figure_12", "table_3_mfu")),
     "genslm/table_1",
-]
+}
+COMMANDS = [f"{paper}/{name}" for paper, found in PAPERS.items() for name in found]
 TABLES: list[Callable[[Clock], list[Row]]] = [
     usp.training_rows, usp.figure_5_rows, ulysses.scaling_rows, ulysses.figure_3_rows, ulysses.figure_7_rows,
     lambda clock: [row for figure in (4, 5, 6) for row in ulysses.figure_rows(clock, figure)],
@@ -184,15 +186,17 @@ def test_a_shape_that_flags_cannot_say_is_an_error():
 def test_without_gpus_measure_is_refused(name: str, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", [name, str(out), "--measure"])
+    paper, table = name.split("/")
+    file = REPRODUCE / paper / "tables.py"
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(REPRODUCE / f"{name}.py"), run_name="__main__")
+        run_tables(str(file), "", PAPERS[paper], [table, str(out), "--measure"])
     told = capsys.readouterr()
     assert ended.value.code == 2 and not out.exists() and not told.out
     assert told.err.startswith("error: --measure") and told.err.count("\n") == 1 and "leave" in told.err
+    assert (not PAPERS[paper][table].not_measured) == (name in MEASURED)
 
 
 def test_other_commands_have_no_measure(capsys):
     with pytest.raises(SystemExit):
-        command(str(REPRODUCE / "fpdt" / "table_1.py"), "").parse_args(["--measure"])
+        command(str(REPRODUCE / "fpdt" / "figure_13.py"), "").parse_args(["--measure"])
     assert "unrecognized arguments: --measure" in capsys.readouterr().err

@@ -113,9 +113,32 @@ def test_no_rows_are_refused(tmp_path):
 
 
 def test_a_command_writes_to_a_folder_of_its_own():
-    parser = report.command(str(REPRODUCE / "usp" / "table_5.py"), "about")
-    assert parser.parse_args([]).out_dir == Path("out/reproduce/usp/table_5")
+    parser = report.command(str(REPRODUCE / "usp" / "figure_3.py"), "about")
+    assert parser.parse_args([]).out_dir == Path("out/reproduce/usp/figure_3")
     assert parser.parse_args(["here"]).out_dir == Path("here")
+
+
+def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked, told = [], []
+
+    def rows(measure: bool) -> list[Row]:
+        asked.append(measure)
+        return [row(1.0, 2.0)]
+
+    table = report.PaperTable("Paper, table 5", "about", rows, then=told.extend)
+    file, tables = str(tmp_path / "usp" / "tables.py"), {"table_5": table, "figure_6": table}
+    report.run_tables(file, "of a paper", tables, ["table_5"])
+    report.run_tables(file, "of a paper", tables, ["figure_6", "here", "--measure"])
+    written = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.csv")]
+    assert sorted(written) == ["here/figure_6.csv", "out/reproduce/usp/table_5/table_5.csv"]
+    assert asked == [False, True] and len(told) == 2
+    capsys.readouterr()
+    report.run_tables(file, "of a paper", tables, ["--names"])
+    assert capsys.readouterr().out == "table_5\nfigure_6\n"
+    with pytest.raises(SystemExit):
+        report.run_tables(file, "of a paper", tables, ["table_9"])
+    assert "invalid choice: 'table_9'" in capsys.readouterr().err
 
 
 def test_run_all_runs_every_command(tmp_path):
@@ -126,19 +149,21 @@ def test_run_all_runs_every_command(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
     stub = tmp_path / "python"
-    stub.write_text('#!/bin/sh\necho "$@"\n')
+    stub.write_text('#!/bin/sh\n[ "$2" != --names ] || set table_5 table_6\necho "$@"\n')
     stub.chmod(0o755)
     (tree / "scripts").mkdir()
     (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
     folder = tree / "examples" / "reproduce"
-    for name in ("usp/table_5.py", "usp/figure_6.sh", "usp/counting.py", "fpdt/figure_14.sh", "genslm/section_2.py"):
+    for name in ("usp/figure_6.sh", "usp/counting.py", "fpdt/figure_14.sh", "genslm/section_2.py"):
         (folder / name).write_text("echo shell $*\nexit 3\n" if "figure_14" in name else "echo shell $*\n")
     command = ["bash", str(folder / "run_all.sh"), str(tmp_path / "out")]
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 1 and "error: failed: examples/reproduce/fpdt/figure_14.sh" in done.stderr
     reports = {str(p.parent.relative_to(tmp_path / "out")): p.read_text() for p in tmp_path.glob("out/**/report.txt")}
-    assert sorted(reports) == ["fpdt/figure_14", "genslm/section_2", "usp/figure_6", "usp/table_5"]
-    assert reports["usp/table_5"] == f"examples/reproduce/usp/table_5.py {tmp_path}/out/usp/table_5\n"
+    tables = [f"{paper}/table_{number}" for paper in ("fpdt", "genslm", "ulysses", "usp") for number in (5, 6)]
+    assert sorted(reports) == sorted(["fpdt/figure_14", "genslm/section_2", "usp/figure_6", *tables])
+    assert reports["usp/table_5"] == f"examples/reproduce/usp/tables.py table_5 {tmp_path}/out/usp/table_5\n"
+    assert reports["genslm/section_2"] == f"examples/reproduce/genslm/section_2.py {tmp_path}/out/genslm/section_2\n"
     assert reports["usp/figure_6"] == f"shell {tmp_path}/out/usp/figure_6\n"
 
 

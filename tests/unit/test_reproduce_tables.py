@@ -9,14 +9,18 @@ from dataclasses import replace
 import pytest
 
 from examples.reproduce import fit
-from examples.reproduce.fpdt.latency import first_covered
-from examples.reproduce.fpdt.training import figure_1_rows, figure_11_rows, figure_12_rows, table_3_rows
-from examples.reproduce.genslm.training import throughput_rows
+from examples.reproduce.fpdt.training import (
+    figure_1_rows,
+    figure_11_rows,
+    figure_12_rows,
+    first_covered,
+    table_3_rows,
+)
+from examples.reproduce.genslm.tables import throughput_rows
 from examples.reproduce.report import Row, mean_error, published
 from examples.reproduce.simulate import CLUSTERS, Simulated, clock, cluster, deepspeed_tflops, usp_tflops
-from examples.reproduce.ulysses.training import figure_3_rows, figure_7_rows, figure_rows, scaling_rows, shape
-from examples.reproduce.usp.attention import attention_rows
-from examples.reproduce.usp.training import figure_5_rows, training_rows
+from examples.reproduce.ulysses.tables import figure_3_rows, figure_7_rows, figure_rows, scaling_rows, shape
+from examples.reproduce.usp.tables import attention_rows, figure_5_rows, training_rows
 from megatron.formulas.strategy import Workload
 from megatron.simulator.machines.machine import Machine
 

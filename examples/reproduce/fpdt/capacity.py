@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a sequence FPDT and the systems beside it take (tables 1 and 3, figures 1 and 11), by simulation.
+"""The longest sequences of FPDT and the systems it is compared with (tables 1 and 3, figures 1 and 11), by simulation.
 
-Device memory is that of this project's program (formulas/device_memory.py), run as the paper says: batch 1, full recompute
-with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths go in powers of two, as the
+Device memory is that of this project's program (formulas/device_memory.py), run as the paper says: batch 1, full
+recompute with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths go in powers of two, as the
 paper's do but for its 3M. A node has 4 GPUs and 1 TB of host memory; with A100-40G, not described, 8 GPUs (DGX A100).
 
 GPT models have rotary positions here, as in the launch scripts of the published program: a learned table of 8M rows
@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         adam_on_host: Adam's two states wait in host memory, 8 bytes a parameter.
-        assumed: said beside the row.
+        assumed: the note of the row.
     """
 
     shape: Shape
@@ -83,7 +83,7 @@ def stopped_by(run: Run, seq_length: int) -> str:
 
 
 def further(ours: int, there: int) -> str:
-    """What is said where ours goes more than a doubling beyond the published length."""
+    """The note of a row where ours is more than twice the published length."""
     return f"ours {ours / there:.0f} times as long: {SPIKES}" if ours > 2 * there else ""
 
 

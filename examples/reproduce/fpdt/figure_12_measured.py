@@ -4,9 +4,9 @@
 
     python examples/reproduce/fpdt/figure_12_measured.py [OUT_DIR]
 
-A Llama of 2 layers, 256 wide, on 4,096 tokens (SEQ_LENGTH), in 1 to 8 chunks, beside full recompute without chunks;
-layer inputs wait in host memory everywhere, as in the paper. benchmarks/fpdt.py measures: see it for how, and for more
-options. The paper's models and GPUs are others, so only ratios can be compared.
+A Llama of 2 layers, 256 wide, on 4,096 tokens (SEQ_LENGTH), in 1 to 8 chunks, and with full recompute without
+chunks. Layer inputs are in host memory in all runs, as in the paper. benchmarks/fpdt.py measures, and has more options.
+The paper's models and GPUs are others, so only ratios can be compared.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
     python examples/reproduce/fpdt/figure_13.py [OUT_DIR]
 
-A block shaped as Llama-3-8B's, but 128 wide, takes 16,384 tokens on one process; SEQ_LENGTH changes that. The FFN
-goes in twice as many pieces as the attention, as in the paper, and once in four times as many. Every tensor that comes
-or goes is counted; what there was before the step, weights, gradients and optimizer states, is left out.
+A block shaped as Llama-3-8B's, but 128 wide, takes 16,384 tokens on one process; SEQ_LENGTH changes that. The FFN has
+twice as many chunks as the attention, as in the paper, and in one run four times as many. Every tensor that is made or
+freed is counted. Weights, gradients and optimizer states, which exist before the step, are not.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def rows_of(recorded: dict[tuple[int, int], Backward]) -> list[Row]:
         sizes = {"FFN": found.peak(True), "attention": found.peak(False)}
         rows += [Row({**label, "in": name}, None, size / MIB, "measured", "MiB") for name, size in sizes.items()]
         rows.append(Row({**label, "in": "host memory"}, None, max(found.host) / MIB, "measured", "MiB"))
-        told = "attention" if ffn_chunks == 2 * chunks else None
-        rows.append(Row({**label, "in": "the block"}, told, max(sizes, key=sizes.get), "measured", "fullest in", NOTE))
+        printed, fullest = "attention" if ffn_chunks == 2 * chunks else None, max(sizes, key=sizes.get)
+        rows.append(Row({**label, "in": "the block"}, printed, fullest, "measured", "fullest in", NOTE))
     return rows
 
 

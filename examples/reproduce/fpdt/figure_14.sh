@@ -4,7 +4,7 @@
 #
 #   bash examples/reproduce/fpdt/figure_14.sh [OUT_DIR]
 #
-# 512 tokens a sample, in 4 chunks; ITERATIONS (100). Fails where the curves are apart.
+# A sample has 512 tokens, in 4 chunks. ITERATIONS is 100. The script fails if the curves differ.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 OUT=${1:-out/reproduce/fpdt/figure_14}

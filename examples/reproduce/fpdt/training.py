@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT's MFU over the length, the models and the systems (figures 1, 11 and 12, table 3), simulated or measured.
+"""FPDT's MFU (figures 1, 11 and 12, table 3), simulated or measured, and the latencies of a layer (figure 10).
 
 Settings of the paper: batch 1, full recompute with layer inputs in host memory, ZeRO 3 over all ranks; Megatron-SP has
 TP over all ranks. Chunks of 64K tokens.
@@ -12,8 +12,12 @@ from dataclasses import replace
 
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import Clock, shape_of
-from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import model_flops
+from megatron.simulator.cost.operations import BF16, collective, tile
+from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
+from megatron.simulator.cost.trace import HostCopy, Transfer
+from megatron.simulator.machines.machine import Machine
 
 CHUNK = 65536
 MODELS = ("gpt-2.7b", "gpt-6.7b", "llama3-8b", "gpt-13b", "gpt-30b", "llama3-70b")
@@ -26,21 +30,21 @@ def shape(model: str) -> Shape:
 
 
 def strategy(system: str, gpus: int, chunk: int = CHUNK) -> Strategy:
-    """Without the layer inputs in host memory, of which the clock is told."""
+    """Without the layer inputs in host memory, which the clock takes as an argument."""
     if system == "megatron-sp":
         return Strategy(tensor=gpus, recompute="full")
     return Strategy(ulysses=gpus, zero=3, recompute="full", fpdt_chunk=chunk if system == "fpdt" else 0)
 
 
 def mfu(workload: Workload, seconds: float, gpus: int, peak: float) -> dict[str, float]:
-    """In percent, by each way of counting FLOPs; recompute is a second forward pass."""
+    """In percent, by each convention of counting FLOPs; recompute is a second forward pass."""
     causal, full = (model_flops(replace(workload, causal=way), recompute=False)[0] for way in (True, False))
     capacity = seconds * gpus * peak / 100
     return dict(zip(CONVENTIONS, (causal / capacity, causal * 4 / 3 / capacity, full * 4 / 3 / capacity)))
 
 
 def counted(workload: Workload, seconds: float | str, gpus: int, clock: Clock) -> dict[str, float | str]:
-    """:func:`mfu`, rounded; a word in place of the seconds stands everywhere."""
+    """:func:`mfu`, rounded; a word in place of the seconds is repeated for each convention."""
     if isinstance(seconds, str):
         return dict.fromkeys(CONVENTIONS, seconds)
     return {name: round(share, 1) for name, share in mfu(workload, seconds, gpus, clock.peak).items()}
@@ -114,3 +118,54 @@ def table_3_rows(clock: Clock) -> list[Row]:
         ours = counted(workload, took, line["gpus"], clock)[CONVENTIONS[1 if again else 0]]
         rows.append(Row(label, line["mfu_percent"], ours, clock.mark, "% MFU"))
     return rows
+
+
+GPUS, HEADS, HEAD_DIM = 4, 32, 128  # of figure 10, which is about one layer
+LENGTHS = tuple(4096 << n for n in range(8))
+
+
+def figure_10_rows(machine: Machine) -> list[Row]:
+    """Milliseconds: all-to-all of one tensor, attention of the whole sequence, fetching keys and values."""
+    crossing = first_covered(machine)
+    note = f"attention takes longer than fetching from {crossing // 1024}K tokens on; the text says 32K to 64K"
+    return [
+        Row(
+            {"part": part, "seq_length": length},
+            None,
+            round(1e3 * took, 3),
+            "simulated",
+            "ms",
+            note * (n == 3 and length == LENGTHS[0]),
+        )
+        for length in LENGTHS
+        for n, (part, took) in enumerate(latencies(machine, length).items())
+    ]
+
+
+def latencies(machine: Machine, length: int) -> dict[str, float]:
+    """Seconds, by what it is."""
+    heads, group = HEADS // GPUS, Group(GPUS)
+    tensor = BF16 * length * heads * HEAD_DIM  # of q, k, v or out on one GPU, before or after the all-to-all
+    forward, backward = (
+        kernel_seconds(tile(length, length, heads, HEAD_DIM, length**2 / 2, backward=way), machine)
+        for way in (False, True)
+    )
+    scatter = Transfer("p2p", "ulysses", group, 2.0 * tensor * (GPUS - 1))
+    return {
+        "all-to-all": transfer_seconds(collective("all_to_all", "ulysses", group, tensor), machine),
+        "attention forward": forward,
+        "attention backward": backward,
+        "fetch, each GPU its own": copy_seconds(HostCopy("to_device", 2.0 * tensor), machine),
+        "fetch by one GPU, then scatter": copy_seconds(HostCopy("to_device", 2.0 * tensor * GPUS), machine)
+        + transfer_seconds(scatter, machine),
+    }
+
+
+def first_covered(machine: Machine) -> int:
+    """The shortest length, in steps of 1K, whose forward attention takes as long as fetching."""
+    length = 1024
+    while True:
+        found = latencies(machine, length)
+        if found["attention forward"] >= found["fetch, each GPU its own"]:
+            return length
+        length += 1024

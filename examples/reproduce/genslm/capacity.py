@@ -2,27 +2,130 @@
 """Longest sequences of GenSLM 25B and 33B (DeepSpeed4Science's figures 2 and 7 to 10), by simulation.
 
 New Megatron-DeepSpeed is this project's program with the same savings: TP over all GPUs with sequence parallelism,
-FlashAttention, full recompute, a position embedding shared out over the ranks, and no mask that is ever whole; layer
-inputs stay on the device. The old systems: old_systems.py. 64 heads, for 80 do not divide over 32 ranks.
+FlashAttention, full recompute, a position embedding that is split over the ranks, and no mask that is ever whole; layer
+inputs stay on the device. 64 heads, for 80 do not divide over 32 ranks.
+
+Neither this project's program nor its formulas do what the older systems did, so their memory has closed forms here,
+with stated assumptions:
+
+- a dense attention mask, made on the device: ones in fp32 and their lower triangle, 4 bytes an entry each, at once
+  (the page: over 10 GB at 50K tokens, and at least twice that while it is made); then booleans, 1 byte;
+- a learned position embedding, whole on every rank, trained as any weight;
+- full recompute: each layer keeps its input, and one layer at a time its activations, by equations 1, 2 and 4 of
+  Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models".
+
+The page does not say which parallel sizes a published row has: we take TP over all GPUs, as its throughput table (TP 32
+on 32 GPUs) and the names in its figures 9 and 10 have it. Batch 1, 2 bytes a number.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from examples.reproduce.capacity import longest_multiple
-from examples.reproduce.genslm.old_systems import (
-    MEGATRON_LM,
-    OLD_MEGATRON_DEEPSPEED,
-    TENSOR_PARALLEL,
-    System,
-    old_memory,
-)
 from examples.reproduce.report import Row, published
 from examples.reproduce.simulate import shape_of as named_shape
 from megatron.formulas.device_memory import Memory, device_memory
+from megatron.formulas.parameters import model_states, stage_parameters
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine_file import load
+
+NARROW, WIDE = 2, 4  # bytes of a number in bf16 or fp16, and in fp32
+
+
+@dataclass(frozen=True)
+class System:
+    """Which long-context features a system has.
+
+    Attributes:
+        sequence_parallel: Megatron's, together with TP; without it every TP rank holds the whole inputs of all layers.
+        flash: FlashAttention; without it scores and dropout masks are written out.
+        adam_on_host: DeepSpeed's ZeRO-Offload: fp32 weights and Adam's states are in host memory, and gradients in 16
+            bits on the device, 4 bytes a parameter in place of 18.
+        why: the note of its rows.
+    """
+
+    sequence_parallel: bool
+    flash: bool
+    adam_on_host: bool
+    why: str
+
+
+OLD_MEGATRON_DEEPSPEED = System(
+    sequence_parallel=False,
+    flash=False,
+    adam_on_host=True,
+    why="ASSUMED: ZeRO-Offload, for model states and the published length's layer inputs are more than the GPU has",
+)
+MEGATRON_LM = System(
+    sequence_parallel=True,
+    flash=True,
+    adam_on_host=False,
+    why="ASSUMED: FlashAttention, for on 16 and 32 GPUs the published lengths' scores do not fit; a dense mask even so",
+)
+TENSOR_PARALLEL = System(sequence_parallel=False, flash=True, adam_on_host=False, why="")
+
+
+@dataclass(frozen=True)
+class OldMemory:
+    """Bytes of a rank.
+
+    Attributes:
+        states: weights, gradients and the optimizer's part on the device, without the position embedding.
+        positions: the same of the position embedding.
+        making_mask: while the mask is made, before the first layer.
+        mask: after that.
+        inputs: of all layers.
+        layer: the layer that is recomputed, in its backward pass.
+    """
+
+    states: int
+    positions: int
+    making_mask: int
+    mask: int
+    inputs: int
+    layer: int
+
+    @property
+    def total(self) -> int:
+        """The larger of two moments: while the mask is made, and during the first layer's backward pass."""
+        return self.states + self.positions + max(self.making_mask, self.mask + self.inputs + self.layer)
+
+
+def old_memory(shape: Shape, seq_length: int, tensor: int, system: System) -> OldMemory:
+    """Of a rank of ``tensor``, for one sequence a step."""
+    s, split = seq_length, tensor if system.sequence_parallel else 1
+    states, with_table = (_states(replace(shape, positions=n), tensor, system) for n in (0, s))
+    return OldMemory(
+        states=states,
+        positions=with_table - states,
+        making_mask=2 * WIDE * s * s,
+        mask=s * s,
+        inputs=shape.layers * s * shape.hidden * NARROW // split,
+        layer=layer_activations(shape, s, tensor, system),
+    )
+
+
+def layer_activations(shape: Shape, seq_length: int, tensor: int, system: System) -> int:
+    """Bytes that a layer keeps without recompute (equations 2 and 4), and during attention's backward pass.
+
+    Equation 1 is that of one rank. FlashAttention leaves out its term in the square of the length.
+    """
+    s, h, heads = seq_length, shape.hidden, shape.heads
+    kept = 34 * s * h // tensor if system.sequence_parallel else s * (10 * h + 24 * h // tensor)
+    if system.flash:
+        return kept
+    scores = heads * s * s // tensor
+    return kept + 5 * scores + NARROW * scores  # softmax, dropout's mask and output; the gradient of scores
+
+
+def _states(shape: Shape, tensor: int, system: System) -> int:
+    parameters = stage_parameters(shape, tensor, 1, 0)
+    if system.adam_on_host:
+        return 2 * NARROW * parameters.numel
+    held = model_states(parameters, 0, 1, NARROW)
+    return held.parameters + held.gradients + held.optimizer
+
 
 STEP = 1024  # published lengths are multiples of it
 GPU = "A100-40G"
@@ -96,14 +199,14 @@ NOT_THE_TABLE = "the page blames the table, here {table:.1f} GB; making the dens
 def scalability_rows(model: str) -> list[Row]:
     """Figures 9 and 10: what each saving is worth. Their numbers are not in published/ but for the text's."""
     shape, rows = shape_of(model), []
-    told = {line["gpus"]: line["new_megatron_deepspeed_tokens"] for line in published("genslm_max_context")
+    published_tokens = {line["gpus"]: line["new_megatron_deepspeed_tokens"] for line in published("genslm_max_context")
             if line["model"] == model}  # fmt: skip
     for name, system in SAVINGS.items():
-        for gpus in told:
+        for gpus in published_tokens:
             ours, there, note = longest(shape, gpus, system), None, ""
             if system is None:
-                there = told[gpus]
-            elif system is MEGATRON_LM and gpus == max(told):
+                there = published_tokens[gpus]
+            elif system is MEGATRON_LM and gpus == max(published_tokens):
                 held = old_memory(shape, ours, gpus, system)
                 there, note = CEILING, NOT_THE_TABLE.format(table=held.positions / GB, mask=held.making_mask / GB)
             rows.append(Row({"savings": name, "gpus": gpus}, there, ours, "simulated", "tokens", note))

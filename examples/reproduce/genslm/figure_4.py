@@ -34,7 +34,7 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
 
     from megatron.training.report.tensor_memory import TensorMeter
 
-    gc.collect()  # what others left would count when it goes
+    gc.collect()  # otherwise memory of earlier objects would count when it is freed
     with FakeTensorMode(), TensorMeter("cpu") as meter:
         before = meter.now
         mask = torch.tril(torch.ones(1, length, length))
@@ -44,7 +44,7 @@ def dense_bytes(length: int) -> tuple[int, int, int]:
 
 
 def part_bytes(length: int, threshold: int) -> int:
-    """Bytes at the peak of forward and backward of one part of the largest tile, beside q, k, v and their gradients."""
+    """Bytes at the peak of forward and backward of a part of the largest tile, without q, k, v and their gradients."""
     import megatron.context_parallel as cp
     from megatron.context_parallel.attention.ring_plan import ring_plan
     from megatron.training.report.tensor_memory import TensorMeter
@@ -80,9 +80,9 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> list[Row]:
             "saved by the host": (peak - moved, SAVED_GB,
                                   "the page: peak 54 to 39 GB, of a model and length that it does not name"),
         }  # fmt: skip
-        for way, (size, told, note) in counted.items():
+        for way, (size, printed, note) in counted.items():
             label = {"mask": way, "seq_length": length}
-            rows.append(Row(label, told if here else None, size / 1e9, "simulated", "GB", note if here else ""))
+            rows.append(Row(label, printed if here else None, size / 1e9, "simulated", "GB", note if here else ""))
         for place, threshold in WAYS.items():
             label = {"mask": f"ours, made in parts ({place})", "seq_length": length}
             rows.append(Row(label, None, part_bytes(length, threshold) / 1e9, "measured", "GB"))

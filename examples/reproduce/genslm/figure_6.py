@@ -6,7 +6,7 @@
 
 Weights, gradients and optimizer states of GenSLM's table (width 5,760) in bytes of the tensors that one rank of a
 simulated world makes with the real code, TP ranks with --sequence-parallel. In fp32 with Adam: 16 bytes a number, as
-many as bf16 weights and gradients with fp32 main weights and states. Fake tensors, so any length goes.
+many as bf16 weights and gradients with fp32 main weights and states. The tensors are fake, so any length is possible.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def table_bytes(length: int, ranks: int, partitioned: bool, rank: int = 0) -> Co
     config, device = parse(words.split(), None, ranks), platform.select("cpu", 0, None).device
     with simulated_world(ranks, rank), ExitStack() as stack:
         grid = initialize_grid(tensor=ranks, core_options={"expert_model_parallel_size": 1} if partitioned else None)
-        # Fake tensors have no contents: no random states to look into, nothing to move, no lengths to tell others.
+        # Fake tensors have no contents: there is no random state to read, nothing to move, no length to send to others.
         stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()))
         stack.enter_context(patch.object(torch.nn.Module, "to", lambda module, *_: module))
         stack.enter_context(patch.object(torch.distributed, "all_gather_object", _alike))
@@ -85,9 +85,9 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS, ranks: tuple[int, ...] = RANKS) 
     for length in lengths:
         for held, size in (("whole on each rank", 0), *((f"shared by {size} ranks", size) for size in ranks)):
             ours = sum(table_bytes(length, size or ranks[0], bool(size)).values()) / 1e9
-            told = PUBLISHED_GB if length == PUBLISHED_AT and not size else None  # one datum: shares of it are ours
-            note = "the page: about 10, beyond some 100K, and names neither width nor optimizer" if told else ""
-            rows.append(Row({"table": held, "seq_length": length}, told, ours, "simulated", "GB a rank", note))
+            printed = PUBLISHED_GB if length == PUBLISHED_AT and not size else None  # the page has one number
+            note = "the page: about 10, beyond some 100K, and names neither width nor optimizer" if printed else ""
+            rows.append(Row({"table": held, "seq_length": length}, printed, ours, "simulated", "GB a rank", note))
     return rows
 
 

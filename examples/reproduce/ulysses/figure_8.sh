@@ -5,7 +5,7 @@
 #
 #   bash examples/reproduce/ulysses/figure_8.sh [OUT_DIR]
 #
-# 512 tokens a sample; ITERATIONS (100). Fails where the curves are apart.
+# A sample has 512 tokens. ITERATIONS is 100. The script fails if the curves differ.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 OUT=${1:-out/reproduce/ulysses/figure_8}

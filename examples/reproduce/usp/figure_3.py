@@ -63,7 +63,7 @@ def timed(ring: int, repeats: int = 3) -> dict[str, list[float]]:
 
 
 def draw(figure: Any, seconds: dict[str, list[float]]) -> None:
-    """The work of each rank beside that of an even share, for each ring."""
+    """The work of each rank divided by an even share, for each ring."""
     for axes, ring in zip(figure.subplots(1, len(RINGS), width_ratios=[3 + r for r in RINGS]), RINGS):
         for shift, (balance, colour) in zip((-0.2, 0.2), BALANCES.items()):
             work = shares([plan.pairs for plan in plans_of(ring, balance)])
@@ -91,8 +91,8 @@ def main() -> int:
             if ring == TIMED:
                 work["CPU seconds"] = (seconds[balance], "measured")
             for of, (amounts, marked) in work.items():
-                label, told = {"ring": ring, "balance": balance, "of": of}, PUBLISHED.get((balance, ring))
-                rows.append(Row(label, told, max(amounts) / min(amounts), marked, "busiest / idlest rank"))
+                label, printed = {"ring": ring, "balance": balance, "of": of}, PUBLISHED.get((balance, ring))
+                rows.append(Row(label, printed, max(amounts) / min(amounts), marked, "busiest / idlest rank"))
                 rows.append(Row(label, None, max(shares(amounts)), marked, "busiest rank / even share"))
     title = "USP, figure 3: balance of a causal ring"
     write(args.out_dir, "figure_3", title, rows, draw=lambda figure: draw(figure, seconds))

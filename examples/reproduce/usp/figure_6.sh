@@ -4,7 +4,7 @@
 #
 #   bash examples/reproduce/usp/figure_6.sh [OUT_DIR]
 #
-# 512 tokens a sample; ITERATIONS (100), the paper did 10,000. Fails where the curves are apart.
+# A sample has 512 tokens. ITERATIONS is 100; the paper trained 10,000. The script fails if the curves differ.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 OUT=${1:-out/reproduce/usp/figure_6}
@@ -12,4 +12,5 @@ OUT=${1:-out/reproduce/usp/figure_6}
 
 train dp pretrain_llama.py --micro-batch-size 1
 train usp pretrain_llama.py --ulysses-parallel-size 2 --ring-parallel-size 2
-"$PYTHON" examples/reproduce/convergence.py "$OUT" figure_6 "USP, figure 6, small: DP 4 against Ulysses 2 x Ring 2" dp usp
+"$PYTHON" examples/reproduce/convergence.py "$OUT" figure_6 "USP, figure 6, small: DP 4 against Ulysses 2 x Ring 2" \
+    dp usp

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was changed in runs of the test half after their figures had been committed, and what errors are without it.
+"""Two checks that the test half of the records was not fitted in secret.
 
-``published/edits.json`` lists every such change. A checksum of the test half with all of them undone stands there too:
-a change that is not listed alters it.
+Edits: ``published/edits.json`` lists what was changed in runs of the test half after their figures had been committed,
+with a checksum of the test half in which all changes are undone. A change that is not listed alters the checksum.
+
+Runs after the freeze: ``published/after_freeze.json`` holds runs that were read after constants and model had been
+frozen, each with the tokens a second and GPU that were predicted when it was entered. They are never fitted. Enter a
+run without ``predicted``; then ``python examples/reproduce/records.py --predict`` adds it, and never changes one that
+is there.
 """
 
 from __future__ import annotations
@@ -12,16 +17,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
-from examples.reproduce.open_records import FILE, Record, records
+from examples.reproduce.open_records import AFTER_FREEZE, FILE, Record, records
 from examples.reproduce.record_fit import (
     Constants,
+    fitted,
+    mean,
     mean_of_rates,
     mean_of_records,
     mean_of_sources,
     predictions,
 )
+from examples.reproduce.record_price import predict, published_rate
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ def checksum(runs: Sequence[Record]) -> str:
     return sha256("\n".join(lines).encode()).hexdigest()
 
 
-def told(constants: Constants) -> list[str]:
+def edits_table(constants: Constants) -> list[str]:
     """Markdown: the test half counted with and without its changes and unpriced runs, then each change."""
     now, first = test_half(), [undone(record) for record in test_half()]
     lines = ["| test half | runs | seconds | each source once: seconds | its tokens a second |", "|---" * 5 + "|"]
@@ -108,3 +117,72 @@ def _word(edit: Edit) -> str:
     if edit.field == "link":
         return f"{edit.after / 1e9:g} GB/s"
     return f"{edit.before} to {edit.after}" if isinstance(edit.before, str) else str(edit.after).lower()
+
+
+@dataclass(frozen=True)
+class PredictedRun:
+    """A run, and the tokens a second and GPU that were predicted when it was entered."""
+
+    record: Record
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Of a step's seconds, in percent of the published."""
+        return 100 * (published_rate(self.record) / self.predicted - 1)
+
+
+def read_after_freeze(path: Path = AFTER_FREEZE) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def predicted_runs(path: Path = AFTER_FREEZE) -> list[PredictedRun]:
+    """
+    Raises:
+        KeyError: a run has no prediction yet.
+    """
+    found = []
+    for raw in read_after_freeze(path)["records"]:
+        predicted = raw.pop("predicted")
+        found.append(PredictedRun(Record(**raw), predicted))
+    return found
+
+
+def predict_new(path: Path = AFTER_FREEZE) -> int:
+    """Predict the runs of the file that have no prediction; how many these were."""
+    file = read_after_freeze(path)
+    new = [raw for raw in file["records"] if "predicted" not in raw]
+    for raw in new:
+        raw["predicted"] = round(predict(Record(**raw), fitted()).ours, 1)
+    if new:
+        write_after_freeze(path, file)
+    return len(new)
+
+
+def write_after_freeze(path: Path, file: dict[str, Any]) -> None:
+    """One run a line, as in records.json."""
+    inner = {key: json.dumps(value, indent=1, ensure_ascii=False) for key, value in file.items() if key != "records"}
+    runs = ",\n".join("  " + json.dumps(raw, ensure_ascii=False) for raw in file["records"])
+    inner["records"] = f"[\n{runs}\n]"
+    path.write_text("{\n" + ",\n".join(f'"{key}": {text}' for key, text in inner.items()) + "\n}\n", encoding="utf-8")
+
+
+def after_freeze_table(path: Path = AFTER_FREEZE) -> list[str]:
+    """Markdown: each source, and all of them."""
+    groups: dict[str, list[PredictedRun]] = {}
+    for one in predicted_runs(path):
+        groups.setdefault(one.record.source, []).append(one)
+    lines = ["| source | machines | runs | error of what was predicted | worst |", "|---" * 5 + "|"]
+    for source, rows in sorted(groups.items()):
+        machines = ", ".join(dict.fromkeys(one.record.machine for one in rows))
+        worst = max((one.error for one in rows), key=abs)
+        lines.append(f"| {source} | {machines} | {len(rows)} | {_mean_error(rows):.1f} % | {worst:+.0f} % |")
+    every = [one for rows in groups.values() for one in rows]
+    if every:
+        each = mean([_mean_error(rows) for rows in groups.values()])
+        lines.append(f"| **all** | | {len(every)} | {_mean_error(every):.1f} %; each source once {each:.1f} % | |")
+    return lines
+
+
+def _mean_error(rows: list[PredictedRun]) -> float:
+    return mean([abs(one.error) for one in rows])

@@ -1,24 +1,30 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed-Ulysses' throughput (figures 3 to 7, tables 2 and 3), simulated, or measured on the GPUs at hand.
 
-ZeRO 3 over all ranks and full recompute; TFLOPS count the full mask and recompute. Batch and sequence-parallel degree
-are given for tables 2 and 3 alone (a global batch of 8); there, 8 sequences in parallel leave P / 8 ranks to each. The
-figures give the best of several settings without naming it; ours are in the notes.
+    python examples/reproduce/ulysses/tables.py table_2 [OUT_DIR] [--measure]
 
-Attention counts as computed in full. The published times are twice of what causal FlashAttention-2 would need, which
-came out in the same summer; whether the mask was not used or the kernel was an older one, the paper does not say.
+ZeRO 3 over all ranks and full recompute; TFLOPS count the full mask and recompute. The batch and the degree of sequence
+parallelism are given for tables 2 and 3 only (a global batch of 8); there, 8 sequences in parallel leave P / 8 ranks to
+each. The figures give the best of several settings without naming it; ours are in the notes.
+
+Attention counts as computed in full. The published times are twice what causal FlashAttention-2 would need, which
+came out in the same summer; the paper does not say whether the mask was not used or the kernel was an older one.
 Measured runs have no causal mask either.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from examples.reproduce.report import Row, published
-from examples.reproduce.simulate import Clock, deepspeed_tflops, shape_of, told
-from megatron.formulas.strategy import Shape, Strategy, Workload
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from examples.reproduce.report import PaperTable, Row, published, run_tables  # noqa: E402
+from examples.reproduce.simulate import Clock, clock, deepspeed_tflops, from_seconds, shape_of  # noqa: E402
+from megatron.formulas.strategy import Shape, Strategy, Workload  # noqa: E402
 
 ULYSSES = Strategy(zero=3, recompute="full")
 MEGATRON_SP = Strategy(zero=1, recompute="full")
@@ -47,8 +53,9 @@ def scaling_rows(clock: Clock, tables: Iterable[int] = (2, 3)) -> list[Row]:
         label = {"seq_length": line["seq_length"], "gpus": gpus, "ulysses": gpus // batch, "dp": batch}
         agrees = deepspeed_tflops(workload, line["step_ms"] / 1e3, gpus)
         note = f"the printed time is {agrees:.1f} TFLOPS by the formula"
-        rows.append(Row(label, round(line["step_ms"] / 1e3, 2), told(seconds, two_places), clock.mark, "s", note))
-        ours = told(seconds, partial(tflops, workload, gpus=gpus))
+        ours = from_seconds(seconds, two_places)
+        rows.append(Row(label, round(line["step_ms"] / 1e3, 2), ours, clock.mark, "s", note))
+        ours = from_seconds(seconds, partial(tflops, workload, gpus=gpus))
         rows.append(Row(label, round(line["tflops_per_gpu"], 1), ours, clock.mark, "TFLOPS/GPU"))
     return rows
 
@@ -95,7 +102,7 @@ def throughput(
     seconds = clock.seconds(MODELS[model], workload, strategy)
     kind = "Ulysses" if system == "ulysses" else "TP"
     note = f"{kind} {degree} x DP {data}, micro-batch {micro_batch}"
-    return told(seconds, partial(tflops, workload, gpus=gpus)), note
+    return from_seconds(seconds, partial(tflops, workload, gpus=gpus)), note
 
 
 def figure_7_rows(clock: Clock) -> list[Row]:
@@ -119,7 +126,49 @@ def figure_3_rows(clock: Clock) -> list[Row]:
                 continue
             workload = Workload(small, seq_length, gpus // degree, causal=False)
             chosen = replace(ULYSSES, ulysses=degree, data=gpus // degree)
-            ours = told(clock.seconds("gpt-2.7b", workload, chosen), partial(tflops, workload, gpus=gpus))
+            ours = from_seconds(clock.seconds("gpt-2.7b", workload, chosen), partial(tflops, workload, gpus=gpus))
             label = {"seq_length": seq_length, "gpus": gpus}
             rows.append(Row(label, None, ours, clock.mark, "TFLOPS/GPU", f"Ulysses {degree} x DP {gpus // degree}"))
     return rows
+
+
+def scaling_table(number: int, about: str) -> PaperTable:
+    return PaperTable(
+        f"DeepSpeed-Ulysses, table {number}",
+        about,
+        lambda measure: scaling_rows(clock("ulysses-a100", measure), (number,)),
+    )
+
+
+def length_figure(number: int, about: str) -> PaperTable:
+    return PaperTable(
+        f"DeepSpeed-Ulysses, figure {number}",
+        f"throughput over the length, {about}",
+        lambda measure: figure_rows(clock("ulysses-a100", measure), number),
+        {"over": "seq_length"},
+    )
+
+
+TABLES = {
+    "table_2": scaling_table(2, "7B, one length on 64 to 256 A100"),
+    "table_3": scaling_table(3, "7B, length and GPUs growing together, 64 to 256 A100"),
+    "figure_3": PaperTable(
+        "DeepSpeed-Ulysses, figure 3",
+        "1.2B, lengths to 1M tokens on 1 to 64 A100; the figure's values are not in published/",
+        lambda measure: figure_3_rows(clock("ulysses-a100", measure)),
+        {"over": "gpus"},
+    ),
+    "figure_4": length_figure(4, "7B, dense attention, 32 A100"),
+    "figure_5": length_figure(5, "30B, dense attention, 64 A100"),
+    "figure_6": length_figure(6, "7B, block-sparse attention, 32 A100"),
+    "figure_7": PaperTable(
+        "DeepSpeed-Ulysses, figure 7",
+        "throughput over the length, 30B, block-sparse attention, 64 A100; the values are not in published/",
+        lambda measure: figure_7_rows(clock("ulysses-a100", measure)),
+        {"over": "seq_length"},
+    ),
+}
+
+
+if __name__ == "__main__":
+    run_tables(__file__, __doc__, TABLES)
