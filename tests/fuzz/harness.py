@@ -6,8 +6,8 @@ in a forked child that watches itself: with an audit hook for what is run, impor
 memory and CPU time, and it checks what comes out. A reader may end in two ways: with a value, or with one ``Refusal``
 whose text is one short line that can be printed.
 
-Input number N of a reader is always the same, so a failure is told by its number, and kept as a file in
-``tests/fuzz/corpus/READER/``, from where every later run reads it again.
+Input number N of a reader is always the same, so a failure is known by its number. The input is added to
+``tests/fuzz/corpus/READER.zip``, from where every later run reads it again.
 
     python -m pytest tests/fuzz                                 # the corpus, and a few new inputs for each reader
     FUZZ=10000 python -m pytest tests/fuzz                      # so many new inputs for each reader
@@ -28,6 +28,7 @@ import struct
 import sys
 import time
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Reader:
     """One reader of files from elsewhere.
 
     Args:
-        name: of the reader and its folder in the corpus.
+        name: of the reader and its archive in the corpus.
         file: the name that each input has in its folder.
         seeds: makes valid inputs, which must be read without a refusal.
         change: makes a new input from a valid one; all chance comes from the ``Random``.
@@ -105,17 +106,22 @@ def fresh(reader: Reader, seed: int, count: int) -> Iterator[tuple[str, bytes]]:
 
 
 def corpus(reader: Reader) -> list[tuple[str, bytes]]:
-    """(file name, input) of what is kept of a reader."""
-    folder = CORPUS / reader.name
-    return [(path.name, path.read_bytes()) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    """(name, input) of what is kept of a reader."""
+    path = CORPUS / f"{reader.name}.zip"
+    if not path.exists():
+        return []
+    with zipfile.ZipFile(path) as kept:
+        return [(name, kept.read(name)) for name in sorted(kept.namelist())]
 
 
 def keep(reader: Reader, failure: Failure) -> Path:
-    """Write a failing input into the corpus; says where."""
-    folder = CORPUS / reader.name
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ("failed_" + "".join(one if one.isalnum() else "_" for one in failure.label))
-    path.write_bytes(failure.data)
+    """Add a failing input to the corpus; returns the archive."""
+    CORPUS.mkdir(exist_ok=True)
+    path = CORPUS / f"{reader.name}.zip"
+    name = "failed_" + "".join(one if one.isalnum() else "_" for one in failure.label)
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as kept:
+        if name not in kept.namelist():
+            kept.writestr(zipfile.ZipInfo(name), failure.data, zipfile.ZIP_DEFLATED)  # without the time of day
     return path
 
 
