@@ -145,8 +145,8 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
             part += a @ b_KN
 
 
-@lru_cache
 @replaceable
+@lru_cache
 def adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
     """Whether narrow matrices can be multiplied into a wide sum: on GPUs, by newer versions of PyTorch."""
     if device.type != "cuda":
