@@ -22,7 +22,17 @@ def elsewhere(text: str, source: str | None = None) -> str:
 
     Text in quotes, comments, tests and here-documents stays. ``BASH_SOURCE`` is replaced, since the text is no longer
     read from its file, and ``exec`` of a program, which would skip the shell's functions.
+
+    Raises:
+        ValueError: quotations and expansions are nested too deeply to follow.
     """
+    try:
+        return _renamed(text, source)
+    except RecursionError:
+        raise ValueError("quotations or $(...) are nested too deeply to follow") from None
+
+
+def _renamed(text: str, source: str | None) -> str:
     own = "0"
     if source is not None:
         own = f"CHECK_SOURCE_{sum(map(ord, source))}"
@@ -132,4 +142,8 @@ def _end_of_group(text: str, at: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(elsewhere(sys.stdin.read(), sys.argv[1] if len(sys.argv) > 1 else None))
+    given = sys.argv[1] if len(sys.argv) > 1 else None
+    try:
+        sys.stdout.write(elsewhere(sys.stdin.read(), given))
+    except ValueError as error:  # the shell that reads this output says so and ends
+        sys.stdout.write("echo " + shlex.quote(f"{given or 'bash -c'}: {error}") + " >&2; exit 1\n")
