@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distribution `megatron-longcontext`: the packages beside megatron-core in the namespace package `megatron`."""
 
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+
 from setuptools import find_namespace_packages, setup
+from setuptools.command.build_py import build_py
 
 # PyTorch for GPUs brings a Triton of its own, which stays. Tests need one without a GPU too: they interpret and compile
 # kernels, which want 3.4.
@@ -11,9 +15,23 @@ HUGGING_FACE = ["accelerate>=1", "peft>=0.18"]  # transformers.Trainer, LoRA
 PARQUET = ["pyarrow>=18,<27"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.27,<2", "ruff>=0.6"]
 
+
+
+class WithPrograms(build_py):
+    """A wheel holds tools/ and the training programs too, as files that longcontext.py runs."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            to = Path(self.build_lib, "longcontext_programs")
+            copytree("tools", to / "tools", ignore=ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            for program in Path(".").glob("pretrain_*.py"):
+                copy(program, to)
+
+
 setup(
     name="megatron-longcontext",
-    version="0.1.0",
+    version="0.2.0",
     description="4D-parallel long-context training of GPT and Llama models on megatron-core",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -33,7 +51,16 @@ setup(
             "megatron.formulas*",
         ]
     ),
-    package_data={"megatron.simulator.machines": ["*.json"], "megatron.simulator.planner": ["*.html"]},
+    package_data={
+        "megatron.simulator.machines": ["*.json"],
+        "megatron.simulator.planner": ["*.html"],
+        "megatron.context_parallel": ["py.typed"],
+        "megatron.training": ["py.typed"],
+        "megatron.simulator": ["py.typed"],
+    },
+    py_modules=["longcontext"],
+    entry_points={"console_scripts": ["longcontext = longcontext:main"]},
+    cmdclass={"build_py": WithPrograms},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

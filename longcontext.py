@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The console command of an installed package: ``longcontext NAME ...`` runs what ``python tools/NAME.py ...`` runs.
+
+A program keeps one file, which works in a clone and in an installed package. On several processes, the training
+programs are started as ``torchrun --nproc-per-node 8 --no-python longcontext pretrain-llama ...``.
+"""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE if (HERE / "tools" / "plan.py").exists() else HERE / "longcontext_programs"  # a clone, or site-packages
+FIRST = ("plan", "memory", "check-script", "preprocess", "pretrain-gpt", "pretrain-llama", "convert", "evaluate",
+         "generate")  # fmt: skip
+SHORT = {"preprocess": "preprocess-data", "convert": "convert-hf"}
+
+
+def programs() -> dict[str, Path]:
+    """The file of each program, by the name of its command."""
+    starts = '\nif __name__ == "__main__":'
+    tools = sorted(path for path in (ROOT / "tools").glob("*.py") if not path.name.startswith("launch_"))
+    files = [path for path in tools if starts in path.read_text()]
+    named = {path.stem.replace("_", "-"): path for path in (*ROOT.glob("pretrain_*.py"), *files)}
+    return named | {short: named[name] for short, name in SHORT.items()}
+
+
+def listing() -> str:
+    """One line for each program: the first sentence of its file."""
+    found = programs()
+    order = [*FIRST, *(name for name in found if name not in FIRST and name not in SHORT.values())]
+    lines = [(ast.get_docstring(ast.parse(found[name].read_text())) or "").split("\n")[0] for name in order]
+    return "\n".join(f"  {name:22} {line}" for name, line in zip(order, lines))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program that the first argument names; it ends this process."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"usage: longcontext NAME [ARGUMENTS]; longcontext NAME --help explains one\n\n{listing()}")
+        return
+    found = programs()
+    if name not in found:
+        near = get_close_matches(name, found, 1)
+        hint = f"did you mean {near[0]}?" if near else "longcontext --help lists them"
+        sys.exit(f"longcontext: error: no program is named {name!r}; {hint}")
+    sys.argv = [f"longcontext {name}", *rest]
+    runpy.run_path(str(found[name]), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
