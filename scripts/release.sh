@@ -36,10 +36,10 @@ export OMP_NUM_THREADS=1 PYTHONPATH= PYTHONWARNINGS=ignore
 PATH=$BIN:$PATH
 try() { echo "\$ $*"; "$@" > last.txt 2>&1 || { tail -n 20 last.txt >&2; stop "this command failed: $*"; }; }
 try longcontext --help
-try longcontext plan --model llama3-8b --gpus 8 --gpu H100 --seq-length 128K
+try longcontext plan --model llama3-8b --gpus 8 --gpu H100-80G --seq-length 128K
 try longcontext memory --model llama3-8b --gpus 8 --gpu A100-80G --seq-length 32K
 for number in $(seq 400); do echo "{\"text\": \"document $number: the same sentence, and another number $number\"}"; done > text.jsonl
-try longcontext train-tokenizer text.jsonl --output tokenizer --vocab-size 300
+try longcontext train-tokenizer --input text.jsonl --model-prefix tokenizer --vocab-size 300
 try longcontext preprocess --input text.jsonl --output-prefix text --tokenizer-type SentencePieceTokenizer \
     --tokenizer-model tokenizer.model --append-eod
 try torchrun --nproc-per-node 2 --no-python longcontext pretrain-llama --num-layers 2 --hidden-size 64 \

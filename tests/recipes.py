@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published launch commands, as data: `tests/unit/data/recipes/`, a file for each repository they come from.
+"""Published launch commands, as data: `tests/unit/data/recipes.json`, by the repositories they come from.
 
 All start pretrain_gpt.py, or what a fork calls it, on a dense model. A recipe holds its flags as its script would pass
 them with the script's own defaults (paths became plain names), the number of processes, and, where we refuse it, what
 we say. ``stated_processes`` is there where the script leaves the number open (null), or states one that its own grid
-does not fit; ``processes`` was raised to the grid then. A file with ``drawn`` holds a draw of that day: repositories
+does not fit; ``processes`` was raised to the grid then. A repository with ``drawn`` holds a draw of that day: repositories
 that were not here, of each at most eight scripts that start without arguments, by the lowest SHA-1 of their paths; no
 experts, no copies of flags that were here. They were read once before anything was changed for them: 11 of 50 were
 taken, and a twelfth wrongly. The second draw went by turns through the repositories that the
@@ -38,8 +38,8 @@ from unittest.mock import patch
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal, Refusals
 
-FOLDER = Path(__file__).parent / "unit" / "data" / "recipes"
-UPSTREAM = FOLDER.with_name("upstream_flags.json")
+RECIPES = Path(__file__).parent / "unit" / "data" / "recipes.json"
+UPSTREAM = RECIPES.with_name("upstream_flags.json")
 LLAMA = {"model.normalization": "RMSNorm", "model.swiglu": True, "model.position_embedding_type": "rope",
          "model.add_bias_linear": False, "model.untie_embeddings_and_output_weights": True,
          "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}  # fmt: skip
@@ -47,8 +47,7 @@ LLAMA = {"model.normalization": "RMSNorm", "model.swiglu": True, "model.position
 
 def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every recipe, with its repository."""
-    for path in sorted(FOLDER.glob("*.json")):
-        document = json.loads(path.read_text())
+    for document in json.loads(RECIPES.read_text()):
         for recipe in document["recipes"]:
             yield document["repository"], recipe
 
@@ -97,8 +96,8 @@ def main() -> None:
     reasons: Counter[str] = Counter()
     taken: list[bool] = []
     upstream: list[bool] = []
-    for path in sorted(FOLDER.glob("*.json")):
-        document = json.loads(path.read_text())
+    documents = json.loads(RECIPES.read_text())
+    for document in documents:
         for recipe in document["recipes"]:
             lines = refused(recipe)
             taken.append(not lines)
@@ -108,8 +107,8 @@ def main() -> None:
             recipe.pop("refused", None)
             if lines:
                 recipe["refused"] = lines
-        if "--write" in sys.argv:
-            path.write_text(json.dumps(document, indent=1) + "\n")
+    if "--write" in sys.argv:
+        RECIPES.write_text(json.dumps(documents, indent=1) + "\n")
     for reason, count in reasons.most_common():
         print(f"{count:4d} {reason}")
     print(f"{sum(taken)} of {len(taken)} taken")
