@@ -91,7 +91,7 @@ def told(constants: Constants) -> list[str]:
             f"| {name} | {len(runs)} | {mean_of_records(found):.1f} % | {mean_of_sources(found):.1f} % | "
             f"{mean_of_rates(found):.1f} % |"
         )
-    lines += ["", "| at | source | runs | change | their error without it | with it | why |", "|---" * 7 + "|"]
+    lines += ["", "| source | runs | change | their error without it, with it, % | why |", "|---" * 5 + "|"]
     for edit in edits():
         mine = [run for run in now if edit.concerns(run)]
         without, with_it = (
@@ -99,7 +99,7 @@ def told(constants: Constants) -> list[str]:
         )
         change = "marked not priced" if edit.field == "unpriced" else f"`{edit.field}` {_word(edit)}"
         lines.append(
-            f"| {edit.when} | {edit.source} | {edit.runs} | {change} | {without:.1f} % | {with_it:.1f} % | {edit.why} |"
+            f"| {edit.source} | {edit.runs} | {change} | {without:.1f}, {with_it:.1f} | {edit.why} |"
         )
     return lines
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/records.md, as ``records.py --page`` writes them between their marks."""
+"""The tables of docs/inside/published-runs.md, as ``records.py --page`` writes them between their marks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from examples.reproduce.record_fit import (
     unfitted,
 )
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "records.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "inside" / "published-runs.md"
 AGREED = 0.05  # halves whose constants differ by no more of the smaller one
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

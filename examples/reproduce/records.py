@@ -3,7 +3,7 @@
 
     python examples/reproduce/records.py [OUT_DIR]
     python examples/reproduce/records.py --fit        # again; the halves the other way round; each source left out
-    python examples/reproduce/records.py --page       # writes the tables of docs/records.md
+    python examples/reproduce/records.py --page       # writes the tables of docs/inside/published-runs.md
     python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
 Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
@@ -127,7 +127,7 @@ def main() -> None:
     parser = command(__file__, __doc__)
     parser.set_defaults(out_dir=Path("out/reproduce/records"))
     parser.add_argument("--fit", action="store_true", help="fit the constants again; takes a minute")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/records.md")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/inside/published-runs.md")
     parser.add_argument("--predict", action="store_true", help="predict the runs that came after the freeze, once")
     args = parser.parse_args()
     if args.predict:

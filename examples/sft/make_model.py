@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# The assistant's words lie between the marks; a template without them does as well (docs/fine-tuning.md).
+# The assistant's words lie between the marks; a template without them does as well (docs/use/fine-tuning.md).
 TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that FPDT copies between device and host (docs/fpdt.md, "What is copied")."""
+"""Bytes that FPDT copies between device and host (docs/inside/host-copies.md, "What is copied")."""
 
 from __future__ import annotations
 
