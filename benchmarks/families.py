@@ -95,7 +95,7 @@ def table(found: Results, families: tuple[str, ...]) -> str:
     groups: dict[str, list[str]] = {}
     for family, row in sorted(rows.items(), key=lambda item: ORDER.index(item[1]["outcome"])):
         unsure = "" if good(row) or row["outcome"] == "not tried" else "**"
-        reason = ": " + reason_of(row["why"]) if row.get("why") else ""
+        reason = ": " + reason_of(row["why"]) if row["outcome"] != "not buildable" and row.get("why") else ""
         error = f" ({row['error']:.1e})" if row.get("error", 0) > LARGE_ERROR else ""
         groups.setdefault(f"{unsure}{row['outcome']}{unsure}{reason}", []).append(family + error)
     lines += [f"| {outcome} | {', '.join(names)} |" for outcome, names in groups.items()]
@@ -105,7 +105,9 @@ def table(found: Results, families: tuple[str, ...]) -> str:
 def reason_of(why: str) -> str:
     """The reason of a refusal without the name of the model's class and what all refusals say, for a table."""
     why = re.sub(r"\b[A-Z]\w*(?:For|Model|LM|CrossAttention)\w*", "the model", why).replace("the the", "the")
-    ends = ", and a rank holds|, and over ranks there is|: not supported|: over ranks only|: attention over|| You can"
+    if "layers of the kind" in why:
+        return "the model has layers of other kinds than full_attention and sliding_attention"
+    ends = ", and a rank holds|, and over ranks there is|: not supported|: over ranks only|: attention over"
     return re.split(ends, why)[0].replace("|", "\\|")
 
 

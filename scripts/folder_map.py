@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of folders in docs/inside/architecture.md, from what each folder's __init__.py says first.
+"""Write the list of folders in docs/inside/architecture.md, from what each folder's __init__.py says first.
 
     python scripts/folder_map.py
 
@@ -19,15 +19,16 @@ ENOUGH = 4  # words before a colon that say the idea by themselves
 
 
 def table() -> str:
-    """Markdown: a row for each folder of megatron/, with how its docstring begins."""
-    lines = ["| folder | idea |", "|---|---|"]
-    for file in sorted((ROOT / "megatron").rglob("__init__.py")):
+    """Markdown: a line for each folder of megatron/, two deep, with how its docstring begins."""
+    lines = []
+    files = [file for depth in ("*", "*/*") for file in (ROOT / "megatron").glob(f"{depth}/__init__.py")]
+    for file in sorted(files, key=lambda file: file.parent):
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
         sentence = " ".join(text.split("\n\n")[0].split()).split(". ")[0].split(";")[0].rstrip(".")
         idea, _, _ = sentence.partition(": ")
         if sentence:
             short = idea if len(idea.split()) >= ENOUGH else sentence
-            lines.append(f"| `{file.parent.relative_to(ROOT)}/` | {short} |")
+            lines.append(f"- `{file.parent.relative_to(ROOT)}/`: {short}")
     return "\n".join(lines) + "\n"
 
 

@@ -131,8 +131,8 @@ def summary(constants: Constants) -> list[str]:
     """Markdown: each source with its half, runs, configurations, error without and with the constants; means and
     worst of what can be priced, if anything can."""
     lines = [
-        "| source | half | runs, distinct, not priced | not fitted, % | with constants, % | worst, % |",
-        "|---" * 6 + "|",
+        "| source, half | runs, distinct, not priced | not fitted, with constants, worst, % |",
+        "|---" * 3 + "|",
     ]
     before, after = by_source(predictions(unfitted())), by_source(predictions(constants))
     for source in sorted(after, key=lambda name: (not after[name][0].record.fitted, name)):
@@ -143,8 +143,8 @@ def summary(constants: Constants) -> list[str]:
         worst = max((one.error for one in told), key=abs)
         half = "fitted" if rows[0].record.fitted else "test"
         lines.append(
-            f"| {source} | {half} | {counts}, {unpriced} | {mean_of_records(untold):.1f} | "
-            f"{mean_of_records(told):.1f} | {worst:+.0f} |"
+            f"| {source}, {half} | {counts}, {unpriced} | {mean_of_records(untold):.1f}, "
+            f"{mean_of_records(told):.1f}, {worst:+.0f} |"
         )
     return lines
 

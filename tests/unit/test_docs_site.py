@@ -21,7 +21,7 @@ def test_the_api_page_has_every_public_name() -> None:
     assert sorted(listed) == sorted(cp.__all__)
 
 
-def test_the_table_of_folders_is_what_the_folders_say() -> None:
+def test_the_list_of_folders_is_what_the_folders_say() -> None:
     names = runpy.run_path(str(ROOT / "scripts" / "folder_map.py"), run_name="docs")
     page = names["PAGE"].read_text()
     assert names["filled"](page) == page, "python scripts/folder_map.py"
