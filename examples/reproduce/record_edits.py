@@ -81,9 +81,9 @@ def told(constants: Constants) -> list[str]:
     now, first = test_half(), [undone(record) for record in test_half()]
     found = predictions(constants, [run for run in first if not run.unpriced])
     lines = [
-        f"With all changes undone, and without {len(first) - len(found)} runs that were unpriced at once, the error of the "
-        f"{len(found)} runs left is {mean_of_records(found):.1f} %, of their sources {mean_of_sources(found):.1f} %, and "
-        f"in tokens a second {mean_of_rates(found):.1f} %.",
+        f"With all changes undone, and without {len(first) - len(found)} runs unpriced at once, the error of "
+        f"the {len(found)} runs left is {mean_of_records(found):.1f} %, of sources {mean_of_sources(found):.1f} %, "
+        f"and in tokens a second {mean_of_rates(found):.1f} %.",
         "",
         "| source | runs | change | their error without it, with it, % | why |",
         "|---" * 5 + "|",
