@@ -41,9 +41,13 @@ def test_every_family_is_in_the_table_and_none_is_wrong():
 def test_a_new_family_appears_as_not_tried():
     said = table({"llama": {"outcome": "parity", "error": 1e-6}}, ("llama", "llama9"))
     assert "2 families, 1 parity, 1 not tried." in said
-    assert "| llama | parity | 1.0e-06 |" in said and "| llama9 | not tried |  |" in said
+    assert "| parity | llama |" in said and "| not tried | llama9 |" in said
+
+
+def test_a_large_error_is_shown():
+    assert "| parity | llama (2.0e-05) |" in table({"llama": {"outcome": "parity", "error": 2e-5}}, ("llama",))
 
 
 @pytest.mark.parametrize("one", [{"outcome": "refused", "true": False}, {"outcome": "refused"}, {"outcome": "crash"}])
 def test_what_is_wrong_stands_out(one):
-    assert f"| llama | **{one['outcome']}** |" in table({"llama": one | {"why": "so"}}, ("llama",))
+    assert f"| **{one['outcome']}**: so | llama |" in table({"llama": one | {"why": "so"}}, ("llama",))
