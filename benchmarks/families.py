@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every decoder that the installed transformers registers, over Ulysses 2 x Ring 2 and on one process.
 
-    python benchmarks/families.py --results out/families.jsonl
+    python benchmarks/families.py --results tests/distributed/data/families.jsonl
 
 One small random model of each family: its loss, logits and every gradient are those of one process, or it is refused,
 and the reason is checked too. Each family runs in processes of its own, with a limit on time and memory. Families that
-the results have are not tried again; the table goes into docs/hugging-face-families.md.
+the results have are not tried again; the table goes into docs/use/hugging-face.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import sys
 from collections import Counter
@@ -32,9 +33,11 @@ from benchmarks.forked_ranks import on_ranks  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402
 from tests.family_outcomes import outcome  # noqa: E402
 
-PAGE = ROOT / "docs" / "hugging-face-families.md"
+PAGE = ROOT / "docs" / "use" / "hugging-face.md"
+RESULTS = ROOT / "tests" / "distributed" / "data" / "families.jsonl"
 START, END = "<!-- written by benchmarks/families.py -->", "<!-- end -->"
 MEMORY = 16 * 2**30  # address space of one process
+LARGE_ERROR = 1e-5  # above it, the table shows the error
 ORDER = ("parity", "refused", "not buildable", "wrong", "crash", "not tried")
 Results = dict[str, dict[str, Any]]
 
@@ -83,22 +86,29 @@ def read(results: Path) -> Results:
 
 
 def table(found: Results, families: tuple[str, ...]) -> str:
-    """Markdown: counts, and a row for each family, tried or not."""
+    """Markdown: counts, and the families by outcome and reason, tried or not."""
     rows = {family: found.get(family, {"outcome": "not tried"}) for family in families}
     counts = Counter(row["outcome"] for row in rows.values())
     told = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
     head = f"transformers {transformers.__version__}, PyTorch {torch.__version__.partition('+')[0]}"
-    lines = [
-        f"{head}: {len(rows)} families, {told}.",
-        "",
-        "| family | outcome | largest error, or the reason |",
-        "|---|---|---|",
-    ]
-    for family, row in rows.items():
-        last = f"{row['error']:.1e}" if "error" in row else row.get("why", "").replace("|", "\\|")
+    lines = [f"{head}: {len(rows)} families, {told}.", "", "| outcome | families |", "|---|---|"]
+    groups: dict[str, list[str]] = {}
+    for family, row in sorted(rows.items(), key=lambda item: ORDER.index(item[1]["outcome"])):
         unsure = "" if good(row) or row["outcome"] == "not tried" else "**"
-        lines.append(f"| {family} | {unsure}{row['outcome']}{unsure} | {last} |")
+        reason = ": " + reason_of(row["why"]) if row["outcome"] != "not buildable" and row.get("why") else ""
+        error = f" ({row['error']:.1e})" if row.get("error", 0) > LARGE_ERROR else ""
+        groups.setdefault(f"{unsure}{row['outcome']}{unsure}{reason}", []).append(family + error)
+    lines += [f"| {outcome} | {', '.join(names)} |" for outcome, names in groups.items()]
     return "\n".join(lines) + "\n"
+
+
+def reason_of(why: str) -> str:
+    """The reason of a refusal without the name of the model's class and what all refusals say, for a table."""
+    why = re.sub(r"\b[A-Z]\w*(?:For|Model|LM|CrossAttention)\w*", "the model", why).replace("the the", "the")
+    if "layers of the kind" in why:
+        return "the model has layers of other kinds than full_attention and sliding_attention"
+    ends = ", and a rank holds|, and over ranks there is|: not supported|: over ranks only|: attention over"
+    return re.split(ends, why)[0].replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w+) (?:run=\d+|refused)$", re.MULTILINE)
-OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)\s]*)?\)")
 
 
-ENTRY = re.compile(r"^\d+\. \[([^\]]+)\]\(([\w-]+\.md)\)|^(\w.*):$", re.MULTILINE)
+ENTRY = re.compile(r"^\d+\. \[([^\]]+)\]\(([\w/-]+\.md)\)|^(\w.*):$", re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
@@ -28,18 +28,21 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Code blocks without the words that the tests read; links out of docs/ as the names of their files.
 
     Raises:
         FileNotFoundError: a link leads to no file of the repository.
     """
-    return OUTSIDE.sub(_named, FENCE.sub(r"```\1", markdown))
+    folder = (ROOT / "docs" / page.file.src_uri).parent
+    return OUTSIDE.sub(lambda link: _named(link, folder), FENCE.sub(r"```\1", markdown))
 
 
-def _named(link: re.Match) -> str:
-    path = (ROOT / "docs" / link[2]).resolve()
+def _named(link: re.Match, folder: Path) -> str:
+    path = (folder / link[2]).resolve()
     if not path.exists():
         raise FileNotFoundError(f"a page links to {link[2]}, which is not there")
+    if path.is_relative_to(ROOT / "docs"):
+        return link[0]
     name = str(path.relative_to(ROOT))
     return f"`{name}`" if link[1].strip("`") in (name, path.name) else f"{link[1]} (`{name}`)"

@@ -10,7 +10,7 @@ Compute runs eagerly, so a copy must have happened when compute waits for it, an
 - compute may lag behind the host: a copy that does not wait for what was launched just before it may read its source
   before that is written (NaN is stored), and its target may still be written by whoever had its memory (NaN is loaded).
 
-``Mutant`` leaves one call out, to show that it is needed. docs/streams.md tells more.
+``Mutant`` leaves one call out, to show that it is needed. docs/inside/host-copies.md tells more.
 """
 
 from __future__ import annotations

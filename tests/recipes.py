@@ -4,12 +4,12 @@
 All start pretrain_gpt.py, or what a fork calls it, on a dense model. A recipe holds its flags as its script would pass
 them with the script's own defaults (paths became plain names), the number of processes, and, where we refuse it, what
 we say. ``stated_processes`` is there where the script leaves the number open (null), or states one that its own grid
-does not fit; ``processes`` was raised to the grid then. A repository with ``drawn`` holds a draw of that day: repositories
-that were not here, of each at most eight scripts that start without arguments, by the lowest SHA-1 of their paths; no
-experts, no copies of flags that were here. They were read once before anything was changed for them: 11 of 50 were
-taken, and a twelfth wrongly. The second draw went by turns through the repositories that the
-index of public code lists for "Megatron-LM", "Megatron-DeepSpeed", "MindSpeed", pretrain_llama.py and pretrain_gpt.py,
-to 43 recipes of seven, of which 17 were taken at first sight, and 14 of two more, of which 8 were.
+does not fit; ``processes`` was raised to the grid then. A repository with ``drawn`` holds a draw of that day:
+repositories that were not here, of each at most eight scripts that start without arguments, by the lowest SHA-1 of
+their paths; no experts, no copies of flags that were here. They were read once before anything was changed for them:
+11 of 50 were taken, and a twelfth wrongly. The second draw went by turns through the repositories that the index of
+public code lists for "Megatron-LM", "Megatron-DeepSpeed", "MindSpeed", pretrain_llama.py and pretrain_gpt.py, to 43
+recipes of seven, of which 17 were taken at first sight, and 14 of two more, of which 8 were.
 
 Forks invent flags for what their programs alone can do, and those are rightly refused. So the share is counted once
 more among the recipes whose flags are all in `tests/unit/data/upstream_flags.json`: names that the argument parsers of

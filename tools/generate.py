@@ -7,7 +7,7 @@
         --ulysses-parallel-size 2 --ring-parallel-size 2 --temperature 0.8 --top-p 0.95 --output answers.jsonl
 
 Greedy, unless --temperature, --top-k or --top-p is given; the same tokens on every grid. Model, mask and tokenizer come
-from the checkpoint. Grid, tokenizer, kernel and --seed are training's own flags: docs/generation.md lists them.
+from the checkpoint. Grid, tokenizer, kernel and --seed are training's own flags: docs/use/generation.md lists them.
 """
 
 from __future__ import annotations

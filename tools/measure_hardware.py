@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure this machine and write it down as a file that --gpu takes (docs/hardware.md).
+"""Measure this machine and write it down as a file that --gpu takes (docs/use/machine-files.md).
 
     python tools/measure_hardware.py --output mine.json --quick
     torchrun --nnodes 2 --nproc-per-node 8 ... tools/measure_hardware.py --output mine.json

@@ -29,7 +29,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     found.add_argument("--model", metavar="NAME", help="named shape, for example llama3-8b")
     found.add_argument("--gpus", required=True, nargs="+", metavar="N", help="how many; several numbers: which of them")
     found.add_argument(
-        "--gpu", required=True, nargs="+", metavar="NAME", help="which: known names, or files (docs/hardware.md)"
+        "--gpu", required=True, nargs="+", metavar="NAME", help="known names, or files (docs/use/machine-files.md)"
     )
     found.add_argument("--seq-length", metavar="N", help="tokens of a sequence")
     found.add_argument("--longest", action="store_true", help="the longest sequence that fits, and its plan")
@@ -131,7 +131,7 @@ def on_nodes(text: str, machine: Machine) -> tuple[int, Machine]:
         raise Refusal(
             f"--gpus {gpus} cannot be spread evenly over nodes of {machine.gpus} {machine.name}, at least half of each "
             f"in use: use {below} or {below + machine.gpus}, or give --gpu a file with another number of gpus "
-            "(docs/hardware.md)"
+            "(docs/use/machine-files.md)"
         )
     return gpus, replace(machine, gpus=use[-1])
 

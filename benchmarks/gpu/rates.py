@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM and copy rates; and from them machine.json, a file that --gpu and the simulator take (docs/hardware.md)."""
+"""GEMM and copy rates; and from them machine.json, a file for --gpu (docs/use/machine-files.md)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
 # tools/evaluate.py shows the loss by position, before and after. This takes a few minutes on 2 cores. EXTRA=1 also
 # extends to 4,096 tokens in one stage, for comparison.
 #
-# For a real checkpoint, keep the stages and change the sizes: docs/context-extension.md.
+# For a real checkpoint, keep the stages and change the sizes: docs/use/position-embeddings.md.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

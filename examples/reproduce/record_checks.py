@@ -86,30 +86,31 @@ def checksum(runs: Sequence[Record]) -> str:
 
 
 def edits_table(constants: Constants) -> list[str]:
-    """Markdown: the test half counted with and without its changes and unpriced runs, then each change."""
+    """Markdown: the error of the test half as it first was, then its changes, with equal ones in one row."""
     now, first = test_half(), [undone(record) for record in test_half()]
-    lines = ["| test half | runs | seconds | each source once: seconds | its tokens a second |", "|---" * 5 + "|"]
-    for name, runs in (
-        ("as it is, without unpriced runs", [run for run in now if not run.unpriced]),
-        ("as it is, unpriced runs counted", now),
-        ("all changes undone, without 3 that were unpriced at once", [run for run in first if not run.unpriced]),
-        ("all changes undone, unpriced runs counted", first),
-    ):  # fmt: skip
-        found = predictions(constants, runs)
-        lines.append(
-            f"| {name} | {len(runs)} | {mean_of_records(found):.1f} % | {mean_of_sources(found):.1f} % | "
-            f"{mean_of_rates(found):.1f} % |"
-        )
-    lines += ["", "| at | source | runs | change | their error without it | with it | why |", "|---" * 7 + "|"]
+    found = predictions(constants, [run for run in first if not run.unpriced])
+    lines = [
+        f"With all changes undone, and without {len(first) - len(found)} runs unpriced at once, the error of "
+        f"the {len(found)} runs left is {mean_of_records(found):.1f} %, of sources {mean_of_sources(found):.1f} %, "
+        f"and in tokens a second {mean_of_rates(found):.1f} %.",
+        "",
+        "| source | runs | change | their error without it, with it, % | why |",
+        "|---" * 5 + "|",
+    ]
+    groups: dict[str, list[Edit]] = {}
     for edit in edits():
-        mine = [run for run in now if edit.concerns(run)]
-        without, with_it = (
-            mean_of_records(predictions(constants, runs)) for runs in ([undone(run, [edit]) for run in mine], mine)
-        )
         change = "marked not priced" if edit.field == "unpriced" else f"`{edit.field}` {_word(edit)}"
-        lines.append(
-            f"| {edit.when} | {edit.source} | {edit.runs} | {change} | {without:.1f} % | {with_it:.1f} % | {edit.why} |"
-        )
+        groups.setdefault(change, []).append(edit)
+    for change, alike in groups.items():
+        errors = []
+        for edit in alike:
+            mine = [run for run in now if edit.concerns(run)]
+            both = ([undone(run, [edit]) for run in mine], mine)
+            errors.append(", ".join(f"{mean_of_records(predictions(constants, runs)):.1f}" for runs in both))
+        sources = ", ".join(edit.source for edit in alike)
+        why = "; ".join(edit.why for edit in alike if "as above" not in edit.why)
+        counts = ", ".join(str(edit.runs) for edit in alike)
+        lines.append(f"| {sources} | {counts} | {change} | {'; '.join(errors)} | {why} |")
     return lines
 
 

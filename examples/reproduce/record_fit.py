@@ -129,24 +129,23 @@ def left_out_one_by_one(rows: Sequence[Record]) -> dict[str, list[Predicted]]:
 
 
 def summary(constants: Constants) -> list[str]:
-    """Markdown: each source with its half, records, configurations, error without and with the constants; means and
+    """Markdown: each source with its half, runs, configurations, error without and with the constants; means and
     worst of what can be priced, if anything can."""
     lines = [
-        "| source | half | machines | records, distinct | not priced | not fitted | with constants | worst |",
-        "|---" * 8 + "|",
+        "| source, half | runs, distinct, not priced | not fitted, with constants, worst, % |",
+        "|---" * 3 + "|",
     ]
     before, after = by_source(predictions(unfitted())), by_source(predictions(constants))
     for source in sorted(after, key=lambda name: (not after[name][0].record.fitted, name)):
         rows = after[source]
-        machines = ", ".join(dict.fromkeys(one.record.machine for one in rows))
         counts = f"{len(rows)}, {distinct([one.record for one in rows])}"
         unpriced = sum(bool(one.record.unpriced) for one in rows)
         with_constants, without = (of_priced(found[source]) for found in (after, before))
         worst = max((one.error for one in with_constants), key=abs)
         half = "fitted" if rows[0].record.fitted else "test"
         lines.append(
-            f"| {source} | {half} | {machines} | {counts} | {unpriced or ''} | "
-            f"{mean_of_records(without):.1f} % | {mean_of_records(with_constants):.1f} % | {worst:+.0f} % |"
+            f"| {source}, {half} | {counts}, {unpriced} | {mean_of_records(without):.1f}, "
+            f"{mean_of_records(with_constants):.1f}, {worst:+.0f} |"
         )
     return lines
 

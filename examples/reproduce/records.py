@@ -3,7 +3,7 @@
 
     python examples/reproduce/records.py [OUT_DIR]
     python examples/reproduce/records.py --fit        # fit again; swap the halves; leave each source out in turn
-    python examples/reproduce/records.py --page       # writes the tables of docs/records.md
+    python examples/reproduce/records.py --page       # writes the tables of docs/inside/published-runs.md
     python examples/reproduce/records.py --predict    # predicts new runs of published/after_freeze.json, once
 
 Prints every record in seconds a step, published and simulated, then sources and totals: four constants fitted to one
@@ -44,7 +44,7 @@ from examples.reproduce.record_fit import (  # noqa: E402
 from examples.reproduce.record_price import Predicted, family  # noqa: E402
 from examples.reproduce.report import Row, command, write  # noqa: E402
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "records.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "inside" / "published-runs.md"
 AGREED = 0.05  # halves whose constants differ by no more of the smaller one
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MOST = 1.6  # times the published speed that the picture has room for
@@ -131,7 +131,7 @@ def fit_again() -> None:
           f"sources' rates {mean_of_rates(found):.1f} %")  # fmt: skip
 
 
-# The tables of docs/records.md, which --page writes between their marks.
+# The tables of docs/inside/published-runs.md, which --page writes between their marks.
 
 
 def page_totals() -> list[str]:
@@ -212,7 +212,7 @@ def main() -> None:
     parser = command(__file__, __doc__)
     parser.set_defaults(out_dir=Path("out/reproduce/records"))
     parser.add_argument("--fit", action="store_true", help="fit the constants again; takes a minute")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/records.md")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/inside/published-runs.md")
     parser.add_argument("--predict", action="store_true", help="predict the runs that came after the freeze, once")
     args = parser.parse_args()
     if args.predict:

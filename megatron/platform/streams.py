@@ -4,7 +4,7 @@
 There are three streams. Compute is whatever the calling thread launches; what is stored to the host and what is loaded
 from it are copied by one stream each. A stream does its work in order; streams are ordered with each other by events
 alone. :class:`Streams` is a CPU's, which does everything at once; :class:`CudaStreams` a GPU's. The dry run has streams
-that take simulated time, and the tests have streams that copy at the worst legal moment (docs/streams.md).
+that take simulated time, and the tests have streams that copy at the worst legal moment (docs/inside/host-copies.md).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 Work = Callable[[Config, Any, Any], int]  # settings, a Runtime, the heartbeat or None
-SAVES_MEMORY = "--dry-run shows where it goes, docs/memory.md what saves it"
+SAVES_MEMORY = "--dry-run shows where it goes, docs/use/memory.md what saves it"
 
 
 def main(

@@ -126,7 +126,7 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     if where.on_gpu and config.model.attention_dropout and kernel.name == "math":
         config.notes.append(
             f"--attention-dropout {config.model.attention_dropout:g}: on a GPU the math kernel computes it, which is "
-            "slow at long sequences (docs/dropout.md)"
+            "slow at long sequences (docs/inside/grid-invariance.md)"
         )
     if config.model.transformer_impl == "auto":
         engine = where.on_gpu and not where.simulated and transformer_engine_installed()

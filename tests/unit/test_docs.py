@@ -21,7 +21,8 @@ from tests.patience import patience
 from tests.program import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 EXAMPLE = ROOT / "examples" / "context_parallel_attention.py"
 # Flags of other programs that the pages name: torchrun, ruff, pytest, pip, docker, git.
@@ -89,7 +90,8 @@ def test_files_are_there(page: Path) -> None:
 
 
 def test_one_tokens_way_names_files_classes_and_functions_that_exist() -> None:
-    text, heart = (ROOT / "docs" / "one-token.md").read_text(), ROOT / "megatron" / "context_parallel"
+    page, heart = DOCS / "inside" / "context-parallelism.md", ROOT / "megatron" / "context_parallel"
+    text = page.read_text().split("## One token's way through the code")[1]
     code = "".join(file.read_text() for file in heart.rglob("*.py"))
     for name in re.findall(r"`([\w/.]+)`", text.replace("`megatron/context_parallel/`", "")):
         if "/" in name:
@@ -100,14 +102,21 @@ def test_one_tokens_way_names_files_classes_and_functions_that_exist() -> None:
 
 
 def test_every_page_is_in_the_index_and_has_a_command() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+    index = (DOCS / "README.md").read_text()
+    for page in DOCS.rglob("*.md"):
+        assert page.name == "README.md" or f"]({page.relative_to(DOCS)})" in index, page.name
         assert blocks(page, "bash") or blocks(page, "python"), f"{page.name} has no command"
 
 
+def test_a_stranger_can_read_it_all() -> None:
+    words = {page: len(page.read_text().split()) for page in PAGES}
+    assert words.pop(ROOT / "README.md") < 900
+    assert len(words) <= 35
+    assert sum(words.values()) <= 40_000
+
+
 def test_what_does_not_work_yet_is_refused() -> None:
-    text = (ROOT / "docs" / "README.md").read_text().split("## What does not work yet")[1].split("\n## ")[0]
+    text = (DOCS / "use" / "what-works.md").read_text().split("## What does not work yet")[1].split("\n## ")[0]
     flags = [span for span in re.findall(r"`(--[^`]+)`", text)]
     assert len(flags) >= 9
     for flag in flags:

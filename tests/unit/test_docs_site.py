@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    lines = (ROOT / "docs" / "api.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "use" / "python-api.md").read_text().splitlines()
     listed = [line.removeprefix("::: megatron.context_parallel.") for line in lines if line.startswith("::: ")]
     assert sorted(listed) == sorted(cp.__all__)
+
+
+def test_the_list_of_folders_is_what_the_folders_say() -> None:
+    names = runpy.run_path(str(ROOT / "scripts" / "folder_map.py"), run_name="docs")
+    page = names["PAGE"].read_text()
+    assert names["filled"](page) == page, "python scripts/folder_map.py"
 
 
 @pytest.mark.full
@@ -27,4 +34,4 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert "initialize_grid" in (tmp_path / "site" / "api.html").read_text()
+    assert "initialize_grid" in (tmp_path / "site" / "use" / "python-api.html").read_text()

@@ -132,7 +132,7 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
-    """A forward pass of FPDT: docs/fpdt.md, "What is copied"."""
+    """A forward pass of FPDT: docs/inside/host-copies.md, "What is copied"."""
     from megatron.simulator.dry_run.one_rank import run_rank
 
     flags = f"--fpdt --fpdt-chunk-size 64 --ring-parallel-size 2 --context-parallel-balance {balance} --bf16"

@@ -94,7 +94,7 @@ FULL = [  # what they are made of is met above
 ]
 CASES = USUAL + FULL
 SOME = 4  # cases that one process measures
-TOLERANCE = 0.025  # of most, a tenth of that: docs/memory-formulas.md
+TOLERANCE = 0.025  # of most, a tenth of that: docs/use/memory.md
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ def test_a_missing_field_is_named(tmp_path):
 
 
 def test_the_page_shows_what_the_files_hold():
-    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "hardware.md").read_text().splitlines()]
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs" / "use" / "machine-files.md").read_text().splitlines()]
     shown = {row[0].strip(): [float(cell) for cell in row[1:]] for row in rows if row and row[0].strip() in known()}
     assert sorted(shown) == known()
     for name, cells in shown.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ten questions of docs/planner.md: each command runs, and says what the page says."""
+"""The ten questions of docs/use/planner.md: each command runs, and says what the page says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tools import plan
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text().split("## Ten questions")[1]
+PAGE = (Path(__file__).parents[2] / "docs" / "use" / "planner.md").read_text().split("## Ten questions")[1]
 ASKED = re.findall(r"\*\*(\d+)\. (.*?)```bash( refused)?\n(.*?)```", PAGE, re.DOTALL)
 AT_ONCE = {"1", "3"}  # in the usual run; the others with --full
 

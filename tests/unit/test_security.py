@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/security.md, sentence by sentence: test_NN shows its sentence NN."""
+"""docs/use/security.md, sentence by sentence: test_NN shows its sentence NN."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.chats import make_tokenizer
 from tools import check_script, launch_confined, plan, trace_alignment
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "security.md"
+PAGE = ROOT / "docs" / "use" / "security.md"
 CODE = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *ROOT.glob("pretrain_*.py")]
 CONFINED = pytest.mark.skipif(bool(launch_confined.why_not()), reason=launch_confined.why_not() or "-")
 MACHINE = '{"extends": "H100-80G", "gpus": "eight"}'

@@ -2,8 +2,9 @@
 """The longest sequences of FPDT and the systems it is compared with (tables 1 and 3, figures 1 and 11), by simulation.
 
 Device memory is that of this project's program (formulas/device_memory.py), run as the paper says: batch 1, full
-recompute with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths go in powers of two, as the
-paper's do but for its 3M. A node has 4 GPUs and 1 TB of host memory; with A100-40G, not described, 8 GPUs (DGX A100).
+recompute with layer inputs in host memory, ZeRO 3 over all ranks, chunks of 64K tokens. Lengths go in powers of two,
+as the paper's do but for its 3M. A node has 4 GPUs and 1 TB of host memory; with A100-40G, not described, 8 GPUs (DGX
+A100).
 
 GPT models have rotary positions here, as in the launch scripts of the published program: a learned table of 8M rows
 would be longer than the model. Their 30B has 64 heads of 112, for OPT's 56 do not divide over 16 ranks.

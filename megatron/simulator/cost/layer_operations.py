@@ -252,7 +252,7 @@ class _Layer:
 def streamed(
     workload: Workload, strategy: Strategy, a: Attended, forward: list[Segment], backward: list[Segment]
 ) -> tuple[list[Segment], list[Segment]]:
-    """With the hidden states that pass through the device chunk by chunk (docs/fpdt.md, "What is copied"): forward one
+    """With the hidden states that pass through the device chunk by chunk (docs/inside/host-copies.md): forward one
     in and one out; backward input and gradient in and a gradient out, by keys also input and gradient once more;
     recompute reads the input again."""
     state = BF16 * strategy.local_tokens(workload) * workload.shape.hidden

@@ -12,7 +12,7 @@ from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Transfer
 from megatron.simulator.machines.machine import Machine
 
 BF16, FP32 = 2, 4  # bytes of an element
-MANY_TILES = "triton_attention"  # what runs where a mask makes many small tiles (docs/kernels.md)
+MANY_TILES = "triton_attention"  # what runs where a mask makes many small tiles (docs/inside/attention-kernels.md)
 
 
 def gemm(name: str, m: float, n: float, k: float, *, backward: bool = False, count: int = 1) -> Kernel:

@@ -35,7 +35,7 @@ def known() -> list[str]:
 
 
 def load(name_or_path: str | Path) -> Machine:
-    """A machine by name (``A100-80G``, in any case), or from a JSON file of the user's own (docs/hardware.md).
+    """A machine by name (``A100-80G``, in any case), or from a JSON file of the user's own (docs/use/machine-files.md).
 
     Raises:
         Refusal: nothing is known under this name; or the file is not what it should be, naming file and field.
@@ -133,7 +133,7 @@ def merge(base: Json, over: Json) -> Json:
 def read_fields(path: Path) -> Json:
     raw = read_json(path)
     if not isinstance(raw, dict):
-        raise Refusal(f"{path}: holds {type(raw).__name__}, not the fields of a machine (docs/hardware.md)")
+        raise Refusal(f"{path}: holds {type(raw).__name__}, not the fields of a machine (docs/use/machine-files.md)")
     return raw
 
 

@@ -86,7 +86,7 @@ def priced(config: Config) -> list[str]:
     if model.attention_dropout and config.simulation.gpu:
         notes.append(
             f"--attention-dropout {model.attention_dropout:g}: on a GPU Triton's kernel computes it, and what drawing "
-            "takes is not priced; --attention-dropout 0 has flash attention (docs/dropout.md)"
+            "takes is not priced; --attention-dropout 0 has flash attention (docs/inside/grid-invariance.md)"
         )
     return notes
 
