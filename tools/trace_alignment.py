@@ -70,11 +70,13 @@ def _is_event(event: Any) -> bool:
     """Whether an event has what its phase asks for, each of its kind."""
     if not isinstance(event, dict) or not isinstance(event.get("ph", ""), str):
         return False
-    phase, args = event.get("ph"), event.get("args") or {}
+    phase, args = event.get("ph"), event.get("args", {})
+    if not isinstance(args, dict):
+        return False
     asked = {"X": ("name", "cat", "ts"), "M": ("name",), **dict.fromkeys("stf", ("cat", "id", "ts"))}.get(phase, ())
     numbers = [event[name] for name in ("ts", "dur") if name in event]
     plain = [event.get(name) for name in ("pid", "tid", "id")]
-    plain += [args.get(name) for name in ("correlation", "External id")] if isinstance(args, dict) else [args]
+    plain += [args.get(name) for name in ("correlation", "External id")]
     return (
         all(name in event for name in asked)
         and all(isinstance(event.get(name, ""), str) for name in ("name", "cat"))

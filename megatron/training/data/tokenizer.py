@@ -49,7 +49,7 @@ class Tokenizer:
 
     def array(self, text: str) -> np.ndarray:
         """The same as integers of any kind [n]: a byte a base for genomes, whose texts are long."""
-        ids = self.encode(text)
+        ids = _reading(lambda: self.encode(text), f"{self.source} cannot tokenize a text")
         return ids if isinstance(ids, np.ndarray) else np.array(list(ids), np.int64)
 
     def special(self, text: str) -> int | None:
@@ -61,7 +61,7 @@ class Tokenizer:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some ids."""
-        return self.decode([int(i) for i in ids])
+        return _reading(lambda: self.decode([int(i) for i in ids]), f"{self.source} cannot turn ids into text")
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _reading(read: Callable[[], Any], refused: str) -> Any:
     """What ``read`` returns; whatever a broken file makes its library raise becomes one line, ``refused`` and why."""
     try:
         return read()
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, Refusal):
         raise
     except BaseException as error:  # a panic of Rust is no Exception
         raise Refusal(f"{refused}: {one_line(error, 300)}") from error
