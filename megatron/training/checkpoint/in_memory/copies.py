@@ -29,7 +29,7 @@ from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.copy_file import NotOwn, OwnFolder, gathered, open_own, swap
 from megatron.training.checkpoint.owner import COPIES, run_of_copies
 from megatron.training.checkpoint.run_state import Progress
-from megatron.training.checkpoint.save_job import words
+from megatron.training.checkpoint.save_job import error_line
 from megatron.training.refusal import Refusal, together
 
 MEMORY = Path("/dev/shm")
@@ -81,7 +81,7 @@ class Copies:
             self._check_room(sum(tensor.nbytes for _, tensor in tensors) * (1 + len(self.distances)))
             copy_file.write(path, tensors, {**self.about, **about})
         except OSError as problem:
-            error = words(problem)
+            error = error_line(problem)
         self._stall = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._replicate, args=(iteration, error), daemon=True, name="copies in memory"
@@ -137,7 +137,7 @@ class Copies:
         try:
             size = 0 if error else copy_file.seal(mine)
         except OSError as problem:
-            size, error = 0, words(problem)
+            size, error = 0, error_line(problem)
         try:
             every = gathered((size, error), self.group)
             failed = _first(error for _, error in every)
@@ -151,7 +151,7 @@ class Copies:
                         if not copy_file.whole(path):
                             raise OSError(f"what rank {source} sent came as something else")
                     except OSError as problem:
-                        error = words(problem)
+                        error = error_line(problem)
                 failed = _first(gathered(error, self.group))
             if not failed:
                 for rank in written:
@@ -161,7 +161,7 @@ class Copies:
                 self._tell_first(iteration, size)
                 return
         except Exception as problem:  # of messages: whoever is gone will be missed in the next step
-            failed = words(problem)
+            failed = error_line(problem)
         for rank in written:
             self.partial(iteration, rank).unlink(missing_ok=True)
         self._lines.append(
