@@ -35,7 +35,7 @@ from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
 from megatron.training.checkpoint.megatron_lm.megatron_args import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face, universal_path
 from megatron.training.checkpoint.older_formats import is_universal
-from megatron.training.checkpoint.owner import Owner
+from megatron.training.checkpoint.owner import Owner, is_pretrained
 from megatron.training.checkpoint.read_torch_dist import load_state
 from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.save_job import Save
@@ -289,7 +289,8 @@ def _load(
     settings = config.checkpoint
     theirs = open_foreign(path)
     common = theirs.common if theirs else path.common()
-    weights_only = _starts_anew(path, settings) or (theirs is not None and theirs.weights_alone)
+    pretrained = is_pretrained(path.path, settings)
+    weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
     model = theirs.model if theirs else common.get("config", {}).get("model", {})
     check_model(model, config, path.path, weights_only)
     new_adapters = adapters_are_new(model, config.model, path.path, weights_only)
@@ -339,19 +340,13 @@ def _load(
 
 def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
     """The iteration and the samples at which a run that loads this checkpoint starts."""
-    if _starts_anew(path, settings):
+    if settings.finetune or is_pretrained(path.path, settings):
         return Progress()
     theirs = open_foreign(path)
     if theirs and theirs.weights_alone:
         return Progress()
     with readable(path.path):
         return _progress(theirs, {} if theirs else path.common())
-
-
-def _starts_anew(path: Checked, settings: CheckpointConfig) -> bool:
-    """Whether only weights are taken from the checkpoint: with --finetune, or as --pretrained-checkpoint."""
-    pretrained = settings.pretrained_checkpoint
-    return settings.finetune or (pretrained is not None and Path(pretrained) == path.path.parent)
 
 
 def _progress(theirs: Theirs | None, common: dict[str, Any]) -> Progress:
