@@ -207,12 +207,12 @@ def test_zarr_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, told", [("latest", "own form: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
+    "name, told", [("latest", "own format: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
 )
 def test_deepspeeds_folders_are_named(tmp_path, name, told):
     assert checkpoint_path(tmp_path, None) is None
     (tmp_path / name).write_text("global_step7")
     with pytest.raises(Refusal, match=f"{told}.*--universal-checkpoint"):
         checkpoint_path(tmp_path, None)
-    with pytest.raises(Refusal, match="--universal-checkpoint: .* is not there: make it"):
+    with pytest.raises(Refusal, match="--universal-checkpoint: .* does not exist: convert"):
         universal_path(tmp_path, None)

@@ -287,7 +287,7 @@ def test_parts_of_an_archive_do_not_overlap():
 @pytest.mark.parametrize(
     "change, told",
     [
-        ({"config": {"model": {"num_layers": "2"}}}, "num_layers '2' is not what --num-layers can be"),
+        ({"config": {"model": {"num_layers": "2"}}}, "num_layers '2' is not a value for --num-layers"),
         ({"config": {"model": {"num_layers": 10**9}}}, "more than 100000"),
         ({"config": {"model": {"hidden_size": -1}}}, "hidden_size"),
         ({"config": {"model": {"norm_epsilon": float("nan")}}}, "norm_epsilon"),

@@ -147,7 +147,7 @@ class Card:
 
 
 class Owner:
-    """A job's lock on a folder, made by :func:`own` on every rank. Only rank 0 has a card; other ranks' calls do nothing.
+    """A job's lock on a folder, made by :func:`own` on every rank. Only rank 0 has a card; other ranks do nothing.
 
     Args:
         folder: the ``--save`` folder.

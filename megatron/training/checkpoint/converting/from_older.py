@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert older formats to Megatron-LM's ``torch_dist``, for ``--load DIR --finetune`` here and in Megatron-LM::
 
-    FOLDER/release/                            the weights, and the args that came with them
-    FOLDER/latest_checkpointed_iteration.txt   contains "release"
+FOLDER/release/                            the weights, and the args that came with them
+FOLDER/latest_checkpointed_iteration.txt   contains "release"
 """
 
 from __future__ import annotations
