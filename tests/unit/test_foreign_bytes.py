@@ -292,10 +292,10 @@ def test_parts_of_an_archive_do_not_overlap():
         ({"config": {"model": {"hidden_size": -1}}}, "hidden_size"),
         ({"config": {"model": {"norm_epsilon": float("nan")}}}, "norm_epsilon"),
         ({"config": {"model": 5}}, "no settings"),
-        ({"config": {"model": {}}, "progress": None}, "how far"),
+        ({"config": {"model": {}}, "progress": None}, "the progress"),
         ({"config": {"model": {}}, "progress": {"iteration": [1]}}, "iteration"),
         ({"vocab_size": 1.5}, "vocab_size"),
-        ({5: 5}, "does not hold"),
+        ({5: 5}, "does not contain"),
     ],
 )
 def test_values_of_another_kind_are_named(tmp_path, change, told):
