@@ -38,7 +38,7 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
     Returns (iteration at the start, losses of the last steps, notes, what is said of copies).
     """
     from megatron.training.checkpoint import checkpoint
-    from megatron.training.checkpoint.in_memory.state import Held
+    from megatron.training.checkpoint.in_memory.state import TrainingState
 
     before, said = os.environ.get("LOCAL_WORLD_SIZE"), []
     try:
@@ -49,9 +49,9 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
             train_job(job, count)
             if job.progress.iteration in save_at:
                 checkpoint.save(f"{folder}/c", job.progress, *state)
-            job.copies.begin(job.progress, Held(*state).tensors())
+            job.copies.begin(job.progress, TrainingState(*state).tensors())
             job.copies.finish()
-            said += job.copies.told()
+            said += job.copies.take_lines()
         return first, train_job(job, more)[0], job.config.notes, said
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE")
@@ -197,7 +197,7 @@ def test_what_is_lost_comes_from_the_neighbour(pool, nodes, harm):
 def lose_both(folder):
     flip_a_bit(folder)
     the_file(folder, 1, "iter_0000003.rank_00001").unlink()
-    return REPLICATED, "of iteration 3 no whole copy of rank 1 is left"
+    return REPLICATED, "no undamaged copy of rank 1 is left of iteration 3"
 
 
 def another_grid(folder):
@@ -231,17 +231,17 @@ def without_room(folder, flags):
     """Two copies; there is no room for the second one on rank 1."""
     import torch.distributed as dist
 
-    from megatron.training.checkpoint.in_memory.state import Held
+    from megatron.training.checkpoint.in_memory.state import TrainingState
 
     job = make_job(with_copies(folder, flags, 1))
     os.environ.pop("LOCAL_WORLD_SIZE")
     lines = []
     for _ in range(2):
         train_job(job, 1)
-        held = Held(job.chunks, job.optimizer, job.schedule, job.config)
+        held = TrainingState(job.chunks, job.optimizer, job.schedule, job.config)
         job.copies.begin(job.progress, held.tensors())
         job.copies.finish()
-        lines += job.copies.told()
+        lines += job.copies.take_lines()
         if dist.get_rank() == 1:
             job.copies.folder = replace(job.copies.folder, number=10**6)  # no such descriptor
     return lines

@@ -110,7 +110,7 @@ def test_refusals(pool, folders, tmp_path):
         pool, flags_of("llama", other)
     )
     (other / "config.json").write_text(json.dumps(config))
-    assert "other formats than safetensors are not read" in refusal(pool, flags_of("llama", other))
+    assert "only the safetensors format is supported" in refusal(pool, flags_of("llama", other))
     weights = {}
     for file in folder.glob("*.safetensors"):
         weights |= load_file(file)
