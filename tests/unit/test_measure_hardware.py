@@ -79,7 +79,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path,
     "flags, told",
     [
         (["--processes", "0"], "--processes 0: give a number above 0"),
-        (["--gemm-sizes", "4", "2"], "--gemm-sizes: give sizes above 0 that rise"),
+        (["--gemm-sizes", "4", "2"], "--gemm-sizes: give sizes above 0 in increasing order"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, capsys, flags, told):
