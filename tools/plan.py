@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-r"""Plan a training run: the fastest grid and memory savings that fit on some GPUs, why, and the command that starts it.
+r"""Plan a training run: find the fastest grid and memory savings that fit on the given GPUs, and print the command.
 
     python tools/plan.py --model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K
     python tools/plan.py --model llama3-8b --gpus 4 --gpu A100-80G --longest
     python tools/plan.py --model llama3-8b --gpus 64 128 256 --gpu H100-80G --seq-length 128K --global-batch 64 \
         --train-tokens 300B --deadline 30d
 
-Model flags are those of pretrain_gpt.py: --model NAME, or sizes (--num-layers 32 --hidden-size 4096 ... --vocab-size),
-then of a Llama. Counts may end in K (1024) or M (1024 K). Options about the strategy narrow the search.
+Model flags are those of pretrain_gpt.py: --model NAME, or the sizes of a Llama (--num-layers 32 --hidden-size 4096 ...
+--vocab-size). Counts may end in K (1024) or M (1024 K). Options about the strategy narrow the search.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from megatron.training.refusal import Refusal, Refusals
 from tools.plan_options import MARGIN, asked, parser, terms
 
 EXIT_REFUSED = 2
-SEED = 1234  # of --jitter
-TRIES = 3  # dry runs of --confirm
+SEED = 1234  # default of --seed
+TRIES = 3  # most dry runs of --confirm
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
     """The problem at the longest sequence that fits."""
     power, length = plan_limits.longest(problem, request.workload)
     if not power:
-        raise nothing_fits(problem)  # not even the shortest
+        raise nothing_fits(problem)  # not even the shortest sequence
     console.print(
         f"The longest power of two that fits is [bold]{count(power)}[/bold] tokens; in sixteenths of it, "
         f"[bold]{count(length)}[/bold]. The plan for {count(length)}:\n"
@@ -84,16 +84,16 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
 
 
 def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Namespace, console: Console) -> Offer:
-    """The kind and number of GPUs to take: what the whole run is best on, else the fastest step."""
+    """The kind and number of GPUs that is best for the complete run if it is described, else for one step."""
     drawn = bool(args.output or args.html)
-    found = offers(problems, tokens(args.top, "--top"), about, near=NEAR if drawn else 1.0)
-    if not found:
+    choices = offers(problems, tokens(args.top, "--top"), about, near=NEAR if drawn else 1.0)
+    if not choices:
         raise nothing_fits(problems[-1])
-    best = best_of(found, about)
+    best = best_of(choices, about)
     if best.plan.tight and args.margin != MARGIN:
         raise Refusal(too_little_left(best, args.margin))
     if len(problems) > 1:
-        console.print(offers_table(found, best, about))
+        console.print(offers_table(choices, best, about))
         console.print()
     return best
 
@@ -142,7 +142,7 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
 
 
 def confirm(told: Report, gpu: str, console: Console) -> None:
-    """Dry runs of the winner and, where it does not fit after all, of plans that take less memory."""
+    """Make a dry run of the best plan; if it does not fit after all, of plans that take less memory."""
     from megatron.simulator.planner import confirm as plan_confirm
 
     problem, plan = told.problem, told.plans[0]
@@ -158,13 +158,11 @@ def confirm(told: Report, gpu: str, console: Console) -> None:
             break
         plan = replace(found.plans[0], room=told.problem.machine.usable_memory)
         console.print(
-            "\nBy the dry run it does not fit. With what that took more set aside, the best is "
+            "\nIn the dry run it does not fit. Allowing for the additional memory that it took, the best plan is "
             f"{words(plan.strategy)}, {losing(plan, told.plans[0])}:\n{told.command(plan.strategy)}",
             soft_wrap=True,
         )
-    raise Refusal(
-        "--confirm: no plan was found that fits by its dry run as well: use more --gpus, or a smaller problem"
-    )
+    raise Refusal("--confirm: no plan was found that also fits in a dry run: use more --gpus, or a smaller problem")
 
 
 def write(name: str, text: str, flag: str) -> None:
@@ -195,7 +193,7 @@ def too_little_left(offer: Offer, margin: str) -> str:
     roomiest = max(offer.plans, key=lambda plan: plan.margin)
     left = int(100 * roomiest.margin / offer.problem.machine.memory)
     return (
-        f"--margin {margin}: no plan leaves so much; of those that fit, {words(roomiest.strategy)} leaves "
+        f"--margin {margin}: no plan leaves that much memory; {words(roomiest.strategy)} leaves the most, "
         f"{gib(roomiest.margin)}: use --margin {left}%, or more --gpus"
     )
 
@@ -203,7 +201,7 @@ def too_little_left(offer: Offer, margin: str) -> str:
 def no_grid(problem: Problem) -> str:
     workload, unit = problem.workload, 2 * problem.gpus
     if next(everything(replace(problem, limits=Limits())), None) is not None:
-        left = f"nothing for --gpus {problem.gpus} is left by the options that narrow the search: "
+        left = f"the options that narrow the search leave no plan for --gpus {problem.gpus}: "
         padded = padded_problem(problem)
         if padded is not problem and next(everything(padded), None) is not None:
             length = padded.workload.seq_length

@@ -180,7 +180,10 @@ def test_classes_that_are_not_known_come_as_nothing(tmp_path):
 @pytest.mark.parametrize(
     "inside, told",
     [
-        ("mp_rank_00/model_optim_rng.pt", "older format torch: convert it with python tools/convert_checkpoint.py --from"),
+        (
+            "mp_rank_00/model_optim_rng.pt",
+            "older format torch: convert it with python tools/convert_checkpoint.py --from",
+        ),
         ("zero/fp32.pt", "universal one of DeepSpeed's: add --universal-checkpoint"),
         (".metadata", "torch_dcp or fsdp_dtensor"),
         ("common.pt", "missing or incomplete"),
