@@ -120,7 +120,10 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --lr 1", "--lr is not about the model"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --hidden-dropout 0.1", "does not know its time"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --frobnicate", "--frobnicate"),
-        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --seed 7", "--seed 7 has no effect without --jitter: add --jitter"),
+        (
+            "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --seed 7",
+            "--seed 7 has no effect without --jitter: add --jitter",
+        ),
         ("--num-layers 8 --gpus 4 --gpu A100-80G --seq-length 8K", "missing: --vocab-size"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --no-fpdt --fpdt-chunk 1K", "leave one out"),
     ],
