@@ -45,7 +45,7 @@ def test_a_measured_file_is_a_machine(tmp_path, capsys):
     assert [size for size, _ in machine.attention_backward.points] == [16, 32]
     assert machine.peak["fp32"] >= max(rate for _, rate in machine.gemm.points) > 0
     assert machine.head_size(128) == 1 and 0 < machine.reserved < machine.memory
-    assert "not measured, with one process" in machine.sources["link"]
+    assert "not measured with one process" in machine.sources["link"]
     assert set(machine.sources) >= {"peak", "gemm", "launch", "memory", "network"}
     assert f"use it as --gpu {path}" in capsys.readouterr().out
     assert os.listdir(path.parent) == ["here.json"]

@@ -115,8 +115,14 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ("--model llama3-8b --gpus 4 --gpu A100-80G", "either --seq-length N or --longest"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 1M --longest", "either --seq-length N or --longest"),
         ("--model llama3-8b --gpus 24 --gpu A100-80G --seq-length 99999 --global-batch 7", "--global-batch 7 of this"),
-        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --tensor 3", "left by the options that narrow"),
-        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --zero 2 --pipeline 4", "left by the options"),
+        (
+            "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --tensor 3",
+            "the options that narrow the search leave no plan",
+        ),
+        (
+            "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --zero 2 --pipeline 4",
+            "the options that narrow the search leave no plan",
+        ),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --lr 1", "--lr is not about the model"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --hidden-dropout 0.1", "does not know its time"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --frobnicate", "--frobnicate"),
