@@ -48,7 +48,7 @@ from megatron.simulator.planner.run_cost import Terms
 from megatron.simulator.planner.search import NEAR, everything, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.training.refusal import Refusal, Refusals
-from tools.plan_options import MARGIN, asked, parser, terms
+from tools.plan_options import MARGIN, parser, planning_problems, terms
 
 EXIT_REFUSED = 2
 SEED = 1234  # default of --seed
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     args, flags = parser(__doc__).parse_known_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     try:
-        request, problems = asked(args, flags)
+        request, problems = planning_problems(args, flags)
         about = terms(args)
         if args.longest:
             problems = [longest(request, problems[0], console)]
@@ -99,17 +99,17 @@ def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Name
 
 
 def report(request: Request, offer: Offer, about: Terms | None, args: argparse.Namespace, console: Console) -> None:
-    top, problem, found = tokens(args.top, "--top"), offer.problem, offer.found
-    told, winner = Report(request, problem, offer.plans, offer.run), offer.plan
-    console.print(told.table(top))
+    top, problem, results = tokens(args.top, "--top"), offer.problem, offer.found
+    ranking, winner = Report(request, problem, offer.plans, offer.run), offer.plan
+    console.print(ranking.table(top))
     if args.jitter:
         jitter = Jitter(args.jitter, SEED if args.seed is None else args.seed)
         for number, plan in enumerate(offer.plans[: min(top, 3)], 1):
             varied = step_spread(problem.workload, plan.strategy, problem.machine, jitter)
             console.print(f"{number}: {spread_words(varied, jitter)}.")
-    if not found.plans:
+    if not results.plans:
         console.print(f"Nothing leaves the usual margin of {gib(problem.spare)}: these plans fit with less.")
-    for plan in found.tight[:3] if found.plans else ():
+    for plan in results.tight[:3] if results.plans else ():
         console.print(
             f"Nearer to the limit: {words(plan.strategy)}, {losing(plan, winner)}; {failing(plan, None, problem)}."
         )
@@ -117,7 +117,7 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     for hint in (uncertain_words(winner, problem), padding_words(problem, winner)):
         if hint:
             console.print(f"{hint}.\n")
-    others = alternatives(winner, problem, found.known)
+    others = alternatives(winner, problem, results.known)
     if others:
         console.print("[bold]Why no other.[/bold]")
     for line in others:
@@ -125,41 +125,41 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     if offer.run:
         console.print("\n[bold]The whole run.[/bold] " + run_words(offer.run, about))
     console.print("\n[bold]Start it[/bold]" + (" on every node:" if problem.gpus > problem.gpus_per_node else ":"))
-    console.print(told.command(winner.strategy), soft_wrap=True)
+    console.print(ranking.command(winner.strategy), soft_wrap=True)
     if args.json:
-        write(args.json, json.dumps(told.rows(), indent=2) + "\n", "--json")
+        write(args.json, json.dumps(ranking.rows(), indent=2) + "\n", "--json")
     if args.output:
         from megatron.simulator.planner import plan_report  # matplotlib comes late
 
-        plan_report.draw(found, problem, args.output, told.name())
+        plan_report.draw(results, problem, args.output, ranking.name())
     if args.html:
         from megatron.simulator.planner.page import page
 
-        write(args.html, page(told, found, others), "--html")
+        write(args.html, page(ranking, results, others), "--html")
     if args.confirm:
         gpu = next(name for name in args.gpu if load(name).name == problem.machine.name)
-        confirm(told, gpu, console)
+        confirm(ranking, gpu, console)
 
 
-def confirm(told: Report, gpu: str, console: Console) -> None:
+def confirm(ranking: Report, gpu: str, console: Console) -> None:
     """Make a dry run of the best plan; if it does not fit after all, of plans that take less memory."""
     from megatron.simulator.planner import confirm as plan_confirm
 
-    problem, plan = told.problem, told.plans[0]
+    problem, plan = ranking.problem, ranking.plans[0]
     for _ in range(TRIES):
-        done = plan_confirm.confirm(told, plan, gpu)
+        done = plan_confirm.confirm(ranking, plan, gpu)
         console.print()
         console.print(done.table())
         if done.fits:
             return
         problem = done.narrowed(problem)
-        found = search(problem, top=1)
-        if not found.plans or found.plans[0].strategy == plan.strategy:
+        results = search(problem, top=1)
+        if not results.plans or results.plans[0].strategy == plan.strategy:
             break
-        plan = replace(found.plans[0], room=told.problem.machine.usable_memory)
+        plan = replace(results.plans[0], room=ranking.problem.machine.usable_memory)
         console.print(
             "\nIn the dry run it does not fit. Allowing for the additional memory that it took, the best plan is "
-            f"{words(plan.strategy)}, {losing(plan, told.plans[0])}:\n{told.command(plan.strategy)}",
+            f"{words(plan.strategy)}, {losing(plan, ranking.plans[0])}:\n{ranking.command(plan.strategy)}",
             soft_wrap=True,
         )
     raise Refusal("--confirm: no plan was found that also fits in a dry run: use more --gpus, or a smaller problem")

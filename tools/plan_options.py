@@ -82,7 +82,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def asked(args: argparse.Namespace, flags: list[str]) -> tuple[Request, list[Problem]]:
+def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Request, list[Problem]]:
     """(request, a planning problem for each kind and number of GPUs).
 
     Raises:

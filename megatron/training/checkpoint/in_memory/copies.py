@@ -148,7 +148,7 @@ class Copies:
                     written.append(source)
                     try:
                         swap((mine, to), (path, source, every[source][0]), self.group)
-                        if not copy_file.whole(path):
+                        if not copy_file.intact(path):
                             raise OSError(f"the file from rank {source} was damaged on the way")
                     except OSError as problem:
                         error = error_line(problem)
@@ -164,9 +164,7 @@ class Copies:
             failed = error_line(problem)
         for rank in written:
             self.partial(iteration, rank).unlink(missing_ok=True)
-        self._lines.append(
-            f"WARNING: no copy of iteration {iteration} in memory ({failed}); the previous one is kept"
-        )
+        self._lines.append(f"WARNING: no copy of iteration {iteration} in memory ({failed}); the previous one is kept")
 
     def _report_first(self, iteration: int, size: int) -> None:
         where = "".join(f", and on rank n + {distance}" for distance in self.distances)

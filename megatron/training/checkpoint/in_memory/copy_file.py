@@ -169,7 +169,7 @@ def seal(path: Path) -> int:
     return path.stat().st_size
 
 
-def whole(path: Path) -> bool:
+def intact(path: Path) -> bool:
     """Whether a file is undamaged."""
     try:
         expected, actual, _ = _sums(path)

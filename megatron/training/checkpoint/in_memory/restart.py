@@ -25,7 +25,7 @@ Files = dict[Step, dict[int, Path]]  # by rank
 
 
 @dataclass(frozen=True)
-class Found:
+class CopyToLoad:
     """The copy to load on this rank."""
 
     path: Path
@@ -33,7 +33,7 @@ class Found:
     line: str  # to be printed
 
 
-def newest(copies: Copies, on_disk: int, notes: list[str]) -> Found | None:
+def newest(copies: Copies, on_disk: int, notes: list[str]) -> CopyToLoad | None:
     """The newest complete step that is newer than the checkpoint on the disk; other copies are removed.
 
     All ranks call it, and all get the same step.
@@ -47,18 +47,18 @@ def newest(copies: Copies, on_disk: int, notes: list[str]) -> Found | None:
     holders = [one for _, one in every]
     others = {line for lines, _ in every for line in lines}
     newer = sorted({step for one in holders for step in one if step[0] > on_disk}, reverse=True)
-    missing, found = "", None
+    missing, chosen = "", None
     for step in newer:
-        found, reason = _fetch(copies, step, files.get(step, {}), [one.get(step, []) for one in holders])
+        chosen, reason = _fetch(copies, step, files.get(step, {}), [one.get(step, []) for one in holders])
         missing = missing or reason
-        if found:
+        if chosen:
             break
     gathered(None, copies.group)
-    copies.clear(found and found.progress.iteration)
-    if found is None and (newer or others):
+    copies.clear(chosen and chosen.progress.iteration)
+    if chosen is None and (newer or others):
         reason = missing or f"they are of {min(others)}, but this run is of {_layout(copies.about)[0]}"
         notes.append(f"the copies in memory cannot be used ({reason}): going on from the disk")
-    return found
+    return chosen
 
 
 def _layout(about: Mapping[str, str]) -> tuple[str, str]:
@@ -87,7 +87,9 @@ def _list_files(copies: Copies) -> tuple[Files, set[str]]:
     return files, others
 
 
-def _fetch(copies: Copies, step: Step, files: Mapping[int, Path], holders: list[list[int]]) -> tuple[Found | None, str]:
+def _fetch(
+    copies: Copies, step: Step, files: Mapping[int, Path], holders: list[list[int]]
+) -> tuple[CopyToLoad | None, str]:
     """(this rank's file of a step, received from another node if necessary, or None; what is missing).
 
     Args:
@@ -100,7 +102,7 @@ def _fetch(copies: Copies, step: Step, files: Mapping[int, Path], holders: list[
         plan = {rank: _holder(rank, holders, bad) for rank in range(copies.ranks)}
         if lost := [rank for rank, holder in plan.items() if holder is None]:
             return None, f"no undamaged copy of rank {lost[0]} is left of iteration {iteration}"
-        wrong = [(rank, me) for rank, holder in plan.items() if holder == me and not copy_file.whole(files[rank])]
+        wrong = [(rank, me) for rank, holder in plan.items() if holder == me and not copy_file.intact(files[rank])]
         if not _agreed(copies, bad, wrong):
             continue
         path, wrong = files.get(me), []
@@ -118,7 +120,7 @@ def _fetch(copies: Copies, step: Step, files: Mapping[int, Path], holders: list[
     moved = [rank for rank, holder in plan.items() if rank != holder]
     fetched = f", of rank{'s' * (len(moved) > 1)} {', '.join(map(str, moved))} from another node's" if moved else ""
     progress = Progress(**json.loads(copy_file.about(path)["progress"]))
-    return Found(path, progress, f"loaded iteration {iteration} from the copies in memory{fetched}"), ""
+    return CopyToLoad(path, progress, f"loaded iteration {iteration} from the copies in memory{fetched}"), ""
 
 
 def _holder(rank: int, holders: list[list[int]], bad: set[tuple[int, int]]) -> int | None:
@@ -146,7 +148,7 @@ def _receive(copies: Copies, iteration: int, holder: int) -> Path | None:
     dist.recv(size, holder, group=copies.group)
     try:
         swap(None, (partial, holder, int(size)), copies.group)
-        if not copy_file.whole(partial):
+        if not copy_file.intact(partial):
             raise OSError("it was damaged on the way")
         partial.rename(path)
     except OSError:
