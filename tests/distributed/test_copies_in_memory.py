@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_memory_exactly(pool, tmp_path, world, flags):
     flags = flags.replace("GPT", "--position-embedding-type learned_absolute")
     _, losses, notes, said = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
     assert files(tmp_path) == [f"iter_0000003.rank_{rank:05d}" for rank in range(world)]
-    assert not [note for note in notes if "cop" in note] and len(said) == 1 and "stood still" in said[0]
+    assert not [note for note in notes if "cop" in note] and len(said) == 1 and "training waited" in said[0]
     first, resumed, notes, _ = pool.run(run, world, tmp_path, flags, 1, (), 3, timeout=120)[0]
     assert first == 3 and resumed == losses  # to the last bit
     assert "loaded iteration 3 from the copies in memory; on the disk is no checkpoint" in notes
@@ -250,6 +250,6 @@ def without_room(folder, flags):
 def test_a_copy_that_has_no_room_is_one_line(pool, tmp_path):
     for _, line in pool.run(without_room, 2, tmp_path, "--zero-stage 1", timeout=120):
         assert line.startswith("WARNING: no copy of iteration 2 in memory (rank 1: FileNotFoundError")
-        assert "training goes on" in line and "\n" not in line
+        assert "the previous one is kept" in line and "\n" not in line
     assert files(tmp_path) == [f"iter_0000001.rank_{rank:05d}" for rank in range(2)]
     assert not list(tmp_path.glob("node0/run-*/.*"))
