@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the files of a checkpoint with their checksums, after a copy for instance, without loading it.
+"""Compare the files of a checkpoint with their checksums without loading it, for example after copying it.
 
     python tools/check_checkpoint.py checkpoints                       # the latest; --ckpt-step N for another one
     python tools/check_checkpoint.py checkpoints/iter_0000100          # or a checkpoint's folder itself
     python tools/check_checkpoint.py Llama-3.1-8B                      # or a Hugging Face folder
 
-With --write-list the files are listed in checksums.json as they are now. This is for a folder that was changed or
-renamed on purpose, or has lost its list: nobody can say afterwards whether its files are those of the run.
+--write-list writes checksums.json for the files as they are now. Use it for a folder that was changed or renamed on
+purpose, or has lost its list; earlier damage can then no longer be detected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.convert_command import exit_on_sigterm, one_line_parser, run
 
 
 def check(argv: list[str] | None) -> list[str]:
-    """Do what the flags ask for; returns the closing lines. Raises Refusal."""
+    """Check or list the files; returns lines to print. Raises Refusal."""
     args = build_parser().parse_args(argv)
     from megatron.training.checkpoint import checksums
     from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
@@ -44,14 +44,14 @@ def check(argv: list[str] | None) -> list[str]:
 
 
 def path_of(folder: Path, step: int | None) -> Path:
-    """The checkpoint that is meant. Raises Refusal where there is none."""
+    """The checkpoint in ``folder``, or ``folder`` itself. Raises Refusal if there is none."""
     from megatron.training.checkpoint.megatron_lm.checked import TORCH_FILES
     from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS
     from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoint_path
 
     marks = ("common.pt", ".metadata", CHECKSUMS, *TORCH_FILES)
     if not (folder / TRACKER).exists() and any(True for mark in marks for _ in folder.glob(mark)):
-        return folder.absolute()  # for the name of "."
+        return folder.absolute()  # "." has no name
     path = checkpoint_path(folder, step)
     if path is None:
         raise Refusal(f"{folder} holds no checkpoint: give a folder of --save, or a checkpoint's own")
@@ -60,9 +60,9 @@ def path_of(folder: Path, step: int | None) -> Path:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = one_line_parser(__doc__)
-    parser.add_argument("folder", type=Path, help="what --load takes, or the folder of one checkpoint")
+    parser.add_argument("folder", type=Path, help="a folder for --load, or the folder of one checkpoint")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to check (default: the latest)")
-    parser.add_argument("--write-list", action="store_true", help="list the files as they are now")
+    parser.add_argument("--write-list", action="store_true", help="write checksums.json for the files as they are now")
     return parser
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Collect the text files below a folder into JSON lines, one {"text": ..., "path": ...} a file.
+"""Collect the text files below a folder into JSON lines, one {"text": ..., "path": ...} per file.
 
-Without --input, the sources of Python's standard library: real text that every machine has. Files come in the order of
-a hash of their relative paths, so that any part of the output is a fair sample, and the same one every time.
+Without --input, the sources of Python's standard library are used, real text that every machine has. Files are ordered
+by a hash of their relative paths, so any part of the output is a random sample, and the same in every run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SKIP = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycac
 
 def find(root: str, suffixes: tuple[str, ...], skip: tuple[str, ...]) -> list[str]:
     """Relative paths of the files below a folder, in the order of their hashes."""
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skip]
-        found += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(suffixes)]
-    return sorted(found, key=lambda path: hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest())
+        paths += [os.path.relpath(os.path.join(folder, name), root) for name in files if name.endswith(suffixes)]
+    return sorted(paths, key=lambda path: hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest())
 
 
 def collect(args: argparse.Namespace) -> str:
-    """Write the JSON lines; returns the closing line."""
+    """Write the JSON lines; returns a summary to print."""
     if not os.path.isdir(args.input):
         raise Refusal(f"--input {args.input}: no such folder")
     paths = find(args.input, tuple(args.suffixes), tuple(args.skip))
@@ -68,9 +68,9 @@ def main(argv: list[str] | None = None) -> None:
     stdlib = sysconfig.get_paths()["stdlib"]
     parser.add_argument("--input", default=stdlib, metavar="DIR", help="folder to search (default: %(default)s)")
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON-lines file to write")
-    parser.add_argument("--suffixes", nargs="+", default=[".py", ".txt", ".md", ".rst"], help="ends of file names")
+    parser.add_argument("--suffixes", nargs="+", default=[".py", ".txt", ".md", ".rst"], help="suffixes of file names")
     parser.add_argument("--skip", nargs="*", default=list(SKIP), help="folders to leave out (default: %(default)s)")
-    parser.add_argument("--max-bytes", type=int, help="most text to take")
+    parser.add_argument("--max-bytes", type=int, help="maximum size of the text")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     args = parser.parse_args(argv)
     try:

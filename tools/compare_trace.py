@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Lay a predicted step beside a measured one: a dry run's trace, and torch.profiler's of a real run of the same flags.
+"""Compare a predicted step with a measured one: a dry run's trace, and torch.profiler's of a real run with its flags.
 
     python tools/compare_trace.py out/dry_run_trace.json.gz out/rank-0.json.gz
 
-Operations are matched by name and order, phase by phase; the tables say how often each kind was called and how long it
-took, predicted and measured. Both files open in https://ui.perfetto.dev; --merged writes one with both.
+Operations are matched by name and order; the tables show, for each phase and kind, how often operations were called
+and how long they took, predicted and measured. Both files open in https://ui.perfetto.dev; --merged writes one trace
+with both.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from tools.profiled_trace import measured
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("predicted", type=Path, help="trace of a dry run (beside its --dry-run-json)")
+    parser.add_argument("predicted", type=Path, help="trace of a dry run (next to its --dry-run-json)")
     parser.add_argument("measured", type=Path, nargs="+", help="torch.profiler's traces, of one rank each")
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="whose they are (0, 1, ...)")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="the ranks of these traces (0, 1, ...)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison")
     parser.add_argument("--merged", type=Path, metavar="FILE", help="write one trace with both, to look at")
     options = parser.parse_args(argv)
     ranks = options.ranks or list(range(len(options.measured)))
     if len(ranks) != len(options.measured):
-        parser.error(f"--ranks names {len(ranks)} ranks of {len(options.measured)} files")
+        parser.error(f"--ranks names {len(ranks)} ranks for {len(options.measured)} files: give one for each")
     try:
         return _run(options, ranks)
     except traces.NoTrace as error:
@@ -47,21 +48,21 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, ranks: list[int]) -> int:
     dry = traces.read(options.predicted)
     if not traces.is_predicted(dry):
-        raise traces.NoTrace(f"{options.predicted}: is no dry run's: name that one first")
+        raise traces.NoTrace(f"{options.predicted}: is not a dry run's trace: give that one first")
     real = [(rank, traces.read(path)) for rank, path in zip(ranks, options.measured)]
     console, rows = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False), []
     for rank, trace in real:
         ours = traces.predicted(dry, rank)
-        found = traces.compare(ours, measured(trace, {x.name: x.kind for x in ours if x.kind not in traces.KINDS}))
-        console.print(_table(found, rank))
-        if found.pairs is None:
-            console.print(f"The two differ in more than {traces.MOST_EDITS} operations: no order in common is sought.")
+        result = traces.compare(ours, measured(trace, {x.name: x.kind for x in ours if x.kind not in traces.KINDS}))
+        console.print(_table(result, rank))
+        if result.pairs is None:
+            console.print(f"The two differ in more than {traces.MOST_EDITS} operations, too many to match their order.")
         else:
-            both = f"{len(found.pairs)} of {len(found.ours)} predicted and {len(found.theirs)} measured operations"
-            console.print(f"Rank {rank}: {both} are in both, in the same order: {found.share:.1%} of the predicted.")
-        for name, more in found.alone()[:8]:
+            both = f"{len(result.pairs)} of {len(result.ours)} predicted and {len(result.theirs)} measured operations"
+            console.print(f"Rank {rank}: {both} are in both, in the same order: {result.share:.1%} of the predicted.")
+        for name, more in result.alone()[:8]:
             console.print(f"- {name}: {abs(more)} more {'predicted' if more > 0 else 'measured'}")
-        rows.append({"rank": rank, "share": found.share, "rows": found.rows(), "alone": dict(found.alone())})
+        rows.append({"rank": rank, "share": result.share, "rows": result.rows(), "alone": dict(result.alone())})
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.merged:
@@ -70,11 +71,11 @@ def _run(options: argparse.Namespace, ranks: list[int]) -> int:
     return 0
 
 
-def _table(found: traces.Comparison, rank: int) -> Table:
+def _table(result: traces.Comparison, rank: int) -> Table:
     table = Table("phase", "kind", title=f"rank {rank}: predicted and measured", title_justify="left")
     for name in ("calls", "measured", "ms", "measured", "ratio"):
         table.add_column(name, justify="right")
-    for row in found.rows():
+    for row in result.rows():
         ours, theirs = row["ms_predicted"], row["ms_measured"]
         calls = str(row["calls_predicted"]), str(row["calls_measured"])
         ratio = f"{ours / theirs:.2f}" if theirs else "-"

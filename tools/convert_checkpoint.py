@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Turn weights of older forms into a checkpoint that --load takes: Megatron-LM's format torch, DeepSpeed's universal.
+"""Convert weights in Megatron-LM's format torch, or DeepSpeed's universal format, to a checkpoint for --load.
 
     python tools/convert_checkpoint.py --from old --to new           # then train with --load new --finetune
 
     old/iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt      Megatron-LM's, of any TP x PP, core's layers or older ones
     old/global_step100_universal/zero/NAME/fp32.pt            Megatron-DeepSpeed's, by DeepSpeed's ds_to_universal.py
 
-Weights alone: no optimizer, no schedule. Nothing that a file holds is run, and memory holds a weight, not the model.
-What Megatron-LM has written with torch_dist needs no conversion.
+Only weights are converted, without optimizer and schedule. No code from the files is run, and memory holds one weight,
+not the model. Megatron-LM's torch_dist checkpoints need no conversion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.convert_command import exit_on_sigterm, one_line_parser, run, timed
 
 
 def convert(argv: list[str] | None) -> list[str]:
-    """Do what the flags ask for; returns the closing lines. Raises Refusal."""
+    """Convert the checkpoint; returns lines to print. Raises Refusal."""
     args = build_parser().parse_args(argv)
     from megatron.training.checkpoint.converting.from_older import convert as write
     from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = one_line_parser(__doc__)
     parser.add_argument("--from", dest="from_", type=Path, metavar="DIR", required=True, help="folder to read")
     parser.add_argument("--to", type=Path, metavar="DIR", required=True, help="folder to write; must be new or empty")
-    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: as it is)")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: the source's)")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read (default: the latest)")
     return parser
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs that convert checkpoints have in common: a bar, the time it took, errors in one line."""
+"""Shared by several programs in tools/: parsers, tokenizer options, a progress bar, the time taken, one-line errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
+from megatron.training.arguments.config import DataConfig
 from megatron.training.refusal import Refusal
+
+TOKENIZER_FIELDS = [
+    field
+    for field in fields(DataConfig)
+    if field.name.startswith(("tokenizer_", "vocab_file", "merge_file", "tiktoken_"))
+]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,8 +33,19 @@ def one_line_parser(description: str) -> argparse.ArgumentParser:
     return _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
 
+def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the training program that choose a tokenizer."""
+    for field in TOKENIZER_FIELDS:
+        options = {key: field.metadata[key] for key in ("choices", "help") if key in field.metadata}
+        kind = field.metadata.get("type") or type(field.default)
+        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default, **options)
+
+
 def timed(write: Callable[[Callable[[int], Callable[[], Any]]], list[str]]) -> list[str]:
-    """Closing lines of ``write(bar)``, the first one with its seconds; ``bar(total)()`` counts one tensor on a bar."""
+    """Call ``write(bar)``, and add the seconds it took to the first of the lines that it returns.
+
+    ``bar(total)`` starts a progress bar, and returns a function that counts one tensor.
+    """
     from tqdm import tqdm
 
     begin = time.monotonic()
@@ -40,7 +59,7 @@ def timed(write: Callable[[Callable[[int], Callable[[], Any]]], list[str]]) -> l
 
 
 def run(convert: Callable[[list[str] | None], list[str]], argv: list[str] | None) -> int:
-    """Print what ``convert(argv)`` closes with; returns the exit code."""
+    """Print the lines that ``convert(argv)`` returns, or its error; returns the exit code."""
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     try:
         print("\n".join(convert(argv)))
@@ -54,5 +73,5 @@ def run(convert: Callable[[list[str] | None], list[str]], argv: list[str] | None
 
 
 def exit_on_sigterm() -> None:
-    """By an exception, so that unfinished folders go."""
+    """On SIGTERM, exit by an exception, so that unfinished folders are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

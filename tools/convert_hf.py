@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a Hugging Face Llama folder (config.json, *.safetensors, tokenizer) into a checkpoint for training, and back.
+"""Convert a Hugging Face Llama folder (config.json, *.safetensors, tokenizer) to a checkpoint for training, and back.
 
     python tools/convert_hf.py --from-hf Llama-3.1-8B --to llama-8b      # then train with --load llama-8b --finetune
-    python tools/convert_hf.py --from checkpoints --to-hf my-llama      # with adapters, if it has any, merged into it
-    python tools/convert_hf.py --from checkpoints --to-peft my-adapter  # or they alone
+    python tools/convert_hf.py --from checkpoints --to-hf my-llama      # merges adapters, if there are any
+    python tools/convert_hf.py --from checkpoints --to-peft my-adapter  # writes only the adapters
 
-Bit for bit: without training in between, every file comes back as it was. Nothing is downloaded, no code of a
-checkpoint is run, and memory holds a layer, not the model.
+Both directions are exact: without training in between, every file is the same again, byte for byte. Nothing is
+downloaded, no code from a checkpoint is run, and memory holds one layer, not the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.convert_command import exit_on_sigterm, one_line_parser, run, timed
 
 
 def convert(argv: list[str] | None) -> list[str]:
-    """Do what the flags ask for; returns the closing lines. Raises Refusal."""
+    """Convert the checkpoint; returns lines to print. Raises Refusal."""
     args = build_parser().parse_args(argv)
     check(args)
     from megatron.training.checkpoint.hugging_face.llama_settings import DTYPES
@@ -49,22 +49,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="from_", type=Path, metavar="DIR", help="checkpoint folder to read")
     parser.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face folder to write; must be new or empty")
     parser.add_argument("--to-peft", type=Path, metavar="DIR", help="folder for PEFT to write; must be new or empty")
-    parser.add_argument("--base", default="", metavar="NAME", help="--to-peft: the model that adapters belong to")
-    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: as it is)")
+    parser.add_argument("--base", default="", metavar="NAME", help="with --to-peft: the model that adapters belong to")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: the source's)")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read of --from (default: the latest)")
     parser.add_argument(
         "--hf-files",
         type=Path,
         metavar="DIR",
-        help="config.json, tokenizer and the like for --to-hf (default: hf/ in --from; else a new config.json)",
+        help="folder with config.json, tokenizer etc. for --to-hf (default: hf/ in --from; else a new config.json)",
     )
     return parser
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse flags that do not go together."""
-    there, back = (args.from_hf, args.to), (args.from_, args.to_hf or args.to_peft)
-    if not (all(there) and not any(back)) and not (all(back) and not any(there)) or (args.to_hf and args.to_peft):
+    """Refuse flags that cannot be combined."""
+    to_ours, from_ours = (args.from_hf, args.to), (args.from_, args.to_hf or args.to_peft)
+    one_direction = (all(to_ours) and not any(from_ours)) or (all(from_ours) and not any(to_ours))
+    if not one_direction or (args.to_hf and args.to_peft):
         raise Refusal("give --from-hf DIR --to DIR, or --from DIR --to-hf DIR, or --from DIR --to-peft DIR")
     if args.base and not args.to_peft:
         raise Refusal("--base goes with --from DIR --to-peft DIR")

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate a checkpoint by teacher forcing, on any grid: loss by position, needles, tasks of RULER's kind, perplexity.
+"""Evaluate a checkpoint by teacher forcing, on any grid: loss by position, needles, tasks like RULER's, perplexity.
 
     torchrun --nproc-per-node 4 tools/evaluate.py --load checkpoints --ulysses-parallel-size 2 --ring-parallel-size 2 \\
         --seq-length 16384 --eval-tasks needle loss-by-position --valid-data-path my/valid_text_document \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model my/tokenizer
 
-Flags are those of the training program. The model's shape comes from the checkpoint, ours, Megatron-LM's or a Hugging
-Face folder; so do the mask, the length, the tokenizer and the validation data, as far as it names them and no flag
-does.
+Flags are those of the training program. The model's shape comes from the checkpoint (ours, Megatron-LM's or a Hugging
+Face folder). So do the mask, the length, the tokenizer and the validation data, unless flags give them.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ DATA = {"--data-path", "--mock-data", "--data-args-path", "--data-file-list", "-
     for split in ("train", "valid", "test")
     for source in ("data-path", "weighted-split-paths", "weighted-split-paths-path")
 }
-TAKEN = {f"data.{name[2:].replace('-', '_')}" for name in TOKENIZER} | {
+TOKENIZER_SETTINGS = {f"data.{name[2:].replace('-', '_')}" for name in TOKENIZER} | {
     "data.tiktoken_pattern", "data.tiktoken_num_special_tokens", "model.vocab_size",
 }  # fmt: skip
 
 
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
-    """Settings that differ from training's. Tasks that read no data ask for none."""
+    """Settings whose defaults differ from training's. Tasks that read no data need none."""
     reads = "loss-by-position" in argv or any(word.split("=")[0] in DATA for word in argv)
     return DEFAULTS | ({} if reads else {"data.mock_data": True})
 
 
-def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Settings that the checkpoint brings where no flag does, and a line on each.
+def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """(settings from the checkpoint that no flag gives, a line about each).
 
     Raises:
-        Refusal: its settings are none that flags could have given.
+        Refusal: the checkpoint has settings that no flags could have given.
     """
     from megatron.inference.load import MASK, check_taken, read_saved
     from megatron.training.checkpoint.arguments_of import held_out_data, length_of
@@ -66,34 +65,34 @@ def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     folder = next((given[name] for name in LOADS if given.get(name)), [""])[0]
     step = given.get("--ckpt-step", [""])
     number = int(step[0]) if step and step[0].isdecimal() else None
-    found = checkpoint_path(Path(folder), number)
-    if not folder or found is None:  # said later, with what it means
+    path = checkpoint_path(Path(folder), number)
+    if not folder or path is None:  # refused later
         return {}, []
-    taken, told = {}, []
+    taken, lines = {}, []
     if "--seq-length" not in given and (length := length_of(folder, number)):
         taken["data.seq_length"] = length
-        told.append(f"--seq-length {length}, the longest of the checkpoint")
-    saved = read_saved(found, Path(folder)).settings
+        lines.append(f"--seq-length {length}, the longest of the checkpoint")
+    saved = read_saved(path, Path(folder)).settings
     if not given.keys() & {f"--{name.replace('_', '-')}" for name in MASK}:
         mask = {name: value for name, value in saved.items() if name.startswith("attention.")}
         check_taken(mask, folder)
         taken |= mask
         if mask.get("attention.attention_mask"):
-            told.append(f"--attention-mask {mask['attention.attention_mask']}, the checkpoint's")
+            lines.append(f"--attention-mask {mask['attention.attention_mask']}, the checkpoint's")
     if not given.keys() & TOKENIZER:
-        said = {name: value for name, value in saved.items() if name in TAKEN}
-        if said.get("data.tokenizer_type"):
-            taken |= said
-            told.append(f"--tokenizer-type {said['data.tokenizer_type']}, the checkpoint's")
+        tokenizer = {name: value for name, value in saved.items() if name in TOKENIZER_SETTINGS}
+        if tokenizer.get("data.tokenizer_type"):
+            taken |= tokenizer
+            lines.append(f"--tokenizer-type {tokenizer['data.tokenizer_type']}, the checkpoint's")
     if "loss-by-position" in argv and not given.keys() & DATA:
-        if data := held_out_data(found):
+        if data := held_out_data(path):
             taken |= data
-            told.append("data: " + ", ".join(f"--{name[5:].replace('_', '-')} {data[name]}" for name in data))
-    return taken, told
+            lines.append("data: " + ", ".join(f"--{name[5:].replace('_', '-')} {data[name]}" for name in data))
+    return taken, lines
 
 
-def evaluate(config: Config, runtime: Any, beats: Any, told: Sequence[str] = ()) -> int:
-    """Load, evaluate, write; returns the exit code. ``told``: what the checkpoint brought."""
+def evaluate(config: Config, runtime: Any, beats: Any, notes: Sequence[str] = ()) -> int:
+    """Load, evaluate, write; returns the exit code. ``notes``: lines about settings from the checkpoint."""
     from megatron.training.evaluation.eval_report import lines, tables, write
     from megatron.training.evaluation.evaluated_model import prepare_evaluation
     from megatron.training.evaluation.tasks import Subject, evaluate_tasks
@@ -101,10 +100,10 @@ def evaluate(config: Config, runtime: Any, beats: Any, told: Sequence[str] = ())
 
     begin = time.perf_counter()
     plan, chunks, dataset = prepare_evaluation(config, runtime)
-    tell: Callable[..., None] = print if runtime.is_rank_zero else lambda *_, **__: None
-    for note in (*told, *config.notes, f"{runtime.grid}, {config.data.seq_length} tokens a row"):
-        tell(f" > {note}", flush=True)
-    found = evaluate_tasks(plan, Subject(config, runtime, chunks, bar if runtime.is_rank_zero else None), dataset)
+    if runtime.is_rank_zero:
+        for note in (*notes, *config.notes, f"{runtime.grid}, {config.data.seq_length} tokens a row"):
+            print(f" > {note}", flush=True)
+    results = evaluate_tasks(plan, Subject(config, runtime, chunks, bar if runtime.is_rank_zero else None), dataset)
     about = {
         "checkpoint": config.checkpoint.load or config.checkpoint.pretrained_checkpoint,
         "seq_length": config.data.seq_length,
@@ -113,20 +112,20 @@ def evaluate(config: Config, runtime: Any, beats: Any, told: Sequence[str] = ())
         "grid": str(runtime.grid),
     }
     folder = config.evaluation.eval_output or "out/evaluation"
-    written = together(lambda: write(folder, about, found) if runtime.is_rank_zero else [])
+    written = together(lambda: write(folder, about, results) if runtime.is_rank_zero else [])
     if runtime.is_rank_zero:
         from rich.console import Console
 
-        for table in tables(found):
+        for table in tables(results):
             Console().print(table)
-        for line in lines(found):
+        for line in lines(results):
             print(line)
         print(f"{', '.join(written)}; {time.perf_counter() - begin:.1f} s", flush=True)
     return 0
 
 
 def bar(total: int, name: str) -> Callable[[int], Any]:
-    """A progress bar, where there is a terminal."""
+    """A progress bar, if the output is a terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=name, unit=" micro-batches", disable=None).update
@@ -136,18 +135,18 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code, as pretrain_gpt.py does."""
     given = list(sys.argv[1:] if argv is None else argv)
     names = {word.split("=")[0] for word in given}
-    if not names & {*LOADS, "--help", "-h"}:  # before the shape is missed, which it brings
+    if not names & {*LOADS, "--help", "-h"}:  # checked first, because without it the model's shape is missing too
         if os.environ.get("RANK", "0") == "0":
             print("error: missing: --load DIR, the checkpoint or the Hugging Face folder to evaluate", file=sys.stderr)
         return 2
-    taken, told = {}, []
+    taken, notes = {}, []
     try:
         if not names & {"--help", "-h"}:
-            taken, told = of_checkpoint(given)
+            taken, notes = settings_from_checkpoint(given)
     except Refusal as refusal:
         tell(refusal)
         return EXIT_REFUSED
-    return program(given, defaults(given) | taken, work=partial(evaluate, told=told))
+    return program(given, defaults(given) | taken, work=partial(evaluate, notes=notes))
 
 
 if __name__ == "__main__":

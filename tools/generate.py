@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Let a checkpoint answer prompts: ours, Megatron-LM's or a Hugging Face folder, on one process or any grid.
+"""Generate text from prompts with a checkpoint (ours, Megatron-LM's or a Hugging Face folder), on any grid.
 
     python tools/generate.py --load out/llama --prompt "def main(" --max-new-tokens 64
     torchrun --nproc-per-node 4 tools/generate.py --load out/llama --prompts prompts.jsonl --max-new-tokens 256 \\
         --ulysses-parallel-size 2 --ring-parallel-size 2 --temperature 0.8 --top-p 0.95 --output answers.jsonl
 
-Greedy, unless --temperature, --top-k or --top-p is given; the same tokens on every grid. Model, mask and tokenizer come
-from the checkpoint. Grid, tokenizer, kernel and --seed are training's own flags: docs/use/generation.md lists them.
+Decoding is greedy unless --temperature, --top-k or --top-p is given; every grid generates the same tokens. Model, mask
+and tokenizer come from the checkpoint. Flags for grid, tokenizer, kernel and --seed are those of the training program:
+docs/use/generation.md lists them.
 """
 
 from __future__ import annotations
@@ -20,49 +21,54 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.refusal import Refusal
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise Refusal(message)
+from tools.convert_command import one_line_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = one_line_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="folder of a checkpoint")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the latest)")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line; in .jsonl as a JSON object")
-    parser.add_argument("--max-new-tokens", type=int, required=True, metavar="N", help="longest answer")
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token, as without --temperature")
-    parser.add_argument("--temperature", type=float, metavar="X", help="draw, from logits divided by X")
-    parser.add_argument("--top-k", type=int, metavar="N", help="draw among the N likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="X", help="draw among the likeliest tokens that make up X")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="one prompt per line; in a .jsonl file, as a JSON object"
+    )
+    parser.add_argument("--max-new-tokens", type=int, required=True, metavar="N", help="maximum length of an answer")
+    parser.add_argument("--greedy", action="store_true", help="always take the most likely token (the default)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="sample from logits divided by X")
+    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens")
+    parser.add_argument("--top-p", type=float, metavar="X", help="sample from the most likely tokens of probability X")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="to compute in (default: the checkpoint's)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="answers as JSON lines: prompt, text, tokens")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write answers as JSON lines: prompt, text, tokens")
     return parser
 
 
 def order_of(args: argparse.Namespace) -> Any:
-    """The order that flags make. Raises Refusal where a number makes no sense, or two flags contradict each other."""
+    """The generation that the flags describe. Raises Refusal if a value is invalid, or two flags contradict."""
     from megatron.inference.generate import Sampling
     from megatron.inference.prompts import Order
 
     drawn = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None}
     if args.greedy and drawn:
         flags = ", ".join("--" + name.replace("_", "-") for name in drawn)
-        raise Refusal(f"--greedy draws nothing, and {flags} say how to draw: leave one out")
+        raise Refusal(f"--greedy does not sample, but {flags} say how to sample: leave one out")
     if args.max_new_tokens < 1:
         raise Refusal(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
     if not drawn.get("temperature", 1.0) > 0 or drawn.get("temperature") == float("inf"):
-        raise Refusal(f"--temperature {args.temperature:g} must be above 0; the likeliest token comes with --greedy")
+        raise Refusal(f"--temperature {args.temperature:g} must be above 0; for the most likely token use --greedy")
     if drawn.get("top_k", 1) < 1:
-        raise Refusal(f"--top-k {args.top_k} must be at least 1; without it all tokens can be drawn")
+        raise Refusal(f"--top-k {args.top_k} must be at least 1; without it, all tokens can be sampled")
     if not 0 < drawn.get("top_p", 1.0) <= 1:
         raise Refusal(f"--top-p {args.top_p:g} must be above 0 and at most 1")
     sampling = Sampling(greedy=not drawn, **drawn)
     return Order(
-        args.load, args.prompt, args.prompts, args.max_new_tokens, sampling, args.ckpt_step, args.dtype, args.output
+        load=args.load,
+        prompt=args.prompt,
+        prompts=args.prompts,
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        ckpt_step=args.ckpt_step,
+        dtype=args.dtype,
+        output=args.output,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools/measure_hardware.py measures, and how it becomes the fields of a machine's file."""
+"""The measurements of tools/measure_hardware.py, and their conversion to the fields of a machine file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.simulator.machines.measure_links import Figures, figures, measure_
 from megatron.training.refusal import Refusal
 from megatron.training.report.mfu import GPU_PEAKS
 
-Tell = Callable[[str], None]
+Advance = Callable[[str], None]  # advances the progress bar, and shows a text on it
 
 
 def chosen_device(name: str) -> torch.device:
@@ -55,19 +55,19 @@ def chosen_effort(args: argparse.Namespace, device: str) -> Effort:
 
 
 def follow(device: torch.device, plan: Effort) -> int:
-    """What the other ranks of torchrun do: their part of the collectives."""
+    """Take part in the collectives, on all ranks of torchrun but rank 0."""
     figures(device, int(os.environ["LOCAL_WORLD_SIZE"]), plan, lambda text: None)
     return 0
 
 
 def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the file, measured one after the other with a progress bar on standard error."""
+    """The fields of the machine file, measured with a progress bar on standard error."""
     cuda = device.type == "cuda"
     processes = args.processes or (torch.cuda.device_count() if cuda else min(2, os.cpu_count() or 1))
     if "RANK" in os.environ:
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
     if cuda and processes > torch.cuda.device_count():
-        raise Refusal(f"--processes {processes}: there are {torch.cuda.device_count()} GPUs; give at most as many")
+        raise Refusal(f"--processes {processes}: there are only {torch.cuda.device_count()} GPUs: give at most as many")
     if not cuda:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes)))
     columns = (TextColumn("{task.description:44}"), BarColumn(), TimeElapsedColumn())
@@ -77,66 +77,66 @@ def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> di
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("start", total=steps)
 
-        def tell(text: str) -> None:
+        def advance(text: str) -> None:
             progress.update(task, description=text, advance=1)
 
         runtime = context_and_workspace(device) if cuda else {}  # before anything else has used the GPU
-        links = link_figures(device, processes, plan, args.timeout, tell)
-        raw = device_figures(device, plan, tell)
+        links = link_figures(device, processes, plan, args.timeout, advance)
+        raw = device_figures(device, plan, advance)
         progress.update(task, completed=steps, description="done")
     raw |= node_fields(links, raw, device) | runtime_fields(runtime, links)
     return named(raw, args.output, device)
 
 
-def link_figures(device: torch.device, processes: int, plan: Effort, timeout: float, tell: Tell) -> Figures:
-    if dist.is_initialized() or processes == 1:
-        if dist.is_initialized():
-            return figures(device, processes, plan, tell)
-        tell("copies to the host")
+def link_figures(device: torch.device, processes: int, plan: Effort, timeout: float, advance: Advance) -> Figures:
+    if dist.is_initialized():
+        return figures(device, processes, plan, advance)
+    if processes == 1:
+        advance("copies to the host")
         return Figures({}, {}, measure_device.host_copy(plan.copy_bytes, device, plan.window), 1, 1)
-    return measure_in_processes(processes, device.type, plan, timeout, tell)
+    return measure_in_processes(processes, device.type, plan, timeout, advance)
 
 
-def device_figures(device: torch.device, plan: Effort, tell: Tell) -> dict[str, Any]:
-    """Rates, memory and launch of one device."""
+def device_figures(device: torch.device, plan: Effort, advance: Advance) -> dict[str, Any]:
+    """FLOP/s, memory bandwidth (bytes/s) and launch time (s) of one device."""
     window = plan.window
-    own, other = ("bf16", "fp32") if device.type == "cuda" else ("fp32", "bf16")
+    main, other = ("bf16", "fp32") if device.type == "cuda" else ("fp32", "bf16")
     gemm = []
     for size in plan.gemm:
-        tell(f"products of {size} in {own}")
-        gemm.append([size, measure_device.gemm_rate(size, DTYPES[own], device, window)])
-    tell(f"products in {other}")
-    others = measure_device.gemm_rate(plan.gemm[-1], DTYPES[other], device, window)
+        advance(f"products of {size} in {main}")
+        gemm.append([size, measure_device.gemm_rate(size, DTYPES[main], device, window)])
+    advance(f"products in {other}")
+    other_rate = measure_device.gemm_rate(plan.gemm[-1], DTYPES[other], device, window)
     forward, backward = [], []
     for length in plan.attention:
-        tell(f"attention of {length} tokens")
-        rates = measure_device.attention_rates(length, plan.heads, HEAD_DIM, DTYPES[own], device, window)
+        advance(f"attention of {length} tokens")
+        rates = measure_device.attention_rates(length, plan.heads, HEAD_DIM, DTYPES[main], device, window)
         forward.append([length, rates[0]])
         backward.append([length, rates[1]])
     middle, sizes = plan.attention[len(plan.attention) // 2], []
     for head_dim in HEAD_SIZES:
-        tell(f"attention with heads of {head_dim}")
-        rates = measure_device.attention_rates(middle, plan.heads, head_dim, DTYPES[own], device, window)
-        sizes.append([head_dim, 1 / (1 / rates[0] + 2.5 / rates[1])])  # of both passes
+        advance(f"attention with heads of {head_dim}")
+        rates = measure_device.attention_rates(middle, plan.heads, head_dim, DTYPES[main], device, window)
+        sizes.append([head_dim, 1 / (1 / rates[0] + 2.5 / rates[1])])  # both passes
     base = dict(sizes)[HEAD_DIM]
-    tell("memory")
+    advance("memory")
     memory = measure_device.memory_bandwidth(plan.copy_bytes, device, window)
-    tell("launch")
+    advance("launch")
     launch = measure_device.launch_seconds(device, window)
     best = max(rate for _, rate in gemm + forward + backward)
     sheet = [peak for word, peak in GPU_PEAKS.items() if word.lower() in device_name(device).lower()]
     sheet_peak = 1e12 * sheet[0] if sheet and device.type == "cuda" else 0.0
     return {
-        "peak": {own: max(best, sheet_peak), other: others},
+        "peak": {main: max(best, sheet_peak), other: other_rate},
         "memory_bandwidth": memory,
         "gemm": gemm,
         "attention": forward,
         "attention_backward": backward,
         "head_size": [[size, rate / base] for size, rate in sizes],
         "launch": launch,
-        "dtype": own,
+        "dtype": main,
         "attention_kernel": "auto" if device.type == "cuda" else "cpu",
-        "sources": {"peak": f"{own}: data sheet; {other}: measured" if sheet_peak else "the best that was measured"},
+        "sources": {"peak": f"{main}: data sheet; {other}: measured" if sheet_peak else "the best that was measured"},
     }
 
 
@@ -144,21 +144,21 @@ def node_fields(links: Figures, raw: dict[str, Any], device: torch.device) -> di
     """Memory, node, links and network."""
     cuda = device.type == "cuda"
     ram = psutil.virtual_memory()
-    free, whole = torch.cuda.mem_get_info(device) if cuda else (ram.available, ram.total)
+    free, total = torch.cuda.mem_get_info(device) if cuda else (ram.available, ram.total)
     share = 1 if cuda else links.processes
     sources = dict(raw["sources"])
     link, collective = node_link(links, raw)
     if not links.node:
-        sources["link"] = "not measured, with one process: half the memory's bandwidth stands in"
+        sources["link"] = "not measured with one process: half the memory's bandwidth is used instead"
     network = network_link(links)
     if network is None:
         network = {name: link[name] for name in ("bandwidth", "latency")}
-        sources["network"] = "not measured, on one node: the node's link stands in"
+        sources["network"] = "not measured on one node: the node's link is used instead"
     if not cuda:
         sources["host_memory"] = "measured; the devices' memory is part of it"
     return {
-        "memory": whole // share,
-        "reserved": (whole - free) // share,
+        "memory": total // share,
+        "reserved": (total - free) // share,
         "gpus": links.processes,
         "link": link,
         "host_link": {"bandwidth": links.host[0], "latency": links.host[1]},
@@ -170,15 +170,15 @@ def node_fields(links: Figures, raw: dict[str, Any], device: torch.device) -> di
 
 
 def runtime_fields(runtime: dict[str, int], links: Figures) -> dict[str, Any]:
-    """``runtime``: bytes that no tensor holds; nothing without a GPU."""
-    found = runtime | links.buffers
-    return {"runtime": found} if found else {}
+    """The field ``runtime``: bytes of memory outside of tensors; empty without a GPU."""
+    sizes = runtime | links.buffers
+    return {"runtime": sizes} if sizes else {}
 
 
 def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """The link between a node's processes, with what each kind of transfer gets; and the seconds of any transfer.
+    """(link between a node's processes, with figures for each kind of transfer; fixed seconds of every transfer).
 
-    A small hop takes the time of any transfer and one step's latency, a small all_gather that of n - 1 steps.
+    A small message takes the fixed time and the latency of one step, a small all_gather on n ranks that of n - 1 steps.
     """
     if not links.node:
         return {"bandwidth": raw["memory_bandwidth"] / 2, "latency": raw["launch"]}, 0.0
@@ -189,36 +189,37 @@ def node_link(links: Figures, raw: dict[str, Any]) -> tuple[dict[str, Any], floa
 
 
 def network_link(links: Figures) -> dict[str, Any] | None:
-    """The same between nodes, and how many processes share a card; None with one node.
+    """The link between nodes, and how many processes share a network card; None with one node.
 
-    Processes with a card each send as fast alone as together; of those that share one, one alone gets it all.
+    The number follows from the ratio of a process's bandwidth alone to its bandwidth when all processes send: it is 1
+    if each has its own card.
     """
     if not links.network:
         return None
     latency, bandwidth = links.network["p2p"]
-    found = {"bandwidth": bandwidth, "latency": latency, "kinds": of_kinds(links.network, links.nodes)}
+    link = {"bandwidth": bandwidth, "latency": latency, "kinds": of_kinds(links.network, links.nodes)}
     ratio = max(1.0, links.alone / bandwidth)
     sharing = min(
         (n for n in range(1, links.processes + 1) if links.processes % n == 0), key=lambda n: abs(math.log(n / ratio))
     )
-    return found | ({"gpus_per_card": sharing} if sharing > 1 else {})
+    return link | ({"gpus_per_card": sharing} if sharing > 1 else {})
 
 
 def of_kinds(measured: dict[str, tuple[float, float]], ranks: int) -> dict[str, dict[str, float]]:
-    """Bandwidth, and latency of a step, by kind of transfer among ``ranks``."""
+    """Bandwidth, and latency per step, by kind of transfer among ``ranks``."""
     steps = {kind: 1 if kind == "p2p" else ranks - 1 for kind in measured}
     return {kind: {"bandwidth": rate, "latency": start / steps[kind]} for kind, (start, rate) in measured.items()}
 
 
 def named(raw: dict[str, Any], output: str, device: torch.device) -> dict[str, Any]:
-    """With a name, and a source for all that was measured."""
-    said = f"measured on {device_name(device)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    sources = dict.fromkeys((name for name in raw if name != "sources"), said) | raw["sources"]
+    """Add a name, and a source for each field."""
+    source = f"measured on {device_name(device)}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    sources = dict.fromkeys((name for name in raw if name != "sources"), source) | raw["sources"]
     return {"name": Path(output).stem} | rounded(raw) | {"sources": sources}
 
 
 def rounded(figure: Any) -> Any:
-    """To four digits, all that is measured."""
+    """Round all floats to four digits."""
     if isinstance(figure, dict):
         return {key: rounded(value) for key, value in figure.items()}
     if isinstance(figure, list):
@@ -226,7 +227,7 @@ def rounded(figure: Any) -> Any:
     return float(f"{figure:.4g}") if isinstance(figure, float) else figure
 
 
-def tell_result(output: str, busy: float) -> None:
+def print_result(output: str, busy: float) -> None:
     machine = load(output)
     rates = (machine.gemm, machine.attention, machine.attention_backward)
     speeds = [f"{max(rate for _, rate in r.points) / 1e9:,.0f}" for r in rates]
@@ -236,5 +237,7 @@ def tell_result(output: str, busy: float) -> None:
         f"between processes {machine.link.bandwidth / 1e9:.1f}"
     )
     if busy > 0.5:
-        print(f"others use this machine ({busy:.0%} of its cores before we began): its figures are higher when idle")
+        print(
+            f"note: {busy:.0%} of this machine's cores were busy before the start: an idle machine has higher figures"
+        )
     print(f"written: {output}; use it as --gpu {output}")

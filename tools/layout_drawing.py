@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of who holds which tokens, and of what travels on a ring, for tools/plot_tiles.py."""
+"""Pictures of which tokens each rank holds, and of the blocks sent around a ring, for tools/plot_tiles.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.tile_drawing import GREY, INK, PALE, colour, frame, polygon, ticks
 
 
 def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
-    """The sequence above, and below it one line a rank: the positions it holds."""
+    """The sequence at the top, and below it one line per rank with the positions that it holds."""
     for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
         ulysses, ring = layout.grid.ulysses.size, layout.grid.ring.size
         lines = ulysses * ring
@@ -30,11 +30,11 @@ def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
                             y, stop - start, left=start, color=shade, height=height, edgecolor="white", linewidth=0.8
                         )
                     if lines <= 16 and len(held) == 1:
-                        beside = stop < 0.8 * layout.seq_length
+                        on_right = stop < 0.8 * layout.seq_length
                         gap = 0.012 * layout.seq_length
                         axes.text(
-                            stop + gap if beside else start - gap, line, f"{start} .. {stop - 1}",
-                            ha="left" if beside else "right", va="center", fontsize=8, color=GREY,
+                            stop + gap if on_right else start - gap, line, f"{start} .. {stop - 1}",
+                            ha="left" if on_right else "right", va="center", fontsize=8, color=GREY,
                         )  # fmt: skip
         axes.text(-0.02 * layout.seq_length, 0, "sequence", ha="right", va="center", color=INK)
         axes.set_title(layout.balance, fontsize=13, color=INK, pad=10)
@@ -48,7 +48,7 @@ def draw_layout(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
 
 
 def draw_ring(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
-    """For every rank and hop, the key block at hand: filled what has arrived, pale what was never sent."""
+    """For every rank and hop, the rank's key block: the parts that were sent in colour, those never sent pale."""
     for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts):
         ring, block = layout.grid.ring.size, layout.seq_length // layout.grid.ring.size
         plans = [ring_plan(layout, mask, rank) for rank in range(ring)]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write a training set of needles in haystacks, PREFIX_text_document.bin/.idx: what tools/evaluate.py asks for, of
-other names and in other haystacks than it ever has.
+"""Write training data for the needle task of tools/evaluate.py, with other names and haystacks than that task uses.
 
     python tools/make_needles.py --output-prefix out/needles --length 4096 --documents 1000 \\
         --tokenizer-type NullTokenizer --vocab-size 255
 
-A document has exactly --length tokens, its end of document included, so that with --seq-length of the same length a
-sample is a document. It hides one to --needles needles at random depths and asks for each of them at its end, once, or
-as many times as fit --questions. The more answers a document has, the sooner a model learns to look for them.
+The output is PREFIX_text_document.bin/.idx. A document has exactly --length tokens, including the end of document, so
+with --seq-length of the same value each sample is one document. It hides one to --needles needles at random depths and
+asks for each of them at its end, once, or as often as fits into --questions. The more answers a document has, the
+sooner a model learns to look for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields
 
 import numpy as np
 
@@ -27,13 +26,11 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.data.text_files import whole_files
 from megatron.training.data.tokenizer import build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
-from tools.convert_command import exit_on_sigterm, one_line_parser, run
-
-TOKENIZER_FLAGS = ("tokenizer_", "vocab_file", "merge_file", "tiktoken_")
+from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_sigterm, one_line_parser, run
 
 
 def make(argv: list[str] | None) -> list[str]:
-    """Write the files; returns the closing lines. Raises Refusal."""
+    """Write the files; returns lines to print. Raises Refusal."""
     args = build_parser().parse_args(argv)
     for name in ("length", "documents", "needles"):
         if (value := getattr(args, name)) is not None and value < 1:
@@ -42,7 +39,7 @@ def make(argv: list[str] | None) -> list[str]:
         raise Refusal(f"--questions {args.questions} is a share of a document: use 0 or more, and less than 1")
     if args.seed < 0:
         raise Refusal(f"--seed {args.seed} must not be negative")
-    settings = DataConfig(**{name: getattr(args, name) for name in tokenizer_flags()})
+    settings = DataConfig(**{field.name: getattr(args, field.name) for field in TOKENIZER_FIELDS})
     tokenizer = build_tokenizer(settings, args.vocab_size)
     check_vocab(args.vocab_size, tokenizer)
     from megatron.training.evaluation.haystack import make_words, pairs
@@ -51,9 +48,9 @@ def make(argv: list[str] | None) -> list[str]:
     most = min(len(pairs(words.names, False)), len(pairs(words.numbers, None)))
     needles = args.needles or max(min(args.length // 64, most, 64), 1)
     if needles > most:
-        raise Refusal(f"--needles {needles}: there are {most} names for training: use at most as many")
+        raise Refusal(f"--needles {needles}: there are only {most} names for training: use at most as many")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # core tells on import what is not installed
+        warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     prefix = f"{args.output_prefix}_text_document"
@@ -72,7 +69,7 @@ def make(argv: list[str] | None) -> list[str]:
 
 
 def documents(words: object, args: argparse.Namespace, needles: int) -> Iterator[np.ndarray]:
-    """Documents without their end, int64 [length - 1]: a function of the seed, the length and their number."""
+    """Documents without the end-of-document token, int64 [length - 1]; each depends on seed, length and its number."""
     from megatron.training.evaluation.samples import asked_again, compose, many_needles
 
     for number in range(args.documents):
@@ -83,15 +80,10 @@ def documents(words: object, args: argparse.Namespace, needles: int) -> Iterator
         pieces = asked_again(pieces, random, max(1, int(args.questions * args.length) // once))
         if pieces.size > args.length - 1:
             raise Refusal(
-                f"--length {args.length} does not hold {count} needles with their questions, {pieces.size} tokens and "
-                "the end: use a longer one, fewer --needles or less --questions"
+                f"--length {args.length} does not hold {count} needles with their questions ({pieces.size} tokens and "
+                "the end of document): use a longer one, fewer --needles or less --questions"
             )
         yield compose(pieces, words, random, args.length - 1).ids
-
-
-def tokenizer_flags() -> list[str]:
-    """Settings that choose a tokenizer."""
-    return [f.name for f in fields(DataConfig) if f.name.startswith(TOKENIZER_FLAGS)]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -107,11 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="for NullTokenizer, or to cut a TikTokenizer")
     parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
-    for f in fields(DataConfig):
-        if f.name.startswith(TOKENIZER_FLAGS):
-            options = {key: f.metadata[key] for key in ("choices", "help") if key in f.metadata}
-            kind = f.metadata.get("type") or type(f.default)
-            parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, **options)
+    add_tokenizer_options(parser)
     return parser
 
 

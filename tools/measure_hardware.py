@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measure this machine and write it down as a file that --gpu takes (docs/use/machine-files.md).
+"""Measure this machine and write a machine file for --gpu (docs/use/machine-files.md).
 
     python tools/measure_hardware.py --output mine.json --quick
     torchrun --nnodes 2 --nproc-per-node 8 ... tools/measure_hardware.py --output mine.json
 
-Measured: matrix products and attention by size, memory, copies to the host, and what the processes of a node send each
-other: by default one a GPU, or two on a CPU. Under torchrun over several nodes, also the network between them.
+Measured are matrix products and attention by size, memory, copies to the host, and transfers between the processes of
+a node: by default one process per GPU, or two on a CPU. Under torchrun on several nodes, the network is measured too.
 
     python tools/measure_hardware.py --output mine.json --extends H100-80G --nccl-tests all_reduce.log all_gather.log
 
-Nothing is measured: links, network and NCCL's algorithms as these outputs of nccl-tests say, all else as H100-80G.
-With --extends mine.json --overwrite more of them are added to that file.
+This measures nothing: links, network and NCCL's algorithms come from these outputs of nccl-tests, all else from
+H100-80G. With --extends mine.json --overwrite, figures from more outputs are added to that file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.data.text_files import whole_files
 from megatron.training.refusal import Refusal
 
-RESERVED = 64 * 1024  # bytes kept on the disk from the start: what is measured can then be written
+RESERVED = 64 * 1024  # bytes written at the start, so that a full disk is noticed before measuring
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         from tools.nccl_figures import import_logs
 
         return import_logs(args)
-    import torch.distributed as dist  # what is late here lets --help answer at once
+    import torch.distributed as dist  # late, so that --help is fast
 
     from megatron.platform.network import Unusable, meet
     from tools import hardware_figures as hardware
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             file.seek(0)
             file.write(json.dumps(raw, indent=2) + "\n")
             file.truncate()
-        hardware.tell_result(args.output, busy)
+        hardware.print_result(args.output, busy)
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
@@ -76,17 +76,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes, in seconds")
-    parser.add_argument("--processes", type=int, metavar="N", help="of a node; default: one a GPU, or two on a CPU")
-    parser.add_argument("--timeout", type=float, default=100, metavar="SECONDS", help="for the collectives (100)")
-    parser.add_argument("--network-interface", metavar="NAME", help="on every node; default the route to the master")
-    parser.add_argument("--gemm-sizes", type=int, nargs="+", metavar="N", help="of square products")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes; takes seconds")
+    parser.add_argument("--processes", type=int, metavar="N", help="per node (default: one per GPU, or two on a CPU)")
+    parser.add_argument("--timeout", type=float, default=100, metavar="SECONDS", help="of the collectives (100)")
+    parser.add_argument("--network-interface", metavar="NAME", help="on every node (default: the route to the master)")
+    parser.add_argument("--gemm-sizes", type=int, nargs="+", metavar="N", help="sizes of square matrix products")
     parser.add_argument("--attention-lengths", type=int, nargs="+", metavar="N", help="sequence lengths")
-    parser.add_argument("--message-mib", type=float, metavar="MIB", help="large message of a collective")
+    parser.add_argument("--message-mib", type=float, metavar="MIB", help="size of the large messages of collectives")
     parser.add_argument(
         "--nccl-tests", nargs="+", metavar="[KIND=]FILE", help="outputs of nccl-tests to read; nothing is measured"
     )
-    parser.add_argument("--extends", metavar="NAME", help="with --nccl-tests: the machine that has all other figures")
+    parser.add_argument("--extends", metavar="NAME", help="with --nccl-tests: the machine with all other figures")
     args = parser.parse_args(argv)
     if bool(args.nccl_tests) != bool(args.extends):
         parser.error("--nccl-tests and --extends go together: give both, or neither")
@@ -100,7 +100,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("gemm_sizes", "attention_lengths"):
         values = getattr(args, name)
         if values and (min(values) < 1 or sorted(set(values)) != values):
-            parser.error(f"--{name.replace('_', '-')}: give sizes above 0 that rise")
+            parser.error(f"--{name.replace('_', '-')}: give sizes above 0 in increasing order")
     return args
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Where --mask-cpu-threshold should be on this machine: masks made on the device against masks made in host memory.
+"""Find the best --mask-cpu-threshold for this machine: compare masks built on the device with masks in host memory.
 
     python tools/measure_mask_threshold.py --head-dim 128 --heads 8
 
-For each length: forward and backward of one attention under a mask function, with the mask made whole on the device,
-and in blocks of rows in host memory that move to the device. The threshold is the longest length at which the device's
-way is still the faster one and its mask is not too large (DeepSpeed4Science, figure 4).
+For each length, forward and backward of one attention with a mask function are timed, with the complete mask built on
+the device, and with blocks of rows that are built in host memory and copied to the device. The threshold is the longest
+length at which the device is still faster and the mask is not too large (DeepSpeed4Science, figure 4).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if TYPE_CHECKING:
     import torch
 
-WAYS = {"device": 2**62, "host": 0}  # the threshold that makes all masks there
+THRESHOLDS = {"device": 2**62, "host": 0}  # values of --mask-cpu-threshold that build all masks there
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--heads", type=int, default=4, help="of a rank")
+    parser.add_argument("--heads", type=int, default=4, help="heads per rank")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--mask-mib", type=int, default=1024, help="largest mask that the device may hold")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU where there is one")
+    parser.add_argument("--mask-mib", type=int, default=1024, help="largest mask permitted on the device")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     if min(*args.seq_lengths, args.heads, args.head_dim, args.repeats) < 1:
         parser.error("--seq-lengths, --heads, --head-dim and --repeats must be at least 1")
-    import torch  # late: --help needs no second for it
+    import torch  # late, so that --help is fast
 
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU")
     device = torch.device(args.device)
-    table = Table("tokens", "mask whole, MiB", "on the device, ms", "in host memory, ms")
+    table = Table("tokens", "complete mask, MiB", "on the device, ms", "in host memory, ms")
     best = 0
     for length in sorted(args.seq_lengths):
         took = measure(length, args, device)
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def measure(length: int, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each way, the best of some rounds in turn."""
+    """{"device": ms, "host": ms}, the best of several alternating rounds."""
     import torch
 
     import megatron.context_parallel as cp
@@ -69,19 +69,19 @@ def measure(length: int, args: argparse.Namespace, device: torch.device) -> dict
     mask = cp.MaskFunction(lambda q, k: (q - k) % 3 == 0)
     qkv = [torch.randn(length, 1, args.heads, args.head_dim, device=device, dtype=dtype) for _ in range(3)]
     leaves = [x.requires_grad_() for x in qkv]
-    took = dict.fromkeys(WAYS, float("inf"))
+    took = dict.fromkeys(THRESHOLDS, float("inf"))
     for _ in range(args.repeats):
-        for way, threshold in WAYS.items():
-            settle(device)
+        for place, threshold in THRESHOLDS.items():
+            synchronize(device)
             start = time.perf_counter()
             out = cp.attention(*leaves, layout=layout, mask=mask, mask_cpu_threshold=threshold)
             torch.autograd.grad(out, leaves, out.detach())
-            settle(device)
-            took[way] = min(took[way], 1e3 * (time.perf_counter() - start))
+            synchronize(device)
+            took[place] = min(took[place], 1e3 * (time.perf_counter() - start))
     return took
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         import torch
 

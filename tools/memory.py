@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory does training this model take? A table by ZeRO stage, recompute, context parallelism and FPDT.
+"""Print the memory that training a model takes, by ZeRO stage, recompute, context parallelism and FPDT.
 
 python tools/memory.py --model llama3-8b --seq-length 128K --gpus 8 --gpu A100-80G
 python tools/memory.py --params 7B --papers
@@ -27,14 +27,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="NAME", help="a named shape, such as llama3-8b")
-    which.add_argument("--params", metavar="N", help="a Llama of about so many parameters, such as 7B")
+    which.add_argument("--params", metavar="N", help="a Llama of about this many parameters, such as 7B")
     parser.add_argument("--seq-length", default="4K", metavar="N", help="tokens, K = 1024 (default 4K)")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs in all (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="total number of GPUs (default 1)")
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="TP, with TP-sp (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N", help="PP (default 1)")
     parser.add_argument("--fp32", action="store_true", help="compute in fp32, not bf16")
     parser.add_argument("--gpu", metavar="NAME", help="mark what fits this GPU (a name, or a machine's JSON file)")
-    parser.add_argument("--papers", action="store_true", help="also the papers' formulas beside ours")
+    parser.add_argument("--papers", action="store_true", help="compare with the papers' formulas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--output", type=Path, metavar="PNG", help="write a picture")
     options = parser.parse_args(argv)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if min(options.gpus, options.tensor, options.pipeline) < 1:
-        raise Refusal("--gpus, --tensor and --pipeline are at least 1")
+        raise Refusal("--gpus, --tensor and --pipeline must be at least 1")
     length = tables.size("--seq-length", options.seq_length)
     if options.model:
         shape, name = tables.shape_of(options.model, length), options.model
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         shape = tables.shape_of_size(tables.size("--params", options.params, binary=False))
         name = f"a Llama of {shape.layers} layers of {shape.hidden}"
     machine = load(options.gpu) if options.gpu else None
-    found = tables.rows(
+    rows = tables.rows(
         shape,
         length,
         tables.strategies(
@@ -72,16 +72,16 @@ def _run(options: argparse.Namespace) -> int:
     if machine is not None:
         title += f" {machine.name}"
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(tables.table(found, title))
+    console.print(tables.table(rows, title))
     if options.papers:
         for table in tables.papers_tables(shape, length):
             console.print(table)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([row.as_json() for row in found], indent=1) + "\n")
+        options.json.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
         console.print(f"rows: {options.json}")
     if options.output:
-        tables.draw(found, title, options.output, machine)
+        tables.draw(rows, title, options.output, machine)
         console.print(f"picture: {options.output}")
     return 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A predicted step and the measured one in one trace, so that both begin at the same time."""
+"""Merge a predicted step and the measured one into one trace in which both begin at the same time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import count
 from tools.profiled_trace import last_step
 from tools.trace_alignment import Json
 
-FIRST = 1_000_000  # processes of measured ranks are numbered from here on, so many to a rank
-EACH = 1000
+FIRST = 1_000_000  # process ids of measured ranks begin here
+EACH = 1000  # process ids per rank
 
 
 def merged(dry: Json, real: list[tuple[int, Json]]) -> Json:
-    """One file with both, each rank's compared step below its predicted one; steps before it are left out."""
+    """One trace with both, each rank's measured step below its predicted one; earlier steps are left out."""
     arrows = [event["id"] for event in dry["traceEvents"] if event.get("ph") in ("s", "f")]
     numbers = count(1 + max((arrow for arrow in arrows if isinstance(arrow, int)), default=0))
     events = [_sorted(event) for event in dry["traceEvents"]]
@@ -24,14 +24,14 @@ def merged(dry: Json, real: list[tuple[int, Json]]) -> Json:
 
 
 def _sorted(event: Json) -> Json:
-    """Room between predicted ranks for measured ones."""
+    """Multiply sort indices, so that measured ranks fit between predicted ones."""
     if event.get("name") != "process_sort_index" or not isinstance(event.get("args", {}).get("sort_index"), int):
         return event
     return {**event, "args": {"sort_index": EACH * event["args"]["sort_index"]}}
 
 
 def _first_forward(dry: Json, rank: int) -> float:
-    """When a rank's first pass is predicted to begin."""
+    """When a rank's first phase is predicted to begin."""
     marks = [
         event["ts"]
         for event in dry["traceEvents"]
@@ -41,8 +41,10 @@ def _first_forward(dry: Json, rank: int) -> float:
 
 
 def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Iterator[Json]:
-    """Events of the compared step, and what the trace has after it, with times from ``zero`` on; names of processes and
-    threads, and whole arrows."""
+    """The events of the compared step and all after it, moved to begin at ``zero``.
+
+    Also the names of processes and threads, and those arrows of which both ends are in the step.
+    """
     timed = [event for event in trace["traceEvents"] if "ts" in event and event.get("ph") != "M"]
     begin = last_step(trace)[0]
     if begin == float("-inf"):
@@ -50,7 +52,7 @@ def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Itera
     kept = [event for event in timed if event["ts"] + event.get("dur", 0.0) >= begin]
     kept = [event for event in kept if event.get("ph") == "X" or event["ts"] >= begin]
     arrows = {end: {_arrow(event) for event in kept if event.get("ph") == end} for end in ("s", "f")}
-    whole = dict(zip(sorted(arrows["s"] & arrows["f"], key=str), numbers))
+    complete = dict(zip(sorted(arrows["s"] & arrows["f"], key=str), numbers))
     shown = {event.get("pid") for event in kept}
     home = next((event.get("pid") for event in kept if event.get("cat") == "cpu_op"), None)
     others = sorted((pid for pid in shown if pid != home), key=str)
@@ -65,14 +67,14 @@ def _moved(trace: Json, rank: int, zero: float, numbers: Iterator[int]) -> Itera
         if ours and event.get("pid") in processes:
             yield {key: value for key, value in event.items() if key != "ts"} | {"pid": processes[event["pid"]]}
     for event in kept:
-        late = max(0.0, begin - event["ts"])  # what began before the step is cut where the step begins
-        moved = {**event, "pid": processes[event.get("pid")], "ts": round(event["ts"] + late - begin + zero, 3)}
-        if late:
-            moved["dur"] = round(event.get("dur", 0.0) - late, 3)
+        cut = max(0.0, begin - event["ts"])  # an event that began before the step is cut at its begin
+        moved = {**event, "pid": processes[event.get("pid")], "ts": round(event["ts"] + cut - begin + zero, 3)}
+        if cut:
+            moved["dur"] = round(event.get("dur", 0.0) - cut, 3)
         if event.get("ph") in ("s", "t", "f"):
-            if _arrow(event) not in whole:
+            if _arrow(event) not in complete:
                 continue
-            moved["id"] = whole[_arrow(event)]
+            moved["id"] = complete[_arrow(event)]
         yield moved
 
 
@@ -81,7 +83,7 @@ def _arrow(event: Json) -> tuple[object, object]:
 
 
 def _label(trace: Json, pid: object) -> str:
-    """What the profiler calls a process: GPU 0, or its number."""
+    """The profiler's name of a process, such as GPU 0, or its number."""
     labels = [
         (event.get("args") or {}).get("labels", "")
         for event in trace["traceEvents"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/measure_hardware.py --nccl-tests``: a machine's file from outputs of nccl-tests."""
+"""``tools/measure_hardware.py --nccl-tests``: write a machine file from outputs of nccl-tests."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from megatron.training.refusal import Refusal
 
 
 def import_logs(args: argparse.Namespace) -> int:
-    """Writes the file, prints what it says beside what was measured; returns the exit code.
+    """Write the machine file, and print its predictions next to the measured times; returns the exit code.
 
-    Where the file extends itself, its figures stay but for those that the logs give.
+    If the file extends itself, its other figures are kept.
     """
     output = Path(args.output)
     try:
         machine, base = _base(args.extends)
         try:
             runs = [run for given in args.nccl_tests for run in read_runs(*_file(given))]
-            found = fields(runs, machine)
+            new = fields(runs, machine)
         except Refusal as refusal:
             raise Refusal(f"--nccl-tests {refusal}") from None
-        found["sources"] = _sources(found, [_file(given)[0] for given in args.nccl_tests])
+        new["sources"] = _sources(new, [_file(given)[0] for given in args.nccl_tests])
         if base.resolve() == output.resolve():
             raw = read_fields(base)
-            if (old := raw.get("sources", {}).get("collectives")) and "collectives" in found:  # of both, then
-                found["sources"]["collectives"] = f"{old}; {found['sources']['collectives']}"
-            raw = merge(raw, found)
+            if (old := raw.get("sources", {}).get("collectives")) and "collectives" in new:  # name both sources
+                new["sources"]["collectives"] = f"{old}; {new['sources']['collectives']}"
+            raw = merge(raw, new)
         else:
             if base.parent != MACHINES and base.resolve().parent != output.resolve().parent:
-                raise Refusal(f"--extends {args.extends}: it has to lie in the folder of --output {output}")
+                raise Refusal(f"--extends {args.extends}: it must be in the same folder as --output {output}")
             extends = args.extends if base.parent == MACHINES else base.name
-            raw = {"extends": extends, "name": output.stem} | found
+            raw = {"extends": extends, "name": output.stem} | new
         after = machine_of(output, raw)  # before anything is written
         with whole_files([args.output], args.overwrite) as (name,):
             Path(name).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
@@ -67,9 +67,9 @@ def _base(extends: str) -> tuple[Machine, Path]:
 
 
 def _sources(raw: dict[str, Any], files: list[str]) -> dict[str, str]:
-    said = f"nccl-tests: {', '.join(files)}"
-    found = {f"calibration.{name}": said for name in raw.get("calibration", {})}
-    return found | ({"collectives": f"NCCL's tuning table; {said}"} if "collectives" in raw else {})
+    source = f"nccl-tests: {', '.join(files)}"
+    sources = {f"calibration.{name}": source for name in raw.get("calibration", {})}
+    return sources | ({"collectives": f"NCCL's tuning table; {source}"} if "collectives" in raw else {})
 
 
 def show(runs: list[Run], before: Machine, after: Machine) -> None:

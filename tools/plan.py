@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-r"""Plan a training run: the fastest grid and memory savings that fit on some GPUs, why, and the command that starts it.
+r"""Plan a training run: find the fastest grid and memory savings that fit on the given GPUs, and print the command.
 
     python tools/plan.py --model llama3-8b --gpus 16 --gpu A800-80G --seq-length 120K
     python tools/plan.py --model llama3-8b --gpus 4 --gpu A100-80G --longest
     python tools/plan.py --model llama3-8b --gpus 64 128 256 --gpu H100-80G --seq-length 128K --global-batch 64 \
         --train-tokens 300B --deadline 30d
 
-Model flags are those of pretrain_gpt.py: --model NAME, or sizes (--num-layers 32 --hidden-size 4096 ... --vocab-size),
-then of a Llama. Counts may end in K (1024) or M (1024 K). Options about the strategy narrow the search.
+Model flags are those of pretrain_gpt.py: --model NAME, or the sizes of a Llama (--num-layers 32 --hidden-size 4096 ...
+--vocab-size). Counts may end in K (1024) or M (1024 K). Options about the strategy narrow the search.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from megatron.simulator.planner.run_cost import Terms
 from megatron.simulator.planner.search import NEAR, everything, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.training.refusal import Refusal, Refusals
-from tools.plan_options import MARGIN, asked, parser, terms
+from tools.plan_options import MARGIN, parser, planning_problems, terms
 
 EXIT_REFUSED = 2
-SEED = 1234  # of --jitter
-TRIES = 3  # dry runs of --confirm
+SEED = 1234  # default of --seed
+TRIES = 3  # most dry runs of --confirm
 
 
 def main(argv: list[str] | None = None) -> int:
     args, flags = parser(__doc__).parse_known_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     try:
-        request, problems = asked(args, flags)
+        request, problems = planning_problems(args, flags)
         about = terms(args)
         if args.longest:
             problems = [longest(request, problems[0], console)]
@@ -75,7 +75,7 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
     """The problem at the longest sequence that fits."""
     power, length = plan_limits.longest(problem, request.workload)
     if not power:
-        raise nothing_fits(problem)  # not even the shortest
+        raise nothing_fits(problem)  # not even the shortest sequence
     console.print(
         f"The longest power of two that fits is [bold]{count(power)}[/bold] tokens; in sixteenths of it, "
         f"[bold]{count(length)}[/bold]. The plan for {count(length)}:\n"
@@ -84,32 +84,32 @@ def longest(request: Request, problem: Problem, console: Console) -> Problem:
 
 
 def best_offer(problems: list[Problem], about: Terms | None, args: argparse.Namespace, console: Console) -> Offer:
-    """The kind and number of GPUs to take: what the whole run is best on, else the fastest step."""
+    """The kind and number of GPUs that is best for the complete run if it is described, else for one step."""
     drawn = bool(args.output or args.html)
-    found = offers(problems, tokens(args.top, "--top"), about, near=NEAR if drawn else 1.0)
-    if not found:
+    choices = offers(problems, tokens(args.top, "--top"), about, near=NEAR if drawn else 1.0)
+    if not choices:
         raise nothing_fits(problems[-1])
-    best = best_of(found, about)
+    best = best_of(choices, about)
     if best.plan.tight and args.margin != MARGIN:
         raise Refusal(too_little_left(best, args.margin))
     if len(problems) > 1:
-        console.print(offers_table(found, best, about))
+        console.print(offers_table(choices, best, about))
         console.print()
     return best
 
 
 def report(request: Request, offer: Offer, about: Terms | None, args: argparse.Namespace, console: Console) -> None:
-    top, problem, found = tokens(args.top, "--top"), offer.problem, offer.found
-    told, winner = Report(request, problem, offer.plans, offer.run), offer.plan
-    console.print(told.table(top))
+    top, problem, results = tokens(args.top, "--top"), offer.problem, offer.found
+    ranking, winner = Report(request, problem, offer.plans, offer.run), offer.plan
+    console.print(ranking.table(top))
     if args.jitter:
         jitter = Jitter(args.jitter, SEED if args.seed is None else args.seed)
         for number, plan in enumerate(offer.plans[: min(top, 3)], 1):
             varied = step_spread(problem.workload, plan.strategy, problem.machine, jitter)
             console.print(f"{number}: {spread_words(varied, jitter)}.")
-    if not found.plans:
+    if not results.plans:
         console.print(f"Nothing leaves the usual margin of {gib(problem.spare)}: these plans fit with less.")
-    for plan in found.tight[:3] if found.plans else ():
+    for plan in results.tight[:3] if results.plans else ():
         console.print(
             f"Nearer to the limit: {words(plan.strategy)}, {losing(plan, winner)}; {failing(plan, None, problem)}."
         )
@@ -117,7 +117,7 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     for hint in (uncertain_words(winner, problem), padding_words(problem, winner)):
         if hint:
             console.print(f"{hint}.\n")
-    others = alternatives(winner, problem, found.known)
+    others = alternatives(winner, problem, results.known)
     if others:
         console.print("[bold]Why no other.[/bold]")
     for line in others:
@@ -125,46 +125,44 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     if offer.run:
         console.print("\n[bold]The whole run.[/bold] " + run_words(offer.run, about))
     console.print("\n[bold]Start it[/bold]" + (" on every node:" if problem.gpus > problem.gpus_per_node else ":"))
-    console.print(told.command(winner.strategy), soft_wrap=True)
+    console.print(ranking.command(winner.strategy), soft_wrap=True)
     if args.json:
-        write(args.json, json.dumps(told.rows(), indent=2) + "\n", "--json")
+        write(args.json, json.dumps(ranking.rows(), indent=2) + "\n", "--json")
     if args.output:
         from megatron.simulator.planner import plan_report  # matplotlib comes late
 
-        plan_report.draw(found, problem, args.output, told.name())
+        plan_report.draw(results, problem, args.output, ranking.name())
     if args.html:
         from megatron.simulator.planner.page import page
 
-        write(args.html, page(told, found, others), "--html")
+        write(args.html, page(ranking, results, others), "--html")
     if args.confirm:
         gpu = next(name for name in args.gpu if load(name).name == problem.machine.name)
-        confirm(told, gpu, console)
+        confirm(ranking, gpu, console)
 
 
-def confirm(told: Report, gpu: str, console: Console) -> None:
-    """Dry runs of the winner and, where it does not fit after all, of plans that take less memory."""
+def confirm(ranking: Report, gpu: str, console: Console) -> None:
+    """Make a dry run of the best plan; if it does not fit after all, of plans that take less memory."""
     from megatron.simulator.planner import confirm as plan_confirm
 
-    problem, plan = told.problem, told.plans[0]
+    problem, plan = ranking.problem, ranking.plans[0]
     for _ in range(TRIES):
-        done = plan_confirm.confirm(told, plan, gpu)
+        done = plan_confirm.confirm(ranking, plan, gpu)
         console.print()
         console.print(done.table())
         if done.fits:
             return
         problem = done.narrowed(problem)
-        found = search(problem, top=1)
-        if not found.plans or found.plans[0].strategy == plan.strategy:
+        results = search(problem, top=1)
+        if not results.plans or results.plans[0].strategy == plan.strategy:
             break
-        plan = replace(found.plans[0], room=told.problem.machine.usable_memory)
+        plan = replace(results.plans[0], room=ranking.problem.machine.usable_memory)
         console.print(
-            "\nBy the dry run it does not fit. With what that took more set aside, the best is "
-            f"{words(plan.strategy)}, {losing(plan, told.plans[0])}:\n{told.command(plan.strategy)}",
+            "\nIn the dry run it does not fit. Allowing for the additional memory that it took, the best plan is "
+            f"{words(plan.strategy)}, {losing(plan, ranking.plans[0])}:\n{ranking.command(plan.strategy)}",
             soft_wrap=True,
         )
-    raise Refusal(
-        "--confirm: no plan was found that fits by its dry run as well: use more --gpus, or a smaller problem"
-    )
+    raise Refusal("--confirm: no plan was found that also fits in a dry run: use more --gpus, or a smaller problem")
 
 
 def write(name: str, text: str, flag: str) -> None:
@@ -195,7 +193,7 @@ def too_little_left(offer: Offer, margin: str) -> str:
     roomiest = max(offer.plans, key=lambda plan: plan.margin)
     left = int(100 * roomiest.margin / offer.problem.machine.memory)
     return (
-        f"--margin {margin}: no plan leaves so much; of those that fit, {words(roomiest.strategy)} leaves "
+        f"--margin {margin}: no plan leaves that much memory; {words(roomiest.strategy)} leaves the most, "
         f"{gib(roomiest.margin)}: use --margin {left}%, or more --gpus"
     )
 
@@ -203,7 +201,7 @@ def too_little_left(offer: Offer, margin: str) -> str:
 def no_grid(problem: Problem) -> str:
     workload, unit = problem.workload, 2 * problem.gpus
     if next(everything(replace(problem, limits=Limits())), None) is not None:
-        left = f"nothing for --gpus {problem.gpus} is left by the options that narrow the search: "
+        left = f"the options that narrow the search leave no plan for --gpus {problem.gpus}: "
         padded = padded_problem(problem)
         if padded is not problem and next(everything(padded), None) is not None:
             length = padded.workload.seq_length

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the memory of a training step from the JSON files of --profile-memory; several are drawn side by side.
+"""Draw the memory of a training step from the JSON files of --profile-memory, several of them side by side.
 
 python tools/plot_memory.py out/memory/memory_rank0.json --output out/memory.png
 python tools/plot_memory.py --files out/a/memory_rank0.json out/b/memory_rank0.json --titles whole chunked
@@ -20,10 +20,10 @@ from megatron.training.report.memory_profile import draw, peak_of, read, readabl
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="*", type=Path, metavar="FILE", help="files of --profile-memory")
-    parser.add_argument("--files", nargs="+", type=Path, default=[], metavar="FILE", help="the same")
+    parser.add_argument("--files", nargs="+", type=Path, default=[], metavar="FILE", help="more such files")
     parser.add_argument("--titles", nargs="+", metavar="TEXT", help="one for each file")
-    parser.add_argument("--by", choices=["time", "events"], default="time", help="what x is (default: time)")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="default: beside the first file, as .png")
+    parser.add_argument("--by", choices=["time", "events"], default="time", help="the x axis (default: time)")
+    parser.add_argument("--output", type=Path, metavar="PNG", help="default: the first file's name with .png")
     options = parser.parse_args(argv)
     files = [*options.file, *options.files]
     try:

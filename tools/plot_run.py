@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the loss of one run or several from their --log-jsonl files, and sum them up in a table.
+"""Draw the loss of one or several runs from their --log-jsonl files, and print a summary.
 
 python tools/plot_run.py out/quickstart/log.jsonl --output out/quickstart/loss.png
 """
@@ -21,13 +21,12 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import printable
 
 Row = dict[str, Any]
-MOST_BYTES, LARGEST = 1 << 29, 1e18  # of a log; of a number in it
-WHOLE = {"iteration", "tokens", "iteration_ms", "tokens_per_second", "mfu", "device_peak_bytes"}
+MOST_BYTES, LARGEST = 1 << 29, 1e18  # limits of a log's size, and of a number in it
+REQUIRED = {"iteration", "tokens", "iteration_ms", "tokens_per_second", "mfu", "device_peak_bytes"}
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The steps of a log. A torn last line, of a run that was killed, is left out, and so are steps without a loss:
-    their batch was left out."""
+    """The steps of a log, without incomplete lines (of a run that was killed) and steps whose batch was skipped."""
     rows = []
     for line in read_bytes(path, MOST_BYTES).decode("utf-8", "replace").splitlines():
         try:
@@ -35,7 +34,7 @@ def read_rows(path: Path) -> list[Row]:
         except ValueError:
             continue
         if not isinstance(row, dict) or not _is_row(row):
-            raise ValueError(f"{path} is no log of --log-jsonl: it has the line {printable(line[:60])}")
+            raise ValueError(f"{path} is not a log of --log-jsonl: it has the line {printable(line[:60])}")
         if row.get("lm_loss") is not None:
             rows.append(row)
     if not rows:
@@ -44,12 +43,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _is_row(row: Row) -> bool:
-    """Whether a step has all numbers, and losses are numbers where there are any: NaN too, but nothing infinite."""
+    """Whether a step has all required numbers, and its losses are numbers (NaN is permitted, infinity is not)."""
     losses = [name for name in row if name.endswith("_loss") and row[name] is not None]
-    numbers = [row.get(name) for name in (*sorted(WHOLE), *losses)]
+    numbers = [row.get(name) for name in (*sorted(REQUIRED), *losses)]
     if not all(isinstance(number, (int, float)) and not abs(number) > LARGEST for number in numbers):
         return False
-    return all(math.isfinite(row[name]) for name in WHOLE)
+    return all(math.isfinite(row[name]) for name in REQUIRED)
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
@@ -58,7 +57,7 @@ def smooth(values: list[float], window: int = 5) -> list[float]:
 
 
 def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) -> None:
-    """Loss over training tokens, one line a run; points where it was evaluated, ticks where it was resumed."""
+    """Loss over training tokens, one line per run, with points for evaluations and vertical lines for resumes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,7 +66,7 @@ def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     marks: set[int] = set()
     for index, (name, rows) in enumerate(logs.items()):
-        width = 1.6 * (len(logs) - index)  # curves that coincide show side by side
+        width = 1.6 * (len(logs) - index)  # so that curves that coincide are all visible
         tokens = dict(zip((row["iteration"] for row in rows), accumulate(row["tokens"] for row in rows)))
         losses = [row["lm_loss"] for row in rows]
         (line,) = axes.plot(list(tokens.values()), smooth(losses), label=f"{name}, mean of 5 steps", linewidth=width)
@@ -91,15 +90,15 @@ def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) 
 
 
 def first_and_last(training: list[Row]) -> tuple[float, float]:
-    """Loss of the first step, and the mean of the last five: batches differ from one to the next."""
+    """(loss of the first step, mean loss of the last five)."""
     last = [row["lm_loss"] for row in training[-5:]]
     return training[0]["lm_loss"], sum(last) / len(last)
 
 
 def summary(training: list[Row]) -> list[tuple[str, str]]:
-    """What a run came to, as (what, how much)."""
+    """A run's results as (name, value)."""
     first, last = first_and_last(training)
-    rest = training[2:] or training  # the first two steps are measured, and slower for it
+    rest = training[2:] or training  # the first two steps are slower, because they are measured
     values = [
         ("iterations", str(training[-1]["iteration"])),
         ("training tokens", f"{sum(row['tokens'] for row in training):,}"),
@@ -111,19 +110,19 @@ def summary(training: list[Row]) -> list[tuple[str, str]]:
             values.append((f"{name} loss", f"{losses[-1]:.3f}"))
     return [
         *values,
-        ("time a step (median)", f"{statistics.median(row['iteration_ms'] for row in rest):.0f} ms"),
-        ("tokens a second (median)", f"{statistics.median(row['tokens_per_second'] for row in rest):,.0f}"),
+        ("time per step (median)", f"{statistics.median(row['iteration_ms'] for row in rest):.0f} ms"),
+        ("tokens per second (median)", f"{statistics.median(row['tokens_per_second'] for row in rest):,.0f}"),
         ("MFU (median)", f"{100 * statistics.median(row['mfu'] for row in rest):.0f} %"),
-        ("peak memory of a rank", f"{max(row['device_peak_bytes'] for row in training) / 2**20:.0f} MiB of tensors"),
+        ("peak memory per rank", f"{max(row['device_peak_bytes'] for row in training) / 2**20:.0f} MiB of tensors"),
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="--log-jsonl files")
-    parser.add_argument("--output", type=Path, help="picture to write; default loss.png beside the first log")
+    parser.add_argument("--output", type=Path, help="picture to write (default: loss.png next to the first log)")
     parser.add_argument("--resumed", type=int, nargs="*", default=[], help="iterations to mark as resumed from")
-    parser.add_argument("--fell-by", type=float, help="fail unless every loss fell by as many nats")
+    parser.add_argument("--fell-by", type=float, help="fail unless every loss fell by this many nats")
     options = parser.parse_args(argv)
     try:
         output = options.output or options.logs[0].with_name("loss.png")
@@ -140,14 +139,14 @@ def main(argv: list[str] | None = None) -> int:
 
     for name, rows in logs.items():
         table = Table(title=name if len(logs) > 1 else None, show_header=False)
-        for what, how_much in summary(rows):
-            table.add_row(what, how_much)
+        for name_and_value in summary(rows):
+            table.add_row(*name_and_value)
         table.add_row("picture", str(output))
         Console(markup=False).print(table)
     falls = {name: first - last for name, (first, last) in ((n, first_and_last(r)) for n, r in logs.items())}
     if options.fell_by is not None and min(falls.values()) < options.fell_by:
         print(
-            f"error: the loss fell by {min(falls.values()):.3f} nats, at least {options.fell_by} wanted",
+            f"error: the loss fell by {min(falls.values()):.3f} nats, less than --fell-by {options.fell_by}",
             file=sys.stderr,
         )
         return 1

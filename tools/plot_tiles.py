@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Draw how a sequence is shared out: which tokens each rank holds, which tiles it computes, what travels on the ring.
+"""Draw how a sequence is split: the tokens of each rank, the tiles that it computes, the blocks sent around the ring.
 
     python tools/plot_tiles.py --show layout --ulysses 2 --ring 4 --output layout.png
     python tools/plot_tiles.py --show tiles --ring 4 --output tiles.png
@@ -9,8 +9,8 @@
     python tools/plot_tiles.py --show ring --ring 4 --output ring.png
     python tools/plot_tiles.py --show gallery --output gallery.png
 
-The flags of masks are those of a training run. Nothing here is drawn from memory: every shape comes from
-SequenceLayout, ring_plan and tiles, as a training run uses them.
+The flags of masks are those of a training run. All shapes come from the code that a training run uses: SequenceLayout,
+ring_plan and tiles.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.decisions.division import length_unit
 from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.arguments.validate.check_model import OWN_FLAGS, check_attention
 
-if TYPE_CHECKING:  # where torch is needed, it comes late: --help answers at once
+if TYPE_CHECKING:  # modules that need torch are imported late, so that --help is fast
     from megatron.context_parallel.layout.masks import Mask
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--seq-length {options.seq_length} must be at least 1")
         if options.output.is_dir():
             raise ValueError(f"--output {options.output} is a folder: name a file in it")
-        _check_read(parser, options)
+        _check_used(parser, options)
         length = options.seq_length or 16 * length_unit(options.ulysses, options.ring, "zigzag")
         from tools import layout_drawing, tile_drawing
 
@@ -78,10 +78,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def mask_of(options: argparse.Namespace, length: int) -> tuple[Mask, tuple[int, ...]]:
-    """The mask that the flags describe, and where documents end: () without documents.
+    """(mask that the flags describe, ends of documents or () without documents).
 
     Raises:
-        Refusal: as a training run.
+        Refusal: as in a training run.
     """
     from megatron.context_parallel.layout.masks import Documents
     from megatron.training.model.attention_rule import attention_mask
@@ -98,19 +98,19 @@ def mask_of(options: argparse.Namespace, length: int) -> tuple[Mask, tuple[int, 
         return mask, ()
     ends = tuple(options.document_ends or document_ends(length))
     if ends[-1] != length:
-        raise ValueError(f"--document-ends: the last document ends with the sequence, at {length}, not at {ends[-1]}")
+        raise ValueError(f"--document-ends: the last document must end at {length}, not at {ends[-1]}")
     return Documents(ends, mask), ends
 
 
 def layouts_of(options: argparse.Namespace, length: int, ends: tuple[int, ...]) -> list[SequenceLayout]:
-    """One for each balance."""
+    """A layout for each balance."""
     from megatron.context_parallel.layout.grid import abstract_grid
     from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
     grid = abstract_grid(ulysses=options.ulysses, ring=options.ring)
     balances = options.balance or ["zigzag", "documents" if ends else "contiguous"]
     if "documents" in balances and not ends:
-        raise ValueError("--balance documents deals documents: add --mask document or --document-ends")
+        raise ValueError("--balance documents needs documents: add --mask document or --document-ends")
     return [
         SequenceLayout(
             length, grid, balance, chunks=options.chunks, document_ends=ends if balance == "documents" else ()
@@ -125,18 +125,18 @@ def _parser() -> argparse.ArgumentParser:
         "--show", choices=[*PICTURES, "gallery"], default="tiles",
         help="which picture (default: tiles); gallery: every mask on one ring",
     )  # fmt: skip
-    parser.add_argument("--seq-length", type=int, help="tokens (default: 16 for each block that the grid cuts)")
+    parser.add_argument("--seq-length", type=int, help="tokens (default: 16 per block of the layout)")
     parser.add_argument("--ulysses", type=int, default=1, help="Ulysses degree (default: 1)")
     parser.add_argument("--ring", type=int, default=4, help="Ring degree (default: 4)")
     parser.add_argument("--chunks", type=int, default=1, help="FPDT chunks of a ring rank's tokens (default: 1)")
     parser.add_argument(
         "--balance", nargs="+", choices=["zigzag", "contiguous", "documents"],
-        help="drawn beside each other (default: zigzag and contiguous, or documents where there are some)",
+        help="drawn side by side (default: zigzag and contiguous; with documents, zigzag and documents)",
     )  # fmt: skip
     parser.add_argument("--mask", choices=MASKS, help="attention mask (default: causal, or window with --window-size)")
     parser.add_argument(
         "--document-ends", type=int, nargs="+", metavar="END",
-        help="one past the last token of each document, around any mask (default of --mask document: some)",
+        help="one past the last token of each document, with any mask (default with --mask document: an example)",
     )  # fmt: skip
     for field in fields(AttentionConfig):
         if field.name in MASK_FLAGS:
@@ -150,13 +150,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse options that the picture does not show."""
-    unread = {"gallery": ["ulysses", "chunks", "balance", "mask", "document_ends", *MASK_FLAGS], "ring": ["chunks"]}
-    unread["layout"] = ["mask", *MASK_FLAGS]
-    for name in unread.get(options.show, ()):
+def _check_used(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse options that have no effect on the picture."""
+    unused = {"gallery": ["ulysses", "chunks", "balance", "mask", "document_ends", *MASK_FLAGS], "ring": ["chunks"]}
+    unused["layout"] = ["mask", *MASK_FLAGS]
+    for name in unused.get(options.show, ()):
         if getattr(options, name) != parser.get_default(name):
-            raise ValueError(f"--{name.replace('_', '-')} is not read by --show {options.show}: leave it out")
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --show {options.show}: leave it out")
 
 
 def _save(options: argparse.Namespace, columns: int, draw: Any) -> None:

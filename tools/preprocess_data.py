@@ -5,8 +5,8 @@
     python tools/preprocess_data.py --input data/*.jsonl.gz --output-prefix my/corpus --append-eod \\
         --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --workers 8
 
-A document is the "text" of a line or a row, a whole .txt file, or a record of a FASTA file. Documents keep the
-order of the input whatever --workers is, and the outputs appear under their names only when they are complete.
+A document is the "text" of a line or a row, a complete .txt file, or a record of a FASTA file. Documents keep the
+order of the input for any number of --workers, and the outputs get their names only when they are complete.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data.encoding import Encoded, Settings, encode_all, tokenizer_of
 from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory, whole_files
 from megatron.training.refusal import Refusal
+from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
 
-TOKENIZER_FLAGS = ("tokenizer_", "vocab_file", "merge_file", "tiktoken_")
 REFUSED = {
-    "--split-sentences": "sentences matter to BERT only; documents are not split",
+    "--split-sentences": "only BERT needs sentences; documents are not split",
     "--keep-newlines": "belongs to --split-sentences",
     "--lang": "belongs to --split-sentences",
     "--partitions": "not needed: --workers reads any number of files, in order",
@@ -46,7 +44,7 @@ REFUSED = {
 
 
 class Bar(tqdm):
-    """A progress bar without a thread of its own, since workers are forked while it stands."""
+    """A progress bar without a thread, because workers are forked while it exists."""
 
     monitor_interval = 0
 
@@ -54,23 +52,21 @@ class Bar(tqdm):
 def core() -> Any:
     """megatron-core's module of .bin/.idx files. Importing it takes seconds, which --help and refusals do not need."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # core tells on import what is not installed
+        warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset
 
 
 def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform == "linux" else "spawn") -> list[str]:
-    """Do what the command line asks; returns the summary, line by line."""
+    """Tokenize the inputs; returns the lines of a summary."""
     paths = expand(args.input)
     if list(args.json_keys) != ["text"] and any(is_plain_text(path) or is_fasta(path) for path in paths):
-        raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt and FASTA, which are one text")
+        raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt and FASTA, which have no keys")
     if args.codon_frame and args.tokenizer_type != "CodonTokenizer":
         raise Refusal(
             f"--codon-frame {args.codon_frame} needs --tokenizer-type CodonTokenizer: add it, or leave it out"
         )
-    tokenizer_flags = tuple(
-        (f.name, getattr(args, f.name)) for f in fields(DataConfig) if f.name.startswith(TOKENIZER_FLAGS)
-    )
+    tokenizer_flags = tuple((field.name, getattr(args, field.name)) for field in TOKENIZER_FIELDS)
     keys = tuple(dict.fromkeys(args.json_keys))
     tokenizer = tokenizer_of(tokenizer_flags, args.vocab_size)
     dtype = core().DType.optimal_dtype(tokenizer.vocab_size)
@@ -127,30 +123,31 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
 
 
 def _close(file: object) -> None:
-    """Close an output that is given up; a full disk was reported already."""
+    """Close an output; a full disk was reported already."""
     with suppress(OSError):
         file.close()
 
 
 def _stopper(patience: float = 5.0) -> Callable[..., None]:
-    """What SIGTERM does: end by an exception, so that temporary files go, undisturbed by more of them for a while.
+    """A handler of SIGTERM that exits by an exception, so that temporary files are removed.
 
-    Not for ever: an exception that happens to come inside a finalizer is lost, and then the next signal must count.
+    More signals within ``patience`` seconds are ignored. Later ones count again, because an exception that is raised
+    inside a finalizer is lost.
     """
-    asked = -patience
+    last = -patience
 
     def stop(*_: object) -> None:
-        nonlocal asked
+        nonlocal last
         now = time.monotonic()
-        if now - asked >= patience:
-            asked = now
+        if now - last >= patience:
+            last = now
             sys.exit(143)
 
     return stop
 
 
 class _Refuse(argparse.Action):
-    """A flag of Megatron's that we refuse by name; --partitions 1 asks for nothing."""
+    """A flag of Megatron-LM that is refused with a reason; --partitions 1 is permitted, as it has no effect."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, option: str | None = None) -> None:
         if (option, values) != ("--partitions", ["1"]):
@@ -165,11 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or globs")
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_KEY_document.bin and .idx")
-    for f in fields(DataConfig):
-        if f.name.startswith(TOKENIZER_FLAGS):
-            options = {key: f.metadata[key] for key in ("choices", "help") if key in f.metadata}
-            kind = f.metadata.get("type") or type(f.default)
-            parser.add_argument("--" + f.name.replace("_", "-"), type=kind, default=f.default, **options)
+    add_tokenizer_options(parser)
     parser.add_argument("--vocab-size", type=int, help="for NullTokenizer, or to cut a TikTokenizer")
     parser.add_argument(
         "--codon-frame", type=int, choices=[0, 1, 2], default=0, help="bases before the first codon of a document"
@@ -177,7 +170,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser.add_argument("--workers", type=int, default=cores, help="processes (default: %(default)s)")
-    parser.add_argument("--log-interval", type=int, default=1000, help="documents between lines where no terminal is")
+    parser.add_argument(
+        "--log-interval", type=int, default=1000, help="documents per line of progress without a terminal"
+    )
     parser.add_argument("--skip-bad-lines", action="store_true", help="count lines that cannot be read, and go on")
     parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     for name in REFUSED:

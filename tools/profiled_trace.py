@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.profiler saw of a step, as operations that a dry run's can be laid beside.
+"""Read the operations of a step from torch.profiler's trace, for comparison with those of a dry run.
 
-On a GPU an operation is two things: a call on the CPU, which says what it is and in which order the program asks for
-it, and kernels, which say when it ran and how long. NCCL runs all_to_all, send and receive as one and the same kernel,
-so the call alone tells them apart. The two are joined as Kineto writes them: a kernel has the ``correlation`` of the
-launch (cuda_runtime, cuda_driver) that lies within the call, and in newer traces the call's ``External id``.
+On a GPU an operation has a call on the CPU, which gives its name and its place in the program's order, and kernels,
+which give its time. NCCL uses the same kernel for all_to_all, send and receive, so only the call distinguishes them.
+Kineto links the two: a kernel has the ``correlation`` of the launch (cuda_runtime, cuda_driver) within the call, and in
+newer traces the call's ``External id``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from tools.trace_alignment import PHASES, Json, NoTrace, Operation, phase_at
 
-# What a collective is called, by how its operation in c10d, its range of gloo's or its "Collective name" begins.
+# The kinds of collectives, by the beginning of the name of the operation in c10d, gloo's range, or "Collective name".
 COLLECTIVES = (
     (r"(c10d::|gloo:)_?all_?gather", "all_gather"),
     (r"(c10d::|gloo:)_?reduce_?scatter", "reduce_scatter"),
@@ -31,8 +31,9 @@ Thread = tuple[object, object]
 
 
 def measured(trace: Json, known: dict[str, str]) -> list[Operation]:
-    """The last step's operations in the order in which the program called them: of calls within calls the outermost
-    that is in ``known`` or a collective.
+    """The last step's operations in the order of the program's calls; of nested calls, the outermost one that counts.
+
+    A call counts if its name is in ``known`` or it is a collective.
 
     Args:
         known: kind by name, of the operations to look for.
@@ -54,15 +55,15 @@ def measured(trace: Json, known: dict[str, str]) -> list[Operation]:
     calls.sort(key=lambda call: call[0]["ts"])
     if device:
         device.give_coalesced([call for call in calls if collective(call[0])], begin, end)
-    found = []
+    operations = []
     for event, kind, kernels in calls:
         name = kind if collective(event) else event["name"]
         when = min((kernel["ts"] for kernel in kernels), default=event["ts"])
         took = sum(kernel.get("dur", 0.0) for kernel in kernels) if device else event.get("dur", 0.0)
-        found.append(Operation(name, kind, phase_at(marks, event["ts"]), when, took))
-    if not found:
+        operations.append(Operation(name, kind, phase_at(marks, event["ts"]), when, took))
+    if not operations:
         raise NoTrace("none of the dry run's operations is in the profiler's trace: is it of the same model?")
-    return found
+    return operations
 
 
 def thread_of(event: Json) -> Thread:
@@ -70,9 +71,11 @@ def thread_of(event: Json) -> Thread:
 
 
 def last_step(trace: Json) -> tuple[float, float]:
-    """(begin, end) of the last step, on the CPU: from the first phase after an optimizer to that of the next. A step
-    that the profiler stopped in before its optimizer does not count where there is another; where the trace has no
-    phases, everything is the step."""
+    """(begin, end) of the last step on the CPU, each at the first phase after an optimizer's.
+
+    A last step without optimizer, in which the profiler was stopped, is used only if there is no other. If the trace
+    has no phases, all of it is the step.
+    """
     marks = _marks([event for event in trace["traceEvents"] if event.get("ph") == "X"])
     begins = [
         when
@@ -95,7 +98,7 @@ def _marks(spans: list[Json]) -> list[tuple[float, str]]:
 
 
 def collective(event: Json) -> str | None:
-    """The kind of a collective's call; None for anything else. A message is its sender's."""
+    """The kind of a collective's call; None for anything else. Of a message only the send counts."""
     name = event["name"]
     if name == "record_param_comms":
         name = f"c10d::{_args(event).get('Collective name', '')}"
@@ -107,7 +110,7 @@ def _args(event: Json) -> Json:
 
 
 class Device:
-    """What ran on a GPU, by what called for it; false where none ran."""
+    """The kernels that ran on a GPU, by the call that launched them; false if there are none."""
 
     def __init__(self, spans: list[Json]) -> None:
         self._kernels: dict[object, list[Json]] = defaultdict(list)  # by correlation
@@ -123,7 +126,7 @@ class Device:
                 launched.add(number)
         for launches in self._launches.values():
             launches.sort(key=lambda launch: launch[0])
-        self._by_call: dict[object, list[Json]] = defaultdict(list)  # of a trace without launches, by External id
+        self._by_call: dict[object, list[Json]] = defaultdict(list)  # by External id, for traces without launches
         for number, kernels in self._kernels.items():
             for kernel in kernels if number not in launched else ():
                 self._by_call[_args(kernel).get("External id")].append(kernel)
@@ -133,22 +136,24 @@ class Device:
         return bool(self._kernels)
 
     def kernels_of(self, thread: Thread, call: Json, inside: list[Json]) -> list[Json]:
-        """Of a call and the calls within it."""
+        """The kernels of a call and of the calls ``inside`` it."""
         launches = self._launches.get(thread, [])
         first = bisect_left(launches, call["ts"], key=lambda launch: launch[0])
-        found = []
+        kernels = []
         for when, number in launches[first:]:
             if when > call["ts"] + call.get("dur", 0.0):
                 break
-            found += self._kernels[number]
+            kernels += self._kernels[number]
             self._given.add(number)
         for one in (call, *inside):
-            found += self._by_call.get(_args(one).get("External id"), [])
-        return found
+            kernels += self._by_call.get(_args(one).get("External id"), [])
+        return kernels
 
     def give_coalesced(self, calls: list[tuple[Json, str, list[Json]]], begin: float, end: float) -> None:
-        """Sends and receives of a batch are launched after all of them have been called, in no call: as one kernel,
-        which the last call before it gets."""
+        """Assign the kernels of batched sends and receives to the last call before them.
+
+        Such a batch is launched as one kernel after all of its calls, and within none of them.
+        """
         for thread, launches in self._launches.items():
             mine = [call for call in calls if thread_of(call[0]) == thread]
             times = [call[0]["ts"] for call in mine]
@@ -162,17 +167,17 @@ class Device:
 
 
 def _outermost(events: list[Json], known: dict[str, str]) -> Iterator[tuple[Json, list[Json]]]:
-    """(event, those within it), of the known ones and collectives that are in no other."""
-    taken: Json | None = None
+    """(event, events inside it) for known events and collectives that are not inside another one."""
+    outer: Json | None = None
     inside: list[Json] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0.0))):
-        if taken is not None and event["ts"] < taken["ts"] + taken.get("dur", 0.0):
+        if outer is not None and event["ts"] < outer["ts"] + outer.get("dur", 0.0):
             inside.append(event)
             continue
-        if taken is not None:
-            yield taken, inside
-            taken, inside = None, []
-        if event["name"] in known or collective(event):  # whose own copies are its own
-            taken, inside = event, []
-    if taken is not None:
-        yield taken, inside
+        if outer is not None:
+            yield outer, inside
+            outer, inside = None, []
+        if event["name"] in known or collective(event):
+            outer, inside = event, []
+    if outer is not None:
+        yield outer, inside

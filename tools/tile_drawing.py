@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws tiles: queries against keys, coloured by the ring rank that computes; one mask large, or all in a gallery."""
+"""Draw tiles, queries against keys, coloured by the ring rank that computes them; for one mask, or for all masks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LEGEND = {
     "full": "full: every pair",
     "causal": "causal: up to the diagonal",
     "anticausal": "anticausal: from the diagonal on",
-    "masked": "masked: computed whole (pale), pairs of the mask (dark)",
+    "masked": "masked: all pairs are computed (pale), the mask permits some (dark)",
 }
 
 
 def colour(rank: int, ranks: int, fade: float = 0.0) -> tuple[float, float, float]:
-    """The colour of a ring rank, faded towards white from 0 (not) to 1 (white)."""
+    """The RGB colour of a ring rank; ``fade`` mixes it with white, 1 is white."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
@@ -31,7 +31,7 @@ def colour(rank: int, ranks: int, fade: float = 0.0) -> tuple[float, float, floa
 
 
 def draw_tiles(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
-    """Queries against keys; below, the work of each rank."""
+    """Queries against keys, and below them the work of each rank."""
     grid = figure.subplots(2, len(layouts), squeeze=False, height_ratios=[3.4, 1])
     kinds: set[str] = set()
     busiest = 0.0
@@ -55,10 +55,9 @@ def draw_tiles(figure: Any, layouts: list[SequenceLayout], mask: Mask) -> None:
         below.set_xlim(0, 1.05 * busiest)
     _legend(figure, kinds, len(layouts))
     first = layouts[0]
-    step = "hop" if first.chunks == 1 else f"key chunk, of {first.chunks},"
+    step = "hop" if first.chunks == 1 else f"key chunk (of {first.chunks})"
     figure.suptitle(
-        f"Who computes what: Ring {first.grid.ring.size}, {name_of(mask)} mask\n"
-        f"(number: the {step} at which it is computed)",
+        f"Who computes what: Ring {first.grid.ring.size}, {name_of(mask)} mask\n(number: the {step} of a tile)",
         fontsize=13, color=INK,
     )  # fmt: skip
 
@@ -67,19 +66,19 @@ def plot_pairs(axes: Any, layout: SequenceLayout, by_rank: list[list[Shape]], *,
     """All tiles of all ranks; returns the kinds that were drawn."""
     ring, length = layout.grid.ring.size, layout.seq_length
     axes.add_patch(polygon([(0, 0), (length, 0), (length, length), (0, length)], facecolor=PALE))
-    for rank, found in enumerate(by_rank):
-        for shape in found:
+    for rank, its_shapes in enumerate(by_rank):
+        for shape in its_shapes:
             shade = colour(rank, ring, _fade(shape.step, layout))
             _plot_shape(axes, shape, shade)
             for outline in shape.outlines:
-                room = 24 if len(outline) == 4 else 12  # a triangle has less
-                if numbers and min(extent(outline)) * room >= length:
+                parts = 24 if len(outline) == 4 else 12  # a number fits into 1/24 of the width; triangles need more
+                if numbers and min(extent(outline)) * parts >= length:
                     axes.text(
                         *centre(outline), str(shape.step), ha="center", va="center", fontsize=8, color=_ink_on(shade),
                         bbox={"facecolor": shade, "edgecolor": "none", "pad": 0.8},
                     )  # fmt: skip
     axes.set(xlim=(0, length), ylim=(length, 0), aspect="equal")
-    return {"masked" if shape.tile.masked else shape.tile.kind for found in by_rank for shape in found}
+    return {"masked" if shape.tile.masked else shape.tile.kind for its_shapes in by_rank for shape in its_shapes}
 
 
 def draw_gallery(figure: Any, ring: int, length: int) -> None:
@@ -101,11 +100,11 @@ def draw_gallery(figure: Any, ring: int, length: int) -> None:
         )  # fmt: skip
         frame(axes)
     _legend(figure, kinds, 2)
-    figure.suptitle(f"Masks on a ring of {ring}: one colour a rank, paler the later the hop", fontsize=13, color=INK)
+    figure.suptitle(f"Masks on a ring of {ring}: one colour per rank, paler for later hops", fontsize=13, color=INK)
 
 
 def gallery(ring: int, length: int) -> list[tuple[str, SequenceLayout, Mask]]:
-    """(title, layout, mask) of each panel: balanced as a training run is by default, but for documents in zigzag."""
+    """(title, layout, mask) of each panel, with a training run's default balance, and documents also in zigzag."""
     ends, block = document_ends(length), length // 16
     dilated = cp.MaskFunction(lambda q, k: (q - k) % (length // 8) < length // 16)
     masks: list[tuple[str, str, Mask]] = [
@@ -114,11 +113,11 @@ def gallery(ring: int, length: int) -> list[tuple[str, SequenceLayout, Mask]]:
         ("window", "contiguous", cp.Window(length // 6)),
         ("window, global tokens", "contiguous", cp.Window(length // 6, 0, length // 16)),
         ("documents, zigzag", "zigzag", cp.Documents(ends)),
-        ("documents, dealt", "documents", cp.Documents(ends)),
+        ("documents, balanced", "documents", cp.Documents(ends)),
         ("block-sparse: longformer", "contiguous", cp.BlockSparse(block, cp.LongformerBlocks(1, 1), length)),
         ("block-sparse: bigbird", "contiguous", cp.BlockSparse(block, cp.BigBirdBlocks(1, 1, 2), length)),
         ("block-sparse: strided", "zigzag", cp.BlockSparse(block, cp.StridedBlocks(4), length)),
-        ("a function of one's own", "zigzag", dilated),
+        ("mask function", "zigzag", dilated),
     ]
     grid = cp.abstract_grid(ring=ring)
     return [
@@ -128,14 +127,14 @@ def gallery(ring: int, length: int) -> list[tuple[str, SequenceLayout, Mask]]:
 
 
 def document_ends(length: int) -> tuple[int, ...]:
-    """Documents of unequal length, one of them more than a rank's share."""
+    """Example documents of unequal lengths, one of them longer than a rank's share."""
     shares = (4, 1, 4, 5, 6, 28, 6, 1, 2, 1, 2, 3, 1)
     ends = {length * sum(shares[: index + 1]) // sum(shares) for index in range(len(shares))}
     return tuple(sorted(ends - {0}))
 
 
 def name_of(mask: Mask) -> str:
-    """For a title."""
+    """A mask's name for a title."""
     if isinstance(mask, cp.Documents):
         return f"{len(mask.ends)} documents, {name_of(mask.within)}"
     if isinstance(mask, cp.Window):
@@ -147,7 +146,7 @@ def name_of(mask: Mask) -> str:
 
 
 def ticks(layout: SequenceLayout) -> tuple[list[int], list[str]]:
-    """Where the blocks begin, if they are few, and how that is written."""
+    """(positions, labels) of an axis's ticks: the blocks' boundaries if there are at most 8 blocks."""
     fitting = (n for n in (2 * layout.grid.ring.size, 8, 4, 1) if n <= 8 and layout.seq_length % n == 0)
     parts = next(fitting)
     places = [layout.seq_length * part // parts for part in range(parts + 1)]
@@ -157,14 +156,13 @@ def ticks(layout: SequenceLayout) -> tuple[list[int], list[str]]:
 
 
 def polygon(corners: list[Any], **style: Any) -> Any:
-    """A closed polygon."""
     from matplotlib.patches import Polygon
 
     return Polygon(corners, closed=True, **style)
 
 
 def frame(axes: Any) -> None:
-    """No box, small ticks."""
+    """Remove the box around the axes, and make ticks small."""
     axes.spines[:].set_visible(False)
     axes.tick_params(colors=INK, labelsize=9, length=3)
 
@@ -187,13 +185,13 @@ def _fill(axes: Any, outlines: list[Outline], shade: Any, hatch: str, **style: A
 
 
 def _plot_work(axes: Any, layout: SequenceLayout, by_rank: list[list[Shape]]) -> float:
-    """A bar a rank, cut by steps; returns the busiest rank's work over the mean."""
+    """Draw a bar per rank, divided by steps; returns the busiest rank's work over the mean."""
     ring, work = layout.grid.ring.size, _work(by_rank)
     mean = sum(work) / ring
-    for rank, found in enumerate(by_rank):
+    for rank, its_shapes in enumerate(by_rank):
         done = 0.0
-        for step in sorted({shape.step for shape in found}):
-            pairs = sum(shape.tile.pairs for shape in found if shape.step == step)
+        for step in sorted({shape.step for shape in its_shapes}):
+            pairs = sum(shape.tile.pairs for shape in its_shapes if shape.step == step)
             axes.barh(
                 rank, pairs / mean, left=done / mean, color=colour(rank, ring, _fade(step, layout)),
                 edgecolor="white", linewidth=0.8, height=0.75,
@@ -207,7 +205,7 @@ def _plot_work(axes: Any, layout: SequenceLayout, by_rank: list[list[Shape]]) ->
 
 
 def _work(by_rank: list[list[Shape]]) -> list[int]:
-    return [sum(shape.tile.pairs for shape in found) for found in by_rank]
+    return [sum(shape.tile.pairs for shape in its_shapes) for its_shapes in by_rank]
 
 
 def _amount(layout: SequenceLayout, by_rank: list[list[Shape]]) -> str:

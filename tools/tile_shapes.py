@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank computes, as shapes in the plane of key position (x) and query position (y), for the pictures.
+"""Outlines of the tiles that a rank computes, in the plane of key position (x) and query position (y), for pictures.
 
-The tiles are those of ring_plan, or of the chunk loops; nothing is worked out anew here but their outlines.
+The tiles come from ring_plan, or from the loops over chunks; only their outlines are computed here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Shape:
 
     Attributes:
         step: the hop at which it is computed; with chunks, the key chunk.
-        tile: as the kernel sees it.
-        outlines: around all that the kernel computes; several where the positions of the rows have gaps.
-        allowed: outlines around the pairs that count; the same, but for a masked tile.
+        tile: as the kernel gets it.
+        outlines: around all pairs that the kernel computes; several if the positions of the rows have gaps.
+        allowed: around the pairs that the mask permits; they differ from ``outlines`` only for a masked tile.
     """
 
     step: int
@@ -55,33 +55,33 @@ def computed(layout: SequenceLayout, mask: Mask, rank: int) -> Iterator[tuple[in
 
 def shapes(layout: SequenceLayout, mask: Mask, rank: int) -> list[Shape]:
     """Everything that ring rank ``rank`` computes."""
-    found = []
+    result = []
     for step, tile in computed(layout, mask, rank):
         around = outlines(tile)
-        found.append(Shape(step, tile, around, allowed_pairs(tile, mask) if tile.masked else around))
-    return found
+        result.append(Shape(step, tile, around, allowed_pairs(tile, mask) if tile.masked else around))
+    return result
 
 
 def outlines(tile: Tile) -> list[Outline]:
-    """Around a tile: one polygon for each run of queries and run of keys that meet in it."""
-    found = []
+    """Around a tile: one polygon for each run of queries and run of keys in it."""
+    polygons = []
     for q_row, q in _with_rows(tile.q_at):
         for k_row, k in _with_rows(tile.k_at):
             width = k[1] - k[0]
             edges = []  # (query position, first key, end of keys)
             for y in range(*q):
-                diagonal = q_row + y - q[0] - k_row  # the query's own row, among the keys of this run
+                diagonal = q_row + y - q[0] - k_row  # the diagonal's key in this row, counted from the run's first key
                 low = max(diagonal, 0) if tile.kind == "anticausal" else 0
                 high = min(diagonal + 1, width) if tile.kind == "causal" else width
                 if low < high:
                     edges.append((y, k[0] + low, k[0] + high))
             if edges:
-                found.append(_staircase(edges))
-    return found
+                polygons.append(_staircase(edges))
+    return polygons
 
 
 def allowed_pairs(tile: Tile, mask: Mask) -> list[Outline]:
-    """The pairs of a masked tile that the mask allows, as boxes of one row each."""
+    """The pairs of a masked tile that the mask permits, as boxes of one row each."""
     q, k = (positions(at, torch.device("cpu")) for at in (tile.q_at, tile.k_at))
     allowed = mask.allowed(q[:, None], k[None])
     allowed = {"full": allowed, "causal": allowed.tril(), "anticausal": allowed.triu()}[tile.kind]
@@ -98,13 +98,13 @@ def allowed_pairs(tile: Tile, mask: Mask) -> list[Outline]:
 
 
 def area(outline: Outline) -> float:
-    """Pairs within an outline."""
+    """The number of pairs within an outline."""
     ends = zip(outline, [*outline[1:], outline[0]])
     return abs(sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in ends)) / 2
 
 
 def centre(outline: Outline) -> tuple[float, float]:
-    """The centre of gravity, where a number is written."""
+    """The centroid, where a number is written."""
     x = y = total = 0.0
     for (x0, y0), (x1, y1) in zip(outline, [*outline[1:], outline[0]]):
         cross = x0 * y1 - x1 * y0
@@ -113,19 +113,19 @@ def centre(outline: Outline) -> tuple[float, float]:
 
 
 def extent(outline: Outline) -> tuple[int, int]:
-    """Keys and queries from end to end."""
+    """(width in keys, height in queries)."""
     xs, ys = zip(*outline)
     return max(xs) - min(xs), max(ys) - min(ys)
 
 
 def _with_rows(spans: tuple[Span, ...]) -> Iterator[tuple[int, Span]]:
-    """Each run of positions with the number of its first row in the tile."""
+    """(first row in the tile, run of positions) for each run."""
     for index, span in enumerate(spans):
         yield count(spans[:index]), span
 
 
 def _staircase(edges: list[tuple[int, int, int]]) -> Outline:
-    """The outline of rows one below the other, each (y, first x, end x)."""
+    """The outline of adjacent rows, each (y, first x, end x)."""
     left: Outline = []
     right: Outline = []
     for y, low, high in edges:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two traces of a step in the Trace Event Format, operation by operation: what is in both, in the same order, and how
-long it took in each. One is a dry run's, the other torch.profiler's of a real run."""
+"""Compare two traces of a step in the Trace Event Format: which operations are in both, in the same order, and their
+times. One trace is a dry run's, the other torch.profiler's of a real run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from megatron.training.json_file import parse_json, read_most
 from megatron.training.refusal import one_line, reason
 
 Json = dict[str, Any]
-MOST_BYTES = 1 << 30  # of a trace, unpacked
+MOST_BYTES = 1 << 30  # of a decompressed trace
 PHASES = ("forward", "backward", "optimizer")
-MOST_EDITS = 3000  # of two sequences that are laid beside each other
+MOST_EDITS = 3000  # most differences between two sequences that are aligned
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p", "broadcast")  # of collectives
 
 
 class NoTrace(ValueError):
-    """A file is no trace, or there is nothing in it to compare."""
+    """A file is not a trace, or has nothing to compare."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that a rank did; microseconds, from the trace's own zero.
+    """An operation of a rank; times in microseconds from the trace's zero.
 
     Attributes:
-        begin: where a GPU ran, when its first kernel began.
-        took: of all its kernels.
+        begin: of its first kernel on the GPU, or of its call without a GPU.
+        took: of all its kernels, or of its call.
     """
 
     name: str
@@ -42,10 +42,7 @@ class Operation:
 
 
 def read(path: Path) -> Json:
-    """
-    Raises:
-        NoTrace: the file cannot be read as a trace.
-    """
+    """Read and check a trace; it may be compressed by gzip. Raises NoTrace."""
     try:
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
@@ -62,23 +59,23 @@ def read(path: Path) -> Json:
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise NoTrace(f"{path}: has no traceEvents: give a trace of a dry run or of torch.profiler")
     if not all(_is_event(event) for event in trace["traceEvents"]) or not isinstance(trace.get("otherData", {}), dict):
-        raise NoTrace(f"{path}: has events that are none: give a trace of a dry run or of torch.profiler")
+        raise NoTrace(f"{path}: has invalid events: give a trace of a dry run or of torch.profiler")
     return trace
 
 
 def _is_event(event: Any) -> bool:
-    """Whether an event has what its phase asks for, each of its kind."""
+    """Whether an event has the fields that its phase requires, with the right types."""
     if not isinstance(event, dict) or not isinstance(event.get("ph", ""), str):
         return False
     phase, args = event.get("ph"), event.get("args", {})
     if not isinstance(args, dict):
         return False
-    asked = {"X": ("name", "cat", "ts"), "M": ("name",), **dict.fromkeys("stf", ("cat", "id", "ts"))}.get(phase, ())
+    required = {"X": ("name", "cat", "ts"), "M": ("name",), **dict.fromkeys("stf", ("cat", "id", "ts"))}.get(phase, ())
     numbers = [event[name] for name in ("ts", "dur") if name in event]
     plain = [event.get(name) for name in ("pid", "tid", "id")]
     plain += [args.get(name) for name in ("correlation", "External id")]
     return (
-        all(name in event for name in asked)
+        all(name in event for name in required)
         and all(isinstance(event.get(name, ""), str) for name in ("name", "cat"))
         and all(isinstance(number, int | float) and abs(number) < 1e18 for number in numbers)
         and all(isinstance(value, int | float | str | None) for value in plain)
@@ -90,10 +87,10 @@ def is_predicted(trace: Json) -> bool:
 
 
 def predicted(trace: Json, rank: int) -> list[Operation]:
-    """What a dry run says of a rank, in the program's order, which is the file's.
+    """A rank's operations in a dry run's trace, in the order of the file, which is the program's.
 
     Raises:
-        NoTrace: the rank is not in it.
+        NoTrace: the rank is not in the trace.
     """
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("pid") == rank]
     if not spans:
@@ -102,18 +99,17 @@ def predicted(trace: Json, rank: int) -> list[Operation]:
     marks = sorted(
         (event["ts"], event["name"]) for event in spans if event["cat"] == "phase" and event["name"] in PHASES
     )
-    found = []
+    operations = []
     for event in spans:
         if event["cat"] not in ("phase", "wait"):
             kind = event["cat"] if event["cat"] in ("gemm", "attention", "memory") else event["name"]
-            found.append(
-                Operation(event["name"], kind, phase_at(marks, event["ts"]), event["ts"], event.get("dur", 0.0))
-            )
-    return found
+            phase, took = phase_at(marks, event["ts"]), event.get("dur", 0.0)
+            operations.append(Operation(event["name"], kind, phase, event["ts"], took))
+    return operations
 
 
 def phase_at(marks: list[tuple[float, str]], when: float) -> str:
-    """The phase that has begun last, of (begin, name) in order; before the first, the first."""
+    """The phase at a time, from sorted (begin, name); before the first begin, the first phase."""
     name = ""
     for begin, phase in marks:
         if begin > when + 1e-6:
@@ -123,8 +119,10 @@ def phase_at(marks: list[tuple[float, str]], when: float) -> str:
 
 
 def aligned(ours: list[str], theirs: list[str]) -> list[tuple[int, int]] | None:
-    """Places of the longest common subsequence (E. W. Myers, An O(ND) difference algorithm, Algorithmica 1, 1986); None
-    where more than MOST_EDITS operations are in one alone."""
+    """Index pairs of the longest common subsequence; None if the sequences differ in more than MOST_EDITS elements.
+
+    E. W. Myers, An O(ND) Difference Algorithm and Its Variations, Algorithmica 1, 1986.
+    """
     n, m = len(ours), len(theirs)
     reach, trail = {1: 0}, []
     for edits in range(min(n + m, MOST_EDITS) + 1):
@@ -157,10 +155,10 @@ def _walked_back(trail: list[dict[int, int]], x: int, y: int) -> list[tuple[int,
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sequences of a rank's operations, and the pairs of places where they agree.
+    """Two sequences of a rank's operations, predicted and measured.
 
     Attributes:
-        pairs: None where the sequences differ too much to be laid beside each other.
+        pairs: indices of operations that are in both, in the same order; None if the sequences differ too much.
     """
 
     ours: list[Operation]
@@ -169,11 +167,11 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """Of what was predicted, what was measured in the same order."""
+        """The share of the predicted operations that were measured in the same order."""
         return len(self.pairs or ()) / max(len(self.ours), 1)
 
     def rows(self) -> list[Json]:
-        """By phase and kind: calls and milliseconds in each."""
+        """Calls and milliseconds in both, by phase and kind."""
         sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
         for at, operations in enumerate((self.ours, self.theirs)):
             for operation in operations:
@@ -188,7 +186,7 @@ class Comparison:
         ]
 
     def alone(self) -> list[tuple[str, int]]:
-        """(name, calls predicted less calls measured) of what is not called equally often."""
+        """(name, predicted minus measured calls) of operations that are not called equally often."""
         ours, theirs = (Counter(x.name for x in operations) for operations in (self.ours, self.theirs))
         differing = ((name, ours[name] - theirs[name]) for name in {*ours, *theirs})
         return sorted((pair for pair in differing if pair[1]), key=lambda pair: (-abs(pair[1]), pair[0]))

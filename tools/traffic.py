@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes do the kernels of one layer read and write? A table by what they are for, from a dry run of the flags.
+"""Print the bytes that the kernels of one layer read and write, by purpose, from a dry run of the flags.
 
 python tools/traffic.py --gpus 8 -- --model llama3-8b --seq-length 131072 --ulysses-parallel-size 4 --ring-parallel-size 2 --bf16
 """  # noqa: E501
@@ -25,20 +25,22 @@ PHASES = ("forward", "backward")
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of the simulated cluster (default 1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="that is counted (default 0)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="size of the simulated cluster (default 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="rank to count (default 0)")
     parser.add_argument("--torch-rope", action="store_true", help="RoPE by PyTorch's operations, as without Triton")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the bytes")
-    parser.add_argument("flags", nargs="+", metavar="-- FLAG", help="of pretrain_llama.py; --gpu: A100-80G by default")
+    parser.add_argument(
+        "flags", nargs="+", metavar="-- FLAG", help="flags of pretrain_llama.py; --gpu is A100-80G by default"
+    )
     options = parser.parse_args(argv)
     try:
-        found = counted(options)
+        sizes = counted(options)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            options.json.write_text(json.dumps(sizes, indent=1) + "\n")
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    Console(width=None if sys.stdout.isatty() else 100).print(table(found))
+    Console(width=None if sys.stdout.isatty() else 100).print(table(sizes))
     return 0
 
 
@@ -51,26 +53,26 @@ def counted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     words = [*options.flags, "--dry-run", "--world-size", str(options.gpus)]
     config = parse(words, LLAMA, options.gpus)
     if config.parallel.pipeline_model_parallel_size > 1:
-        raise Refusal("--pipeline-model-parallel-size: the layers of one stage are counted; leave it out")
+        raise Refusal("--pipeline-model-parallel-size is not supported: leave it out")
     if not 0 <= options.rank < options.gpus:
-        raise Refusal(f"--rank {options.rank}: there are {options.gpus} ranks, from 0; see --gpus")
+        raise Refusal(f"--rank {options.rank}: there are {options.gpus} ranks, counted from 0; see --gpus")
     machine = load(config.simulation.gpu or "A100-80G")
     return layer_traffic(
         config, options.gpus, options.rank, vocabulary_of(config)[0], machine, fused_rope=not options.torch_rope
     )
 
 
-def table(found: dict[str, dict[str, float]]) -> Table:
+def table(by_group: dict[str, dict[str, float]]) -> Table:
     out = Table("GB of one layer", *PHASES, "together", title="Bytes read and written by kernels", title_justify="left")
     for column in out.columns[1:]:
         column.justify = "right"
-    rows = sorted(found.items(), key=lambda row: -sum(row[1].values()))
+    rows = sorted(by_group.items(), key=lambda row: -sum(row[1].values()))
     for group, sizes in rows:
         out.add_row(group, *(gigabytes(sizes.get(phase, 0.0)) for phase in PHASES), gigabytes(sum(sizes.values())))
-    sums = [sum(sizes.get(phase, 0.0) for sizes in found.values()) for phase in PHASES]
+    sums = [sum(sizes.get(phase, 0.0) for sizes in by_group.values()) for phase in PHASES]
     out.add_row("all", *map(gigabytes, sums), gigabytes(sum(sums)), end_section=True)
-    between = sum(sum(s.values()) for group, s in found.items() if group not in ("GEMM", "attention: its kernels"))
-    out.add_row("all but products and attention's kernels", "", "", gigabytes(between))
+    rest = sum(sum(s.values()) for group, s in by_group.items() if group not in ("GEMM", "attention: its kernels"))
+    out.add_row("all but products and attention's kernels", "", "", gigabytes(rest))
     return out
 
 

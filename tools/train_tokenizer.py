@@ -4,7 +4,7 @@
 
     python tools/train_tokenizer.py --input corpus.jsonl --model-prefix tokenizer --vocab-size 2048
 
-writes tokenizer.model and tokenizer.vocab. Any text survives a round trip, white space and line ends included.
+writes tokenizer.model and tokenizer.vocab. Decoding gives back any encoded text, including white space and line ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.data.text_files import BadRecord, Reader, expand, parse, whole_files
 from megatron.training.refusal import Refusal
 
-LONGEST_LINE = 4192  # in bytes; SentencePiece drops longer ones
+LONGEST_LINE = 4192  # bytes; SentencePiece drops longer lines
 
 
 def lines(args: argparse.Namespace) -> Iterator[str]:
@@ -46,7 +46,7 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def train(args: argparse.Namespace) -> str:
-    """Train and write the model; returns the closing line."""
+    """Train and write the model; returns a summary to print."""
     import sentencepiece
 
     start = time.monotonic()
@@ -83,9 +83,9 @@ def train(args: argparse.Namespace) -> str:
             for i in range(processor.vocab_size()):
                 vocab.write(f"{processor.id_to_piece(i)}\t{processor.get_score(i):g}\n")
         text = "\n".join(sample[:2000])
-        bytes_a_token = len(text.encode()) / max(1, len(processor.encode(text)))
+        bytes_per_token = len(text.encode()) / max(1, len(processor.encode(text)))
     return (
-        f"{targets[0]}: {processor.vocab_size():,} pieces, {bytes_a_token:.2f} bytes a token, "
+        f"{targets[0]}: {processor.vocab_size():,} pieces, {bytes_per_token:.2f} bytes per token, "
         f"trained in {time.monotonic() - start:.1f} s"
     )
 
@@ -97,9 +97,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json-key", default="text", help="key of the text")
     parser.add_argument("--model-prefix", required=True, help="PREFIX.model and PREFIX.vocab are written")
     parser.add_argument("--vocab-size", type=int, default=2048, help="pieces (default: %(default)s)")
-    parser.add_argument("--input-bytes", type=int, default=4_000_000, help="most text to train on")
-    parser.add_argument("--max-sentences", type=int, default=200_000, help="most lines to train on")
-    parser.add_argument("--character-coverage", type=float, default=0.9995, help="the rest becomes bytes")
+    parser.add_argument("--input-bytes", type=int, default=4_000_000, help="maximum size of the text to train on")
+    parser.add_argument("--max-sentences", type=int, default=200_000, help="maximum number of lines to train on")
+    parser.add_argument(
+        "--character-coverage", type=float, default=0.9995, help="share of characters with tokens; others become bytes"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
     args = parser.parse_args(argv)
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# The generation marks enclose the assistant's words. They are optional (docs/fine-tuning.md).
+# The generation marks enclose the assistant's words. They are optional (docs/use/fine-tuning.md).
 TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}

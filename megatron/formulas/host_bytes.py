@@ -11,7 +11,7 @@ from megatron.decisions.division import goes_by_keys
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of
 from megatron.formulas.strategy import Strategy, Workload
 
-# Bytes that FPDT copies between device and host (docs/fpdt.md, "What is copied").
+# Bytes that FPDT copies between device and host (docs/use/fpdt.md, "What is copied").
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from megatron.training.checkpoint.checkpoint_folder import restore
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
 from megatron.training.checkpoint.in_memory.restart import newest
-from megatron.training.checkpoint.in_memory.state import Held
+from megatron.training.checkpoint.in_memory.state import TrainingState
 from megatron.training.checkpoint.megatron_lm.places import iteration_of
 from megatron.training.checkpoint.owner import Owner, identity, own
 from megatron.training.checkpoint.run_state import Progress
@@ -133,9 +133,9 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     schedule = None if config.run.skip_train else build_schedule(optimizer, config)
     progress = Progress()
     if kept:
-        Held(chunks, optimizer, schedule, config).load(kept.path)
+        TrainingState(chunks, optimizer, schedule, config).load(kept.path)
         progress = kept.progress
-        config.notes.append(f"{kept.told}; on the disk is {f'iteration {on_disk}' if found else 'no checkpoint'}")
+        config.notes.append(f"{kept.line}; on the disk is {f'iteration {on_disk}' if found else 'no checkpoint'}")
     elif whole:
         progress = checkpoint.load(whole, chunks, optimizer, schedule, config)
         config.notes.append(f"loaded {whole}, going on after iteration {progress.iteration}")

@@ -74,4 +74,4 @@ def test_a_profilers_trace_is_laid_beside_the_predicted_one(pool, name: str, tmp
     events = json.loads(both.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"rank 1, measured"}
     assert compare_trace.main([real[0], real[1]]) == 2
-    assert "is no dry run's" in capsys.readouterr().err
+    assert "is not a dry run's" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
     Returns (iteration at the start, losses of the last steps, notes, what is said of copies).
     """
     from megatron.training.checkpoint import checkpoint
-    from megatron.training.checkpoint.in_memory.state import Held
+    from megatron.training.checkpoint.in_memory.state import TrainingState
 
     before, said = os.environ.get("LOCAL_WORLD_SIZE"), []
     try:
@@ -49,9 +49,9 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
             train_job(job, count)
             if job.progress.iteration in save_at:
                 checkpoint.save(f"{folder}/c", job.progress, *state)
-            job.copies.begin(job.progress, Held(*state).tensors())
+            job.copies.begin(job.progress, TrainingState(*state).tensors())
             job.copies.finish()
-            said += job.copies.told()
+            said += job.copies.take_lines()
         return first, train_job(job, more)[0], job.config.notes, said
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE")
@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_memory_exactly(pool, tmp_path, world, flags):
     flags = flags.replace("GPT", "--position-embedding-type learned_absolute")
     _, losses, notes, said = pool.run(run, world, tmp_path, flags, 1, (1, 2), 3, timeout=120)[0]
     assert files(tmp_path) == [f"iter_0000003.rank_{rank:05d}" for rank in range(world)]
-    assert not [note for note in notes if "cop" in note] and len(said) == 1 and "stood still" in said[0]
+    assert not [note for note in notes if "cop" in note] and len(said) == 1 and "training waited" in said[0]
     first, resumed, notes, _ = pool.run(run, world, tmp_path, flags, 1, (), 3, timeout=120)[0]
     assert first == 3 and resumed == losses  # to the last bit
     assert "loaded iteration 3 from the copies in memory; on the disk is no checkpoint" in notes
@@ -197,7 +197,7 @@ def test_what_is_lost_comes_from_the_neighbour(pool, nodes, harm):
 def lose_both(folder):
     flip_a_bit(folder)
     the_file(folder, 1, "iter_0000003.rank_00001").unlink()
-    return REPLICATED, "of iteration 3 no whole copy of rank 1 is left"
+    return REPLICATED, "no undamaged copy of rank 1 is left of iteration 3"
 
 
 def another_grid(folder):
@@ -231,17 +231,17 @@ def without_room(folder, flags):
     """Two copies; there is no room for the second one on rank 1."""
     import torch.distributed as dist
 
-    from megatron.training.checkpoint.in_memory.state import Held
+    from megatron.training.checkpoint.in_memory.state import TrainingState
 
     job = make_job(with_copies(folder, flags, 1))
     os.environ.pop("LOCAL_WORLD_SIZE")
     lines = []
     for _ in range(2):
         train_job(job, 1)
-        held = Held(job.chunks, job.optimizer, job.schedule, job.config)
+        held = TrainingState(job.chunks, job.optimizer, job.schedule, job.config)
         job.copies.begin(job.progress, held.tensors())
         job.copies.finish()
-        lines += job.copies.told()
+        lines += job.copies.take_lines()
         if dist.get_rank() == 1:
             job.copies.folder = replace(job.copies.folder, number=10**6)  # no such descriptor
     return lines
@@ -250,6 +250,6 @@ def without_room(folder, flags):
 def test_a_copy_that_has_no_room_is_one_line(pool, tmp_path):
     for _, line in pool.run(without_room, 2, tmp_path, "--zero-stage 1", timeout=120):
         assert line.startswith("WARNING: no copy of iteration 2 in memory (rank 1: FileNotFoundError")
-        assert "training goes on" in line and "\n" not in line
+        assert "the previous one is kept" in line and "\n" not in line
     assert files(tmp_path) == [f"iter_0000001.rank_{rank:05d}" for rank in range(2)]
     assert not list(tmp_path.glob("node0/run-*/.*"))

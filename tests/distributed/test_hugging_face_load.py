@@ -106,17 +106,17 @@ def test_refusals(pool, folders, tmp_path):
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    assert "model_type 'gpt2' is not read here: only llama, qwen2, qwen3 and bloom" in refusal(
+    assert "model_type 'gpt2' is not supported: only llama, qwen2, qwen3 and bloom" in refusal(
         pool, flags_of("llama", other)
     )
     (other / "config.json").write_text(json.dumps(config))
-    assert "other formats than safetensors are not read" in refusal(pool, flags_of("llama", other))
+    assert "only the safetensors format is supported" in refusal(pool, flags_of("llama", other))
     weights = {}
     for file in folder.glob("*.safetensors"):
         weights |= load_file(file)
     weights.pop("model.norm.weight")
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    assert "1 tensors that config.json asks for are missing: model.norm.weight" in refusal(
+    assert "1 tensors that config.json requires are missing: model.norm.weight" in refusal(
         pool, flags_of("llama", other)
     )
     assert "a vocabulary of" in refusal(pool, flags_of("llama", folder).replace("--vocab-size 300", "--vocab-size 310"))

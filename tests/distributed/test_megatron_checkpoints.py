@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
     assert "--override-opt-param-scheduler" in text
     assert refused("--train-iters 40 --override-opt-param-scheduler") == []
     text = refused(num_experts=8, multi_latent_attention=True)
-    assert "not built here: --num-experts (experts), --multi-latent-attention" in text
+    assert "not supported: --num-experts (experts), --multi-latent-attention" in text
     text = refused(num_experts=None, multi_latent_attention=False, untie_embeddings_and_output_weights=False)
     assert "--untie-embeddings-and-output-weights False there, True here" in text
     text = refused("--finetune --make-vocab-size-divisible-by 16 --vocab-size 59", make_vocab_size_divisible_by=16)

@@ -466,4 +466,4 @@ def test_states_of_engine_layers_are_tensors_and_numbers_or_refused(tmp_path):
 def test_a_folder_that_cannot_be_saved_in_is_refused_at_the_start(pool, tmp_path, folder):
     (tmp_path / "file").write_text("")
     (told,) = pool.run(refused, 1, f"--save {tmp_path / folder}")
-    assert told == f"--save {tmp_path / folder}: {tmp_path / 'file'} is no folder"
+    assert told == f"--save {tmp_path / folder}: {tmp_path / 'file'} is not a folder"

@@ -351,7 +351,7 @@ def sealed(random: Random, data: bytes) -> bytes:
 
 def read_copy(folder: Path) -> bool:
     copy_file.about(folder / "copy")
-    if copy_file.whole(folder / "copy"):
+    if copy_file.intact(folder / "copy"):
         with safe_open(folder / "copy", "pt") as file:
             return bool(file.keys())
     return False

@@ -103,7 +103,7 @@ def in_words(said: dict) -> None:
 
 @pytest.mark.parametrize(
     "change, told",
-    [(later, "is of version 3"), (without_files, "names no files"), (outside, "../c, which lies"), (in_words, "read")],
+    [(later, "has version 3"), (without_files, "names no files"), (outside, "../c, which lies"), (in_words, "read")],
 )
 def test_a_list_whose_sum_is_right_and_which_says_something_odd_is_refused(tmp_path, change: Callable, told: str):
     said = json.loads(a_list().packed())

@@ -180,7 +180,10 @@ def test_classes_that_are_not_known_come_as_nothing(tmp_path):
 @pytest.mark.parametrize(
     "inside, told",
     [
-        ("mp_rank_00/model_optim_rng.pt", "older format torch: python tools/convert_checkpoint.py --from"),
+        (
+            "mp_rank_00/model_optim_rng.pt",
+            "older format torch: convert it with python tools/convert_checkpoint.py --from",
+        ),
         ("zero/fp32.pt", "universal one of DeepSpeed's: add --universal-checkpoint"),
         (".metadata", "torch_dcp or fsdp_dtensor"),
         ("common.pt", "missing or incomplete"),
@@ -207,12 +210,12 @@ def test_zarr_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, told", [("latest", "own form: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
+    "name, told", [("latest", "own format: .*ds_to_universal"), ("latest_universal", "universal checkpoint of")]
 )
 def test_deepspeeds_folders_are_named(tmp_path, name, told):
     assert checkpoint_path(tmp_path, None) is None
     (tmp_path / name).write_text("global_step7")
     with pytest.raises(Refusal, match=f"{told}.*--universal-checkpoint"):
         checkpoint_path(tmp_path, None)
-    with pytest.raises(Refusal, match="--universal-checkpoint: .* is not there: make it"):
+    with pytest.raises(Refusal, match="--universal-checkpoint: .* does not exist: convert"):
         universal_path(tmp_path, None)

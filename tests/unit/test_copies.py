@@ -97,12 +97,12 @@ def a_run_that_is_a_link(scratch: Path, victim: Path) -> str:
 
 def writable_by_others(scratch: Path, victim: Path) -> str:
     scratch.chmod(0o777)
-    return r"other users can exchange what is in .*/scratch \(mode 777\)"
+    return r"other users can replace what is in .*/scratch \(mode 777\)"
 
 
 def writable_by_the_group(scratch: Path, victim: Path) -> str:
     scratch.chmod(0o770)
-    return r"other users can exchange what is in .*/scratch \(mode 770\)"
+    return r"other users can replace what is in .*/scratch \(mode 770\)"
 
 
 def readable_by_others(scratch: Path, victim: Path) -> str:

@@ -27,14 +27,14 @@ TENSORS = [
 
 def written(path):
     copy_file.write(path, TENSORS, {"iteration": "7"})
-    assert not copy_file.whole(path)
+    assert not copy_file.intact(path)
     assert copy_file.seal(path) == path.stat().st_size
     return path
 
 
 def test_any_reader_of_safetensors_reads_it(tmp_path):
     path = written(tmp_path / "a")
-    assert copy_file.whole(path) and copy_file.about(path)["iteration"] == "7"
+    assert copy_file.intact(path) and copy_file.about(path)["iteration"] == "7"
     found = load_file(path)
     assert found.keys() == dict(TENSORS).keys()
     for name, tensor in TENSORS:
@@ -47,11 +47,11 @@ def test_no_flipped_bit_and_no_missing_end_goes_unseen(tmp_path):
     about_sum = data.index(copy_file.FIELD)
     for at in {*range(0, len(data), 5), *range(about_sum, about_sum + 20), len(data) - 1}:
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        assert not copy_file.whole(path), at
+        assert not copy_file.intact(path), at
     for size in (0, 4, 8, 20, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
-        assert not copy_file.whole(path) and not copy_file.about(path)
-    assert not copy_file.whole(tmp_path / "b") and copy_file.about(tmp_path / "b") == {}
+        assert not copy_file.intact(path) and not copy_file.about(path)
+    assert not copy_file.intact(tmp_path / "b") and copy_file.about(tmp_path / "b") == {}
 
 
 @examples(60)

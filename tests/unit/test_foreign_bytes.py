@@ -97,7 +97,7 @@ def test_files_outside_of_the_folder_are_not_named(tmp_path, name):
     [
         ("link", "leads out of the checkpoint's folder"),
         ("folder", "is not in checksums.json"),
-        ("pipe", "is no file"),
+        ("pipe", "is not a regular file"),
         ("short", "bytes, at least"),
         ("none", "no such file"),
     ],
@@ -148,8 +148,8 @@ def changed(**lengths: tuple[int, ...]) -> bytes:
     [
         ({"size": (1 << 31, 1 << 31)}, "larger than any tensor"),
         ({"chunk": (5, 3)}, "outside of the tensor"),
-        ({"chunk": (2, 3, 1)}, "not that of its place"),
-        ({"size": (1 << 40, 3), "chunk": (1 << 40, 3)}, "more numbers than bytes"),
+        ({"chunk": (2, 3, 1)}, "have different lengths"),
+        ({"size": (1 << 40, 3), "chunk": (1 << 40, 3)}, "more elements than bytes"),
         ({"length": (-1,)}, "length of an object"),
         ({"length": (1 << 70,)}, "length of an object"),
     ],
@@ -161,17 +161,17 @@ def test_sizes_are_those_of_the_bytes(tmp_path, lengths, told):
 @pytest.mark.parametrize(
     "data, told",
     [
-        (b"\x80\x04Nr\xff\xff\xff\x7f.", "remembers more"),
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "memo is too large"),
         (b"\x80\x04" + b"(" * 5000 + b".", "levels"),
         (b"\x80\x04" + b"]" * 200 + b"a" * 199 + b".", "levels"),
         (b"\x80\x04]" + b"".join(b"q%c0]h%ch%c\x86a" % (i, i, i) for i in range(80)) + b".", "repeats parts"),
         (b"\x80\x04}N" + b"".join(b"q%c0h%ch%c\x86" % (i, i, i) for i in range(80)) + b"Ns.", "repeats parts|too long"),
-        (b"\x80\x04]q\x00h\x00a.", "holds itself"),
-        (b"\x80\x04}q\x00Nh\x00s.", "holds itself"),
+        (b"\x80\x04]q\x00h\x00a.", "contains itself"),
+        (b"\x80\x04}q\x00Nh\x00s.", "contains itself"),
         (b"\x80\x04]q\x00h\x00\x85q\x010h\x00h\x01a.", "changes after"),
         (b"\x80\x04\x8e" + b"\xff" * 8 + b".", "too early"),
         (b"\x80\x04" + b"]" * 100_000 + b".", "more objects"),
-        (b"\x80\x04\x8b\xff\xff\xff\x7f.", "no place in a checkpoint"),
+        (b"\x80\x04\x8b\xff\xff\xff\x7f.", "does not occur in checkpoints"),
         (b"\x80\x04}]Ns.", "key in it"),
         (b"\x80\x04\x8c\x02\xff\xfe.", "damaged"),
         (b"", "too early"),
@@ -257,9 +257,9 @@ HUGE = b"\x8a\x06\x00\x00\x00\x00\x00\x01"  # 2^40
     "data, told",
     [
         (rewritten(saved(torch.zeros(1_000_000)), zipfile.ZIP_DEFLATED), "compressed"),
-        (claiming(HUGE, b"K\x01"), "more numbers than bytes"),
-        (claiming(HUGE, b"K\x00"), "more numbers than bytes"),
-        (claiming(b"K\x04", HUGE), "more numbers than bytes"),
+        (claiming(HUGE, b"K\x01"), "more elements than bytes"),
+        (claiming(HUGE, b"K\x00"), "more elements than bytes"),
+        (claiming(b"K\x04", HUGE), "more elements than bytes"),
         (saved(torch.zeros(4))[:-30], "damaged"),
         (b"PK\x03\x04", "damaged"),
         (b"", "too early"),
@@ -287,15 +287,15 @@ def test_parts_of_an_archive_do_not_overlap():
 @pytest.mark.parametrize(
     "change, told",
     [
-        ({"config": {"model": {"num_layers": "2"}}}, "num_layers '2' is not what --num-layers can be"),
+        ({"config": {"model": {"num_layers": "2"}}}, "num_layers '2' is not a value for --num-layers"),
         ({"config": {"model": {"num_layers": 10**9}}}, "more than 100000"),
         ({"config": {"model": {"hidden_size": -1}}}, "hidden_size"),
         ({"config": {"model": {"norm_epsilon": float("nan")}}}, "norm_epsilon"),
         ({"config": {"model": 5}}, "no settings"),
-        ({"config": {"model": {}}, "progress": None}, "how far"),
+        ({"config": {"model": {}}, "progress": None}, "the progress"),
         ({"config": {"model": {}}, "progress": {"iteration": [1]}}, "iteration"),
         ({"vocab_size": 1.5}, "vocab_size"),
-        ({5: 5}, "does not hold"),
+        ({5: 5}, "does not contain"),
     ],
 )
 def test_values_of_another_kind_are_named(tmp_path, change, told):

@@ -238,7 +238,7 @@ def test_an_answer_beyond_learned_positions():
     "flags, message",
     [
         ("--max-new-tokens 0", "--max-new-tokens 0 must be at least 1"),
-        ("--max-new-tokens 4 --greedy --top-k 3", "--greedy draws nothing, and --top-k"),
+        ("--max-new-tokens 4 --greedy --top-k 3", "--greedy does not sample, but --top-k"),
         ("--max-new-tokens 4 --temperature 0", "--temperature 0 must be above 0"),
         ("--max-new-tokens 4 --top-p 1.5", "--top-p 1.5 must be above 0 and at most 1"),
         ("--max-new-tokens 4 --top-k 0", "--top-k 0 must be at least 1"),

@@ -45,7 +45,7 @@ def test_a_measured_file_is_a_machine(tmp_path, capsys):
     assert [size for size, _ in machine.attention_backward.points] == [16, 32]
     assert machine.peak["fp32"] >= max(rate for _, rate in machine.gemm.points) > 0
     assert machine.head_size(128) == 1 and 0 < machine.reserved < machine.memory
-    assert "not measured, with one process" in machine.sources["link"]
+    assert "not measured with one process" in machine.sources["link"]
     assert set(machine.sources) >= {"peak", "gemm", "launch", "memory", "network"}
     assert f"use it as --gpu {path}" in capsys.readouterr().out
     assert os.listdir(path.parent) == ["here.json"]
@@ -79,7 +79,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tmp_path,
     "flags, told",
     [
         (["--processes", "0"], "--processes 0: give a number above 0"),
-        (["--gemm-sizes", "4", "2"], "--gemm-sizes: give sizes above 0 that rise"),
+        (["--gemm-sizes", "4", "2"], "--gemm-sizes: give sizes above 0 in increasing order"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, capsys, flags, told):

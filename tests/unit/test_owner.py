@@ -209,14 +209,14 @@ def test_a_file_system_that_answers_late_shows_no_silence(monkeypatch):
     monkeypatch.setattr(owner.time, "monotonic", lambda: now[0])
     watched = owner._Watched(b"1")
     now[0] += 600.0
-    watched.look(b"1")
-    assert watched.lives(None, SILENCE) is None
+    watched.update(b"1")
+    assert watched.alive(None, SILENCE) is None
     for _ in range(8):
-        now[0] += owner.LOOK
-        watched.look(b"1")
-    assert watched.lives(None, SILENCE) is False
-    watched.look(b"2")
-    assert watched.lives(None, SILENCE) is True
+        now[0] += owner.POLL
+        watched.update(b"1")
+    assert watched.alive(None, SILENCE) is False
+    watched.update(b"2")
+    assert watched.alive(None, SILENCE) is True
 
 
 def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path):

@@ -49,7 +49,7 @@ def test_padding_is_short_and_worth_it() -> None:
 
 def test_a_margin_that_no_plan_leaves_is_refused(capsys: pytest.CaptureFixture) -> None:
     said = told(capsys, "--gpus 8 --seq-length 8K --margin 99%", code=2)
-    assert "--margin 99%: no plan leaves so much; " in said and " or more --gpus" in said
+    assert "--margin 99%: no plan leaves that much memory; " in said and " or more --gpus" in said
     least = said.split("use --margin ")[1].split(",")[0]
     assert "Start it" in told(capsys, f"--gpus 8 --seq-length 8K --margin {least}")
 

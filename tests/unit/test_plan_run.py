@@ -256,7 +256,7 @@ def test_a_run_is_told_with_its_cost_and_its_command_saves(capsys: pytest.Captur
 @pytest.mark.parametrize(
     "options, said",
     [
-        ("--prices nowhere.json", "--prices is about a whole run: add --train-tokens"),
+        ("--prices nowhere.json", "--prices is about a complete run: add --train-tokens"),
         ("--train-tokens 1e30", "--train-tokens 1e30"),
         ("--train-tokens 1B --prices nowhere.json", "nowhere.json: cannot be read"),
         ("--train-tokens 1B --deadline 3", "--deadline 3: give a time"),

@@ -30,7 +30,7 @@ def test_steps_without_a_loss_are_left_out_and_other_files_refused(tmp_path, cap
     for text in ('{"text": "abc"}', "[1]", "12", '{"iteration": "x"}'):
         (tmp_path / "other").write_text(text)
         assert main([str(tmp_path / "other")]) == 2
-        assert "is no log of --log-jsonl" in capsys.readouterr().err
+        assert "is not a log of --log-jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fell_by, code", [("5.9", 0), ("6.1", 1)])

@@ -80,9 +80,9 @@ def test_masks_are_drawn(options, tmp_path):
         ("--sparse-stride 4", "read by --attention-mask block-sparse alone"),
         ("--mask function --mask-function none.py:f", "there is no file none.py"),
         ("--balance documents", "add --mask document"),
-        ("--mask document --document-ends 5 --seq-length 64", "ends with the sequence, at 64"),
-        ("--show ring --chunks 2", "--chunks is not read by --show ring"),
-        ("--show gallery --mask full", "--mask is not read by --show gallery"),
+        ("--mask document --document-ends 5 --seq-length 64", "must end at 64"),
+        ("--show ring --chunks 2", "--chunks has no effect with --show ring"),
+        ("--show gallery --mask full", "--mask has no effect with --show gallery"),
     ],
 )
 def test_bad_options_are_refused(options, message, tmp_path, capsys):

@@ -127,7 +127,7 @@ def test_planner_and_records_use_the_same_constants(found):
         args, flags = plan_options.parser("").parse_known_args(
             ["--model", "llama3-8b", "--gpus", "8", "--gpu", name, "--seq-length", "8K"]
         )
-        machine = plan_options.asked(args, flags)[1][0].machine
+        machine = plan_options.planning_problems(args, flags)[1][0].machine
         for share, value in constants[family(name)].items():
             assert getattr(machine.calibration, share) == value, (name, share)
     shipped = record_fit.predictions({})

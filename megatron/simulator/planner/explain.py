@@ -238,7 +238,7 @@ def uncertain_words(plan: Plan, problem: Problem) -> str:
         return ""
     return (
         f"Published runs disagree on what {machine.name} keeps in training ({told} of its rates alone, "
-        f"docs/records.md): by them a step takes {duration(fast)} to {duration(slow)}"
+        f"docs/inside/published-runs.md): by them a step takes {duration(fast)} to {duration(slow)}"
     )
 
 

@@ -74,7 +74,7 @@ def read_rates(path: Path) -> Rates:
     names = [field.name for field in fields(Rates)]
     raw = read_json(path, "--failures")
     if not isinstance(raw, dict) or "gpu_hours_per_failure" not in raw:
-        raise Refusal(f"--failures {path}: give an object with gpu_hours_per_failure (docs/planner.md)")
+        raise Refusal(f"--failures {path}: give an object with gpu_hours_per_failure (docs/use/planner.md)")
     for name, value in raw.items():
         if name not in names:
             raise Refusal(f"--failures {path}: {name}: no such field; fields are {', '.join(names)}")

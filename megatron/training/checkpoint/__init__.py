@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load: any grid writes, any grid reads.
+"""Save and load checkpoints; a checkpoint written on one grid can be loaded on any other.
 
-Megatron-LM's form in both directions (megatron_lm/), its older forms (older_formats.py), Hugging Face's in both
-directions (hugging_face/, converting/), and copies in host memory (in_memory/).
+Formats: Megatron-LM's, read and written (megatron_lm/), its older ones (older_formats.py), Hugging Face's, read and
+written (hugging_face/, converting/). Copies in host memory are in in_memory/.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a checkpoint is of, its length and its data: without process groups, before anything else.
+"""Read the model's settings, sequence length and data paths from a checkpoint, without process groups.
 
-For ``--use-checkpoint-args``, and for tools that read a checkpoint.
+Used by ``--use-checkpoint-args`` and by tools that read a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,30 +19,38 @@ from megatron.training.checkpoint.megatron_lm.megatron_args import namespace, se
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.refusal import Refusal
 
-OWN = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform", "fp8_format")
+# Fields of ModelConfig that the run sets itself.
+NOT_FROM_CHECKPOINT = (
+    "model",
+    "transformer_impl",
+    "vocab_size",
+    "init_method_std",
+    "init_method_xavier_uniform",
+    "fp8_format",
+)
 
 
 def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) -> dict[str, Any] | None:
-    """Settings of :class:`ModelConfig`, and ``seq_length``, of the checkpoint that ``--load folder`` would load.
+    """The :class:`ModelConfig` fields and ``seq_length`` of the checkpoint that ``--load folder`` would load.
 
-    None where ``folder`` has no checkpoint, as in Megatron-LM, which then goes on with the flags.
+    Returns None if ``folder`` has no checkpoint; the run then uses its flags, as in Megatron-LM.
 
     Args:
         step: ``--ckpt-step``.
         skip: ``--skip-damaged-checkpoints``.
 
     Raises:
-        Refusal: it cannot be read, says nothing of its model, or is of one that is not built here.
+        Refusal: the checkpoint cannot be read, has no model settings, or holds a model that is not supported.
     """
     path = checkpoint_path(Path(folder), step, whole=not skip)
     if path is None:
         return None
-    known = {field.name for field in fields(ModelConfig)} - set(OWN)
+    known = {field.name for field in fields(ModelConfig)} - set(NOT_FROM_CHECKPOINT)
     if is_hugging_face(path):
         where = glance(path, "config.json").file("config.json")
         model = architectures.described(llama_settings.read_config(where), where).settings
         return {name: value for name, value in asdict(model).items() if name in known}
-    checked = _first_whole(path, skip)
+    checked = _first_readable(path, skip)
     path, common = checked.path, checked.common()
     if "config" not in common:
         args = namespace(common.get("args"), path)
@@ -52,7 +60,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
     model = {name: value for name, value in saved.get("model", {}).items() if name in known}
     if not model:
         raise Refusal(f"checkpoint {path} holds no settings of its model")
-    if "bias_gelu_fusion" not in model:  # before there was that flag, GELU was always by tanh
+    if "bias_gelu_fusion" not in model:  # checkpoints older than this flag always use GELU's tanh approximation
         model["openai_gelu"] = True
     length = saved.get("data", {}).get("seq_length")
     if length is not None and type(length) is not int:
@@ -61,7 +69,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
 
 
 def length_of(folder: str | Path, step: int | None = None) -> int | None:
-    """The length a checkpoint was trained at; of a Hugging Face folder, the longest that it is made for.
+    """The sequence length of the training run; for a Hugging Face folder, its ``max_position_embeddings``.
 
     Raises:
         Refusal: as `shape_of`.
@@ -71,27 +79,23 @@ def length_of(folder: str | Path, step: int | None = None) -> int | None:
 
 
 def held_out_data(path: Path) -> dict[str, Any]:
-    """Where the data of a run of ours were, as {"data.field": value}; nothing where the checkpoint is of another form.
+    """The data settings of the run that wrote the checkpoint ``path``, as {"data.field": value}.
 
-    Args:
-        path: of the checkpoint itself.
-
-    Raises:
-        Refusal: it cannot be read.
+    Empty for checkpoints that this program did not write. Raises Refusal if the checkpoint cannot be read.
     """
     if is_hugging_face(path):
         return {}
     data = (glance(path, COMMON).common().get("config") or {}).get("data") or {}
     plain = {"split": str, "mock_data": bool, "sft": bool}
-    found = {name: value for name, kind in plain.items() if isinstance(value := data.get(name), kind) and value}
+    settings = {name: value for name, kind in plain.items() if isinstance(value := data.get(name), kind) and value}
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         if isinstance(value := data.get(name), list) and all(isinstance(word, str) for word in value):
-            found[name] = value
-    return {f"data.{name}": value for name, value in found.items()}
+            settings[name] = value
+    return {f"data.{name}": value for name, value in settings.items()}
 
 
-def _first_whole(path: Path, skip: bool) -> Checked:
-    """The settings in ``path``, or in the next older checkpoint where they are damaged and that may be skipped."""
+def _first_readable(path: Path, skip: bool) -> Checked:
+    """``path``; if its settings are damaged and ``skip`` is set, the next older checkpoint whose settings are not."""
     try:
         return glance(path, COMMON)
     except Refusal:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and resume through megatron-core's dist_checkpointing: any grid writes, any grid reads.
+"""Save and resume through megatron-core's dist_checkpointing; a checkpoint can be loaded on a different grid.
 
-A checkpoint is written beside its final name and renamed when it is whole, so a full disk or a kill never harms the
-ones before it. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM, whose training program loads
-what is written here: beside our own settings there is what it looks for, under its names. What it has written itself is
-loaded through megatron_lm/.
+A checkpoint is written under a temporary name and renamed when it is complete, so a full disk or a kill never harms
+earlier ones. ``latest_checkpointed_iteration.txt`` names the latest, as in Megatron-LM. Megatron-LM's training program
+can load these checkpoints: they also hold the arguments that it expects. Its own are loaded through megatron_lm/.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
 from megatron.training.checkpoint.megatron_lm.megatron_args import engine_states, for_megatron
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face, universal_path
 from megatron.training.checkpoint.older_formats import is_universal
-from megatron.training.checkpoint.owner import Owner
+from megatron.training.checkpoint.owner import Owner, is_pretrained
 from megatron.training.checkpoint.read_torch_dist import load_state
 from megatron.training.checkpoint.run_state import Progress, load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.save_job import Save
@@ -53,20 +52,18 @@ from megatron.training.checkpoint.sharded_state import (
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.refusal import Refusal
 
-# Adapters (--lora-rank) between a checkpoint and a run: both have them, or they begin anew beside loaded weights.
+LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
-SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
-
-
-def begin_anew(saved: dict[str, Any], model: ModelConfig, path: Path, weights_only: bool) -> bool:
-    """Whether this run's adapters are not in the checkpoint.
+def adapters_are_new(saved: dict[str, Any], model: ModelConfig, path: Path, weights_only: bool) -> bool:
+    """Whether this run has adapters (--lora-rank) and the checkpoint has none.
 
     Args:
         saved: the checkpoint's settings of its model.
 
     Raises:
-        Refusal: the run would go on as another one, or leave the checkpoint's adapters out.
+        Refusal: the checkpoint's adapters have other settings or would be left out, or the run would resume with new
+            ones.
     """
     there, here = saved.get("lora_rank"), model.lora_rank
     if there is None and here is not None and not weights_only:
@@ -80,8 +77,8 @@ def begin_anew(saved: dict[str, Any], model: ModelConfig, path: Path, weights_on
         )
     if there is not None:
         wrong = [
-            f"--{name.replace('_', '-')} {_words(saved[name])} there, {_words(getattr(model, name))} here"
-            for name in SETTINGS
+            f"--{name.replace('_', '-')} {_flag_value(saved[name])} there, {_flag_value(getattr(model, name))} here"
+            for name in LORA_SETTINGS
             if name in saved and saved[name] != getattr(model, name)
         ]
         if wrong:
@@ -89,19 +86,16 @@ def begin_anew(saved: dict[str, Any], model: ModelConfig, path: Path, weights_on
     return there is None and here is not None
 
 
-def _words(value: Any) -> str:
+def _flag_value(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else f"{value:g}"
 
 
 def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's sharded state by parameters' names, without those of adapters."""
+    """A model's sharded state by parameter name, without the adapters."""
     return {name: part for name, part in state.items() if not is_adapter(name)}
 
 
-# Whether a checkpoint is of the model that a run has: the shapes of its weights, and what it computes with them.
-
-
-# Settings that give the weights their shapes: they must agree between a checkpoint and the run that loads it.
+# Settings that determine the shapes of the weights: a checkpoint and the run that loads it must agree on them.
 SHAPES = (
     "num_layers",
     "hidden_size",
@@ -118,7 +112,7 @@ SHAPES = (
     "embed_layernorm",
     "untie_embeddings_and_output_weights",
 )
-# Settings that change the network but no shape: weights may be taken over on purpose, a run may not go on.
+# Settings that change the network but no shape: they may differ with --finetune, but not when a run resumes.
 FORMULAS = (
     "rotary_base",
     "rotary_percent",
@@ -139,7 +133,10 @@ FORMULAS = (
 
 
 def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only: bool) -> None:
-    """Refuse weights of other shapes, and a run that would go on as another network; new ones may start from them."""
+    """Refuse a checkpoint whose weights have other shapes or, if a run resumes, whose network computes differently.
+
+    Differences that are permitted (``weights_only``) are added to ``config.notes``.
+    """
 
     def differing(names: Sequence[str]) -> list[str]:
         return [
@@ -166,7 +163,10 @@ def check_model(saved: dict[str, Any], config: Config, path: Path, weights_only:
 
 
 def _activation_of(saved: dict[str, Any]) -> str | None:
-    """Of the model that a checkpoint describes; GELU was always by tanh before there was a flag for it."""
+    """The activation in a checkpoint's model settings; None if it has none.
+
+    Checkpoints older than the flag ``bias_gelu_fusion`` always use GELU's tanh approximation.
+    """
     if not saved:
         return None
     known = {field.name for field in fields(ModelConfig)}
@@ -176,11 +176,8 @@ def _activation_of(saved: dict[str, Any]) -> str | None:
     return activation(model)
 
 
-# Checkpoints of other programs, each in the terms of Megatron-LM's: what ``--load`` takes beside our own.
-
-
 def open_foreign(path: Checked) -> Theirs | None:
-    """The checkpoint ``path``; None where it is one of ours. Raises Refusal where it cannot be read."""
+    """Open another program's checkpoint; None if this program wrote it. Raises Refusal if it cannot be read."""
     if is_hugging_face(path.path):
         return load_folder.open_folder(path)
     if is_universal(path):
@@ -201,9 +198,9 @@ def save(
     Raises:
         OSError: the checkpoint could not be written; earlier ones are untouched.
     """
-    going = begin_save(folder, progress, chunks, optimizer, schedule, config)
-    going.write()
-    return going.finish()
+    job = begin_save(folder, progress, chunks, optimizer, schedule, config)
+    job.write()
+    return job.finish()
 
 
 def begin_save(
@@ -217,49 +214,50 @@ def begin_save(
     validation_loss: float | None = None,
     owner: Owner | None = None,
 ) -> Save:
-    """The same as far as all ranks take part; :class:`Save` does the rest.
+    """Prepare the same save; the returned :class:`Save` writes it, possibly in the background. All ranks call it.
 
     Args:
-        after: called on rank 0 when the checkpoint is there.
+        after: called on rank 0 when the checkpoint is complete.
         validation_loss: of these weights, if they were evaluated.
-        owner: of the folder; None where nobody else can be saving there.
+        owner: this job's lock on the folder; None if no other job can be saving there.
     """
 
     def describe() -> dict[str, Any]:
         gather_parameters(chunks, config)
         return _state(chunks, optimizer, schedule, progress, config, loading=False)
 
-    beside = {}
+    extra_files = {}
     if validation_loss is not None:
-        beside[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
+        extra_files[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
     final = Path(folder) / f"iter_{progress.iteration:07d}"
-    return Save(final, describe, dict(METADATA), after, beside, owner, progress.run)
+    content = dict(METADATA)
+    return Save(final, describe, content, after, extra_files=extra_files, owner=owner, run=progress.run)
 
 
 def find(settings: CheckpointConfig, notes: list[str] | None = None) -> Path | None:
-    """The checkpoint that ``--load`` (or else ``--pretrained-checkpoint``) means, None where there is none.
+    """The checkpoint that ``--load``, or else ``--pretrained-checkpoint``, refers to; None if there is none.
 
     Args:
-        notes: where a line goes if it is not the one that its folder names as the latest.
+        notes: receives a line if this is not the one that the folder's tracker names as the latest.
 
     Raises:
-        Refusal: it was asked for by name and is not there, or it is not clear which is the latest.
+        Refusal: a checkpoint was asked for explicitly and does not exist, or it is not clear which is the latest.
     """
     if settings.load:
         folder, step = Path(settings.load), settings.ckpt_step
         if settings.universal_checkpoint:
-            found = universal_path(folder, step)
+            path = universal_path(folder, step)
         else:
-            found = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints, notes=notes)
-        if found:
-            return found
+            path = checkpoint_path(folder, step, whole=not settings.skip_damaged_checkpoints, notes=notes)
+        if path:
+            return path
         if settings.exit_on_missing_checkpoint:
             raise Refusal(f"--load {settings.load} holds no checkpoint, and --exit-on-missing-checkpoint is set")
     if settings.pretrained_checkpoint:
-        found = checkpoint_path(Path(settings.pretrained_checkpoint), None, notes=notes)
-        if found is None:
+        path = checkpoint_path(Path(settings.pretrained_checkpoint), None, notes=notes)
+        if path is None:
             raise Refusal(f"--pretrained-checkpoint {settings.pretrained_checkpoint} holds no checkpoint")
-        return found
+        return path
     return None
 
 
@@ -273,10 +271,10 @@ def load(
     """Load weights and, unless only weights are wanted, optimizer, schedule, random state and progress.
 
     Args:
-        optimizer: None for a model that is not trained; then with ``--finetune``.
+        optimizer: None for a model that is not trained; ``--finetune`` must then be set.
 
     Raises:
-        Refusal: the checkpoint is of another model, or another job removed or replaced it meanwhile.
+        Refusal: the checkpoint holds another model, or another job removed or replaced it during the load.
     """
     with unchanged(path.path), readable(path.path):
         return _load(path, chunks, optimizer, schedule, config)
@@ -292,11 +290,11 @@ def _load(
     settings = config.checkpoint
     theirs = open_foreign(path)
     common = theirs.common if theirs else path.common()
-    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.path.parent
+    pretrained = is_pretrained(path.path, settings)
     weights_only = settings.finetune or pretrained or (theirs is not None and theirs.weights_alone)
     model = theirs.model if theirs else common.get("config", {}).get("model", {})
     check_model(model, config, path.path, weights_only)
-    anew = begin_anew(model, config.model, path.path, weights_only)
+    new_adapters = adapters_are_new(model, config.model, path.path, weights_only)
     saved, here = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
     if theirs:
         load_torch_dist.check_vocabulary(theirs, here, config)
@@ -321,15 +319,15 @@ def _load(
         config,
         loading=True,
         with_rng=with_rng,
-        adapters=not anew,
+        adapters=not new_adapters,
     )
     places = _places(chunks, optimizer, config)
     loaded = load_torch_dist.load(theirs, state) if theirs else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
-            unwrap(chunk).load_state_dict(loaded[key], strict=not anew)
+            unwrap(chunk).load_state_dict(loaded[key], strict=not new_adapters)
         elif key in loaded:
-            load_weights(loaded[key], _asked(places[index], with_optimizer, not anew))
+            load_weights(loaded[key], _weights_under_fsdp(places[index], with_optimizer, not new_adapters))
     if with_optimizer:
         load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
@@ -342,9 +340,8 @@ def _load(
 
 
 def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
-    """How far a run that loads this checkpoint has come."""
-    pretrained = settings.pretrained_checkpoint is not None and Path(settings.pretrained_checkpoint) == path.path.parent
-    if settings.finetune or pretrained:
+    """The iteration and the samples at which a run that loads this checkpoint starts."""
+    if settings.finetune or is_pretrained(path.path, settings):
         return Progress()
     theirs = open_foreign(path)
     if theirs and theirs.weights_alone:
@@ -353,18 +350,18 @@ def progress_in(path: Checked, settings: CheckpointConfig) -> Progress:
         return _progress(theirs, {} if theirs else path.common())
 
 
-def _progress(theirs: load_torch_dist.Theirs | None, common: dict[str, Any]) -> Progress:
-    """Of a checkpoint's common state; where tokens are not counted, all samples were of one length."""
-    found = theirs.progress() if theirs else common["progress"]
-    progress = Progress(**found)
-    if "consumed_train_tokens" not in found:
+def _progress(theirs: Theirs | None, common: dict[str, Any]) -> Progress:
+    """A checkpoint's progress. If it has no count of tokens, every sample had the sequence length of its settings."""
+    saved = theirs.progress() if theirs else common["progress"]
+    progress = Progress(**saved)
+    if "consumed_train_tokens" not in saved:
         length = theirs.args.get("seq_length") if theirs else common.get("config", {}).get("data", {}).get("seq_length")
         progress.consumed_train_tokens = progress.consumed_train_samples * (length or 0)
     return progress
 
 
 def gather_parameters(chunks: Sequence[nn.Module], config: Config) -> None:
-    """Under --overlap-param-gather a step's new weights arrive with the next forward pass only: fetch them now."""
+    """Gather the updated weights now; with --overlap-param-gather they would arrive in the next forward pass."""
     if config.parallel.overlap_param_gather:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
@@ -391,9 +388,9 @@ def _state(
     """Everything a checkpoint holds, as megatron-core's sharded state.
 
     Args:
-        adapters: whether the checkpoint has those of the model.
+        adapters: whether the checkpoint has the model's adapters.
     """
-    vocab_size = getattr(unwrap(chunks[0]), "real_vocab_size", None)  # the weights' vocabulary is padded
+    vocab_size = getattr(unwrap(chunks[0]), "real_vocab_size", None)  # the embedding's rows are padded
     state: dict[str, Any] = {
         **({} if loading else for_megatron(config, vocab_size, progress.iteration, progress.consumed_train_samples)),
         "config": asdict(config),
@@ -404,10 +401,10 @@ def _state(
     models, places = {}, _places(chunks, optimizer, config)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
-            found = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
-            models[key] = found if adapters else without_adapters(found)
-        elif (asked := _asked(places[index], loading and optimizer is not None, adapters)).pieces:
-            models[key] = weights_state(asked, compute_dtype(config))
+            sharded = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
+            models[key] = sharded if adapters else without_adapters(sharded)
+        elif (weights := _weights_under_fsdp(places[index], loading and optimizer is not None, adapters)).pieces:
+            models[key] = weights_state(weights, compute_dtype(config))
         if not loading:
             state[f"engine states {index}"] = engine_states(unwrap(chunk))
     state.update(models)
@@ -422,17 +419,17 @@ def _state(
 
 
 def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, config: Config) -> list[Places]:
-    """Where parameters, and with ZeRO 1 the shards that the optimizer has of them, lie in a checkpoint."""
-    held = None
+    """Where each parameter lies in the checkpoint; with ZeRO 1, each optimizer shard of it."""
+    shard = None
     if config.parallel.zero_stage == 1:
         if optimizer is None:
-            return []  # weights are whole
-        held = partial(elements_of_shard, optimizer)
-    return [find_places(unwrap(chunk), held) for chunk in chunks]
+            return []  # no shards: every rank has the complete weights
+        shard = partial(elements_of_shard, optimizer)
+    return [find_places(unwrap(chunk), shard) for chunk in chunks]
 
 
-def _asked(places: Places, with_optimizer: bool, adapters: bool) -> Places:
-    """What is read as weights under FSDP, whose trained weights are the optimizer's main weights."""
+def _weights_under_fsdp(places: Places, with_optimizer: bool, adapters: bool) -> Places:
+    """The parameters to read as weights under FSDP: not the trained ones if the optimizer's main weights are read."""
     if with_optimizer:
         return places.only(lambda parameter, _: not parameter.requires_grad)
     return places if adapters else places.only(lambda _, name: not is_adapter(name))

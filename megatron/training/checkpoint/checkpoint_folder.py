@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder that holds checkpoints: how one appears in it, whole or not at all, and which ones leave it.
+"""The folder that holds checkpoints: publish a complete checkpoint under its name, and remove old ones.
 
-All of this is done by one rank. What is not a checkpoint yet, or not any more, has a name that begins with a dot.
+One rank does all of this. Checkpoints that are incomplete or about to be removed have names that begin with a dot.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal
 
 PARTIAL, REMOVED = ".partial", ".removed"
-REPLACED = ".replaced"  # a checkpoint while another of its iteration takes its name, where the two cannot be exchanged
-VALIDATION = "validation_loss.json"  # in a checkpoint whose iteration was evaluated
+REPLACED = ".replaced"  # the old checkpoint of an iteration that is saved again, if the names cannot be exchanged
+VALIDATION = "validation_loss.json"  # in a checkpoint that was evaluated when it was saved
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def partial_of(final: Path, token: str = "") -> Path:
-    """Where a checkpoint is written before it has its name.
+    """The temporary path of a checkpoint while it is written.
 
     Args:
-        token: of the job that owns the folder, so that not even a job that has lost it writes to the same files.
+        token: of the job that owns the folder, so that a job that has lost the folder writes to other files.
     """
     return final.with_name(f".{final.name}{token and '.'}{token[:8]}{PARTIAL}")
 
 
 def check_writable(folder: str) -> None:
-    """Refuse a ``--save`` that nothing can be written to, before hours of training; makes nothing."""
+    """Refuse a ``--save`` folder that cannot be written to, before training starts. Creates nothing."""
     there = Path(folder).absolute()
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        raise Refusal(f"--save {folder}: {there} is no folder")
+        raise Refusal(f"--save {folder}: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise Refusal(f"--save {folder}: {there} cannot be written to")
     tracker, sticky = there / TRACKER, there.stat().st_mode & stat.S_ISVTX
     if sticky and tracker.exists() and os.geteuid() not in (0, there.stat().st_uid, tracker.stat().st_uid):
         raise Refusal(
-            f"--save {folder}: {tracker} belongs to another user, who alone can replace it there (sticky bit)"
+            f"--save {folder}: {tracker} belongs to another user, and only its owner can replace it (sticky bit)"
         )
 
 
 def clear(folder: Path) -> None:
-    """Remove what saves and removals that were cut off have left; for the owner of the folder. Raises OSError."""
+    """Remove what interrupted saves and removals left behind. Only the folder's owner may call it. Raises OSError."""
     restore(folder)
-    left = [path for suffix in (PARTIAL, REMOVED, REPLACED) for path in folder.glob(f".*{suffix}")]
-    if left:
-        sync_folder(folder)  # a power cut must not give a checkpoint its name back once some of its files are gone
-    for path in left:
+    leftovers = [path for suffix in (PARTIAL, REMOVED, REPLACED) for path in folder.glob(f".*{suffix}")]
+    if leftovers:
+        sync_folder(folder)  # else a power cut could undo the renaming after some of the files are gone
+    for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -66,7 +66,7 @@ def clear(folder: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Give a checkpoint its name back whose replacement was cut off before the new one had it. Raises OSError."""
+    """Undo a replacement that was interrupted before the new checkpoint had the name. Raises OSError."""
     for path in folder.glob(f".*{REPLACED}"):
         final = path.with_name(path.name[1:].removesuffix(REPLACED))
         if not final.exists():
@@ -74,7 +74,7 @@ def restore(folder: Path) -> None:
 
 
 def publish(final: Path, token: str = "") -> None:
-    """Give a checkpoint that is whole its name, and make it the latest. Raises OSError.
+    """Give a complete checkpoint its final name, and make it the latest. Raises OSError.
 
     Args:
         token: as for :func:`partial_of`.
@@ -82,22 +82,22 @@ def publish(final: Path, token: str = "") -> None:
     folder, partial = final.parent, partial_of(final, token)
     sync_folder(partial)
     if not (final.exists() and _exchange(partial, final)):
-        if final.exists():  # no exchange on this file system
+        if final.exists():  # the file system cannot exchange names
             final.rename(final.with_name(f".{final.name}{REPLACED}"))
         partial.rename(final)
     if (folder / TRACKER).exists():
         sync_folder(folder)
-    else:  # the first one here: the folder may be new as well
+    else:  # the first checkpoint here: the folder may be new as well
         sync_folders_up(folder)
-    beside = partial_of(folder / TRACKER, token)
-    write_bytes(beside, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
-    beside.rename(folder / TRACKER)
+    new_tracker = partial_of(folder / TRACKER, token)
+    write_bytes(new_tracker, (final.name.removeprefix("iter_").lstrip("0") or "0").encode(), {})
+    new_tracker.rename(folder / TRACKER)
     sync_folder(folder)
-    clear(folder)  # what had the name before
+    clear(folder)  # removes the checkpoint that had the name before
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders' names at once, so that no kill finds neither; False where that cannot be done."""
+    """Swap two folders' names atomically, so that a kill leaves one of them in place; False if not supported."""
     if sys.platform != "linux":
         return False
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -106,14 +106,14 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def checkpoints_before(folder: Path, iteration: int) -> Iterator[tuple[int, Path]]:
-    """(iteration, path) of what look like checkpoints of earlier iterations, the newest first."""
+    """(iteration, path) of what look like checkpoints before ``iteration``, newest first."""
     for number, path in reversed(checkpoints_in(folder).items()):
         if number < iteration:
             yield number, path
 
 
 def validation_loss(path: Path) -> float:
-    """Of a checkpoint, as it was evaluated when it was saved; infinite where nobody can say."""
+    """The validation loss stored in a checkpoint; infinite if there is none."""
     try:
         loss = float(parse_json(read_bytes(path / VALIDATION))["validation_loss"])
     except (OSError, ValueError, TypeError, LookupError):
@@ -122,26 +122,22 @@ def validation_loss(path: Path) -> float:
 
 
 def best_of(paths: dict[int, Path], count: int) -> list[int]:
-    """The iterations with the lowest validation losses, at most ``count`` of them, the best first; of equals the later.
-
-    Args:
-        paths: checkpoints by iteration.
-    """
+    """At most ``count`` iterations with the lowest validation losses, best first; of equal losses, the later first."""
     losses = {iteration: validation_loss(path) for iteration, path in paths.items()}
     known = [iteration for iteration, loss in losses.items() if loss < math.inf]
     return sorted(known, key=lambda iteration: (losses[iteration], -iteration))[:count]
 
 
 def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | None, best: int | None = None) -> None:
-    """Remove checkpoints before ``latest``, which is whole: all but the newest ``keep``, those at multiples, the best.
+    """Remove old checkpoints; ``latest`` must be complete.
 
     Args:
-        keep: how many stay, ``latest`` among them.
-        multiple_of: iterations at multiples of this stay as well.
-        best: so many with the lowest validation losses stay as well.
+        keep: how many of the newest to keep, including ``latest``.
+        multiple_of: iterations that are multiples of this are kept as well.
+        best: this many with the lowest validation losses are kept as well.
 
     Raises:
-        OSError: those that were to go stay, under names that begin with a dot.
+        OSError: some that should be removed remain, under names that begin with a dot.
     """
     before = dict(checkpoints_before(Path(folder), latest))
     stay = best_of({latest: Path(folder) / f"iter_{latest:07d}", **before}, best or 0)
@@ -151,7 +147,7 @@ def remove_older(folder: str | Path, latest: int, keep: int, multiple_of: int | 
         gone = path.with_name(f".{path.name}{REMOVED}")
         try:
             shutil.rmtree(gone, ignore_errors=True)
-            path.rename(gone)  # half of a checkpoint shall not look like one
+            path.rename(gone)  # so that a half-removed checkpoint does not look like a complete one
         except OSError:
-            continue  # told by a disk that fills up; training is worth more
+            continue  # training goes on with a fuller disk
     clear(Path(folder))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to a checkpoint that can be read: its files are compared with what was written, or an older one is taken.
+"""Compare a checkpoint's files with their checksums before it is loaded, and fall back to an older one if allowed.
 
-The comparison is that of ``megatron_lm/checked.py``. Ranks share the work; a program of one process does it alone.
+The comparison itself is in ``megatron_lm/checked.py``. If there are several ranks, they share the work.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron.training.refusal import Refusal
 
 
 def write_list(path: Path, listed: FileList) -> None:
-    """Write ``checksums.json`` next to the files that it names, in the folder ``path``. Raises OSError."""
+    """Write ``checksums.json`` into the folder ``path``. Raises OSError."""
     write_bytes(path / CHECKSUMS, listed.packed(), {})
 
 
 def list_files(path: Path) -> FileList:
-    """List the files of a checkpoint of ours, or of a Hugging Face folder, as they are now: each is read for its sum.
+    """Write ``checksums.json`` for the files of our checkpoint, or of a Hugging Face folder, as they are now.
 
-    Of a Hugging Face folder only weights and settings are listed: a tokenizer may be changed. The caller syncs the list
-    to the disk; converters sync their whole folder.
+    In a Hugging Face folder only weights and settings are listed, so the tokenizer may be changed. The caller syncs
+    the list to the disk; converters sync their complete folder.
 
     Raises:
         Refusal: the checkpoint's own description of its files cannot be read.
@@ -59,37 +59,39 @@ def list_files(path: Path) -> FileList:
 
 
 def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with the files of a checkpoint, in one line that names the first one; None if nothing is.
+    """What is wrong with a checkpoint, in one line that names the first damaged file; None if nothing is.
 
     Args:
         share, shares: as in :func:`examine`.
     """
     try:
         examine(path, share, shares)
-    except Damaged as found:
-        return str(found)
+    except Damaged as error:
+        return str(error)
     return None
 
 
-def choose_whole(found: Path, settings: CheckpointConfig, notes: list[str]) -> Checked:
-    """``found`` if it is whole; else the next older one if that was asked for. All ranks call it, each reads its share.
+def choose_whole(path: Path, settings: CheckpointConfig, notes: list[str]) -> Checked:
+    """``path`` if it is undamaged; else the next older undamaged one, if ``settings`` permit that.
+
+    All ranks call it, and each reads its share of the files.
 
     Args:
-        notes: where a line goes that says what was passed over, or could not be checked.
+        notes: receives a line about a checkpoint that was skipped or could not be checked.
 
     Raises:
-        Refusal: on every rank; ``found`` is damaged, with the way to take the next older whole one.
+        Refusal: on every rank; ``path`` is damaged. The line says how to load the next older undamaged one.
     """
-    checked = _together(found)
+    checked = _examine_together(path)
     if isinstance(checked, str):
-        checked = _older(found, checked, settings, notes)
+        checked = _older(path, checked, settings, notes)
     if checked.unchecked:
         notes.append(f"not checked: {checked} has no checksums")
     return checked
 
 
 def check(path: Path, notes: list[str]) -> Checked:
-    """The same for a program that converts ``path``, and takes no other one in its place.
+    """The same for a program that converts ``path``: no other checkpoint takes its place.
 
     Raises:
         Refusal: it is damaged.
@@ -97,23 +99,23 @@ def check(path: Path, notes: list[str]) -> Checked:
     return choose_whole(path, CheckpointConfig(), notes)
 
 
-def _older(found: Path, wrong: str, settings: CheckpointConfig, notes: list[str]) -> Checked:
-    """The next older whole checkpoint in place of ``found``. Raises Refusal where it is not to be taken, or not there.
+def _older(path: Path, damaged: str, settings: CheckpointConfig, notes: list[str]) -> Checked:
+    """The next older undamaged checkpoint. Raises Refusal if there is none, or ``settings`` do not permit it.
 
     Args:
-        wrong: what is damaged.
+        damaged: what is wrong with ``path``.
     """
-    number = found.name.removeprefix("iter_")
-    earlier = [list(checkpoints_before(found.parent, int(number)) if number.isdigit() else ())]
+    number = path.name.removeprefix("iter_")
+    earlier = [list(checkpoints_before(path.parent, int(number)) if number.isdigit() else ())]
     if dist.is_initialized():
-        dist.broadcast_object_list(earlier)  # a folder in a network may look different to each
-    older = ((iteration, _together(path)) for iteration, path in earlier[0])
-    iteration, checked = next(((one, path) for one, path in older if isinstance(path, Checked)), (0, None))
-    line = f"checkpoint {found} is damaged: {wrong}"
+        dist.broadcast_object_list(earlier)  # ranks may see different contents of a network folder
+    older = ((iteration, _examine_together(one)) for iteration, one in earlier[0])
+    iteration, checked = next(((one, result) for one, result in older if isinstance(result, Checked)), (0, None))
+    line = f"checkpoint {path} is damaged: {damaged}"
     if checked is None:
-        there = f"there is no older whole one in {found.parent}; " if number.isdigit() else ""
-        refusal = Refusal(f"{line}; {there}{way_out(found)}")
-    elif settings.skip_damaged_checkpoints and settings.load and found.parent == Path(settings.load):
+        there = f"there is no older whole one in {path.parent}; " if number.isdigit() else ""
+        refusal = Refusal(f"{line}; {there}{way_out(path)}")
+    elif settings.skip_damaged_checkpoints and settings.load and path.parent == Path(settings.load):
         notes.append(
             f"WARNING: {line}; --skip-damaged-checkpoints: going on from {checked}, {int(number) - iteration} "
             "iterations are done again"
@@ -128,9 +130,9 @@ def _older(found: Path, wrong: str, settings: CheckpointConfig, notes: list[str]
 
 @contextmanager
 def unchanged(path: Path) -> Iterator[None]:
-    """See to it that all ranks read one and the same checkpoint meanwhile. All ranks enter it.
+    """Check that all ranks have read the same checkpoint in this block. All ranks enter it.
 
-    Another job may save in that folder: remove this checkpoint, or put another of the same iteration in its place.
+    Another job that saves in the folder may remove the checkpoint, or replace it by another of the same iteration.
 
     Raises:
         Refusal: it was removed or replaced.
@@ -152,24 +154,24 @@ def unchanged(path: Path) -> Iterator[None]:
 
 
 def _fingerprint(path: Path) -> int | None:
-    """What tells a checkpoint from another one under the same name: its list of sums. None without one."""
+    """Identifies a checkpoint among others of the same name, by its list of checksums; None without one."""
     try:
         return zlib.crc32((path / CHECKSUMS).read_bytes())
     except OSError:
         return None
 
 
-def _together(path: Path) -> Checked | str:
-    """A checkpoint that every rank found whole in its share, or the first rank's complaint: the same on all ranks."""
+def _examine_together(path: Path) -> Checked | str:
+    """The checkpoint, if every rank found its share undamaged, or else the first error; the same on all ranks."""
     alone = not dist.is_initialized()
     rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-    checked, wrong = None, None
+    checked, damaged = None, None
     try:
         checked = examine(path, rank, ranks)
-    except Damaged as found:
-        wrong = str(found)
-    told: list[Any] = [(wrong, checked is not None and checked.unchecked)] * ranks
+    except Damaged as error:
+        damaged = str(error)
+    results: list[Any] = [(damaged, checked is not None and checked.unchecked)] * ranks
     if not alone:
-        dist.all_gather_object(told, told[0])
-    complaint = next((line for line, _ in told if line), None)
-    return complaint or replace(checked, unchecked=any(unchecked for _, unchecked in told))
+        dist.all_gather_object(results, results[0])
+    first_error = next((line for line, _ in results if line), None)
+    return first_error or replace(checked, unchecked=any(unchecked for _, unchecked in results))

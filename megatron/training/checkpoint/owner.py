@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of a save folder: of all jobs that are given the same ``--save`` at most one writes there.
+"""The lock of a save folder: of all jobs with the same ``--save``, at most one writes there.
 
-Every job puts a card of its own into the folder, a small file with a random name that says which process wrote it, and
-rewrites it every few seconds with a counter. Then it lists the cards. It owns the folder if no other card belongs to a
-job that may still live. Cards of dead jobs are removed, which is also how their writers learn that they have lost the
-folder, should they turn out not to be dead but stopped for a while or cut off from the file system.
+Every job puts a card into the folder, a small file with a random name that says which process wrote it, and rewrites
+it every few seconds with a counter. Then it lists the cards. It owns the folder if no other card belongs to a job that
+may still be alive. Cards of dead jobs are removed. A job that was only stopped for a while, or cut off from the file
+system, notices from its missing card that it has lost the folder.
 
-Of two jobs, the one that lists the cards later sees the card of the other: so never do both go on, whatever their
-timing. That needs a folder in which a new file is seen by whoever lists it afterwards, and nothing else: no flock, no
-atomic exchange, no rename, and no clocks that agree.
+Of two jobs, the one that lists the cards later sees the other's card, so both can never continue, whatever their
+timing. The only requirement is that listing the folder shows files created before: no flock, no atomic exchange, no
+rename and no synchronised clocks are needed.
+
+A run has an identity, which is stored in its checkpoints. A job continues the run of the checkpoint that it loads, or
+begins a new one. It may save in a folder with checkpoints only if these belong to its run and are not newer than its
+start; otherwise the folder would mix two runs, or one would overwrite the other. Going back in a folder with
+``--ckpt-step`` begins a new run, which overwrites the abandoned run's checkpoints when it reaches their iterations.
 """
 
 from __future__ import annotations
@@ -33,56 +38,47 @@ from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.checkpoint.megatron_lm.places import checkpoints_in, iteration_of, run_of
 from megatron.training.refusal import Refusal, reason, together
 
-# Which run a job goes on with, and whether it may save where it is told to.
-#
-# A run has an identity, which its checkpoints keep. A job goes on with the run of the checkpoint that it loads, or
-# begins a new one. It may save in a folder that holds checkpoints only if these are of its run and not newer than
-# its start; otherwise the folder would become a mixture of two runs, or lose what one of them has saved. Going back
-# in a folder, by ``--ckpt-step``, begins a new run: checkpoints of the one that is left are overwritten when the new
-# one reaches them.
+COPIES = "copies_in_memory.txt"  # in --save: the identity of the run whose copies in memory belong to this folder
+NEW_RUN_FLAGS = (("finetune", "--finetune"), ("reset_iteration", "--reset-iteration"))
 
 
-COPIES = "copies_in_memory.txt"  # in --save: the run whose copies in memory belong to it
-ANEW = (("finetune", "--finetune"), ("reset_iteration", "--reset-iteration"))
-
-
-def identity(found: Path | None, settings: CheckpointConfig, notes: list[str], *, saves: bool = True) -> str:
-    """Identity of the run that a job with the checkpoint ``found`` goes on with, or begins: 32 hexadecimal digits.
+def identity(loaded: Path | None, settings: CheckpointConfig, notes: list[str], *, saves: bool = True) -> str:
+    """Identity of the run that a job continues or begins: 32 hexadecimal digits.
 
     Args:
-        found: what is loaded, None where the job starts without a checkpoint.
-        notes: where a line goes about checkpoints that will be overwritten.
+        loaded: the checkpoint that is loaded; None if the job starts without one.
+        notes: receives a line about checkpoints that will be overwritten.
         saves: whether the job saves in ``--save``.
 
     Raises:
         Refusal: ``--save`` holds checkpoints of another run, or newer ones.
     """
-    start = iteration_of(found)
-    if settings.finetune or settings.reset_iteration or _pretrained(found, settings):
+    start = iteration_of(loaded)
+    if settings.finetune or settings.reset_iteration or is_pretrained(loaded, settings):
         start = 0
-    goes_on = start > 0
-    run = (run_of(found) or "") if goes_on else ""
+    resumes = start > 0
+    run = (run_of(loaded) or "") if resumes else ""
     if not run and settings.non_persistent_save_interval is not None:
-        run = run_of_copies(settings.save)  # of a run that has no checkpoint yet, or a damaged one
-    there = checkpoints_in(Path(settings.save)) if settings.save and saves else {}
-    newest = max(there, default=0)
-    here = bool(there) and goes_on and _same(found.parent, settings.save)
-    if there and not here and not (goes_on and run and newest <= start and run_of(there[newest]) == run):
+        run = run_of_copies(settings.save)  # of a run whose checkpoint is damaged or not written yet
+    saved = checkpoints_in(Path(settings.save)) if settings.save and saves else {}
+    newest = max(saved, default=0)
+    same_folder = bool(saved) and resumes and _same(loaded.parent, settings.save)
+    if saved and not same_folder and not (resumes and run and newest <= start and run_of(saved[newest]) == run):
         raise Refusal(_other_run(settings, newest))
-    if here and newest > start:
+    if same_folder and newest > start:
         notes.append(
             f"newer checkpoints in {settings.save}, up to iteration {newest}, are not of the run that goes on from "
             f"iteration {start}: each is overwritten when this run comes to it"
         )
-    if goes_on and settings.ckpt_step is not None and max(checkpoints_in(found.parent)) > start:
-        if here:
-            (Path(settings.save) / COPIES).unlink(missing_ok=True)  # they are of the run that is left
+    if resumes and settings.ckpt_step is not None and max(checkpoints_in(loaded.parent)) > start:
+        if same_folder:
+            (Path(settings.save) / COPIES).unlink(missing_ok=True)  # the copies belong to the abandoned run
         return uuid.uuid4().hex
     return run or uuid.uuid4().hex
 
 
 def _other_run(settings: CheckpointConfig, newest: int) -> str:
-    flags = [flag for name, flag in ANEW if getattr(settings, name)]
+    flags = [flag for name, flag in NEW_RUN_FLAGS if getattr(settings, name)]
     if settings.universal_checkpoint:
         flags.append("--universal-checkpoint")
     without = f" without {' and '.join(flags)}" if flags else ""
@@ -98,10 +94,10 @@ def _other_run(settings: CheckpointConfig, newest: int) -> str:
     )
 
 
-def _pretrained(found: Path | None, settings: CheckpointConfig) -> bool:
-    """Whether the checkpoint is that of --pretrained-checkpoint."""
-    first = settings.pretrained_checkpoint
-    return found is not None and first is not None and Path(first) == found.parent
+def is_pretrained(path: Path | None, settings: CheckpointConfig) -> bool:
+    """Whether the checkpoint ``path`` is that of --pretrained-checkpoint."""
+    folder = settings.pretrained_checkpoint
+    return path is not None and folder is not None and Path(folder) == path.parent
 
 
 def _same(folder: Path, other: str) -> bool:
@@ -109,7 +105,7 @@ def _same(folder: Path, other: str) -> bool:
 
 
 def run_of_copies(save: str) -> str:
-    """The run whose copies in memory belong to this folder; empty where there are none. Raises Refusal."""
+    """Identity of the run whose copies in memory belong to this folder; empty if there are none. Raises Refusal."""
     path = Path(save) / COPIES
     try:
         run = path.read_text()
@@ -123,8 +119,8 @@ def run_of_copies(save: str) -> str:
 
 
 RENEWAL = 2.0  # seconds between two renewals of a card
-SILENCE = 20.0  # a card that was not renewed for so long is a dead job's; some calls hold up all threads for seconds
-LOOK = 0.25  # seconds between two looks at the cards of others
+SILENCE = 20.0  # seconds without renewal after which a job counts as dead; some calls block all threads for seconds
+POLL = 0.25  # seconds between two readings of other jobs' cards
 CARDS, SIZE = ".owner.*.json", 1024
 
 
@@ -134,12 +130,12 @@ class Lost(OSError):
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says.
+    """The contents of a card.
 
     Attributes:
-        process: who wrote it.
-        owns: whether its job had the folder; otherwise it was about to take it.
-        since: when it was made, for messages.
+        process: the process that wrote it.
+        owns: whether its job owned the folder; otherwise it was trying to take it.
+        since: when it was created, for messages.
     """
 
     process: Process
@@ -151,15 +147,16 @@ class Card:
 
 
 class Owner:
-    """A job's hold on a folder, made by :func:`own` on every rank. Only rank 0 has a card; only its calls do anything.
+    """A job's lock on a folder, made by :func:`own` on every rank. Only rank 0 has a card; other ranks do nothing.
 
     Args:
-        folder: of ``--save``.
-        token: names this hold, 32 hexadecimal digits; the same on all ranks.
-        run: identity of the run, for who reads the card.
+        folder: the ``--save`` folder.
+        token: identifies this lock, 32 hexadecimal digits; the same on all ranks.
+        renewal: seconds between renewals of the card.
 
     Attributes:
-        lost: in words, that another job has the folder now; empty as long as this is not known.
+        run: identity of the run, which is written to the card.
+        lost: a message that another job has taken over the folder; empty as long as this is not known.
     """
 
     def __init__(self, folder: Path, token: str, renewal: float = RENEWAL) -> None:
@@ -172,19 +169,19 @@ class Owner:
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """To be called before anything in the folder is published or removed.
+        """Call it before anything in the folder is published or removed.
 
         Raises:
             Lost: another job has taken over.
-            OSError: the folder cannot be reached, so nobody can tell.
+            OSError: the folder cannot be reached, so the owner is unknown.
         """
         if self._thread is not None:
-            self._ask(self._card.read_bytes)
+            self._access(self._card.read_bytes)
         if self.lost:
             raise Lost(self.lost)
 
     def release(self) -> None:
-        """Give the folder up. It may be called twice."""
+        """Release the folder. It may be called twice."""
         if self._thread is None:
             return
         self._end.set()
@@ -194,7 +191,7 @@ class Owner:
             self._card.unlink(missing_ok=True)
 
     def _begin(self) -> None:
-        """Make the card and renew it from now on. Raises OSError."""
+        """Create the card and start to renew it. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         os.close(os.open(self._card, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         self._write()
@@ -202,10 +199,10 @@ class Owner:
         self._thread.start()
 
     def _write(self) -> None:
-        """Write the card anew in its place, never creating it: what another job has removed stays removed.
+        """Rewrite the card in place. It is never created again, so a card that another job has removed stays removed.
 
-        The file is opened and closed each time. On NFS that asks the server whether it is still there, and makes other
-        clients see what was written.
+        The file is opened and closed each time: on NFS this asks the server whether it still exists, and makes the
+        new contents visible to other clients.
         """
         with self._writing:
             self._count += 1
@@ -220,14 +217,14 @@ class Owner:
     def _renew(self) -> None:
         while not self._end.wait(self.renewal) and not self.lost:
             with suppress(OSError):  # a file system that cannot be reached may come back
-                self._ask(self._write)
+                self._access(self._write)
 
-    def _ask(self, for_card: Callable[[], Any]) -> None:
-        """Read or write the card, and note if it is gone. Raises OSError where nobody can tell."""
+    def _access(self, card_access: Callable[[], Any]) -> None:
+        """Read or write the card, and set ``lost`` if it is gone. Raises OSError if that cannot be determined."""
         try:
-            for_card()
+            card_access()
         except FileNotFoundError:
-            if not self.folder.is_dir():  # a file system that is not mounted for a moment
+            if not self.folder.is_dir():  # the file system may be unmounted for a moment
                 raise
             others = [str(card.process) for card in map(_parsed, _cards(self).values()) if card and card.owns]
             by = f"{others[0]} has taken it over" if others else "another job has taken it over, or somebody removed it"
@@ -235,35 +232,35 @@ class Owner:
 
 
 class _Watched:
-    """The card of another job, watched until it is known whether that job lives."""
+    """The card of another job, watched until it is known whether that job is alive."""
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.quiet, self.moved, self.seen = data, 0.0, False, time.monotonic()
+        self.data, self.quiet, self.renewed, self.seen = data, 0.0, False, time.monotonic()
 
-    def look(self, data: bytes) -> None:
+    def update(self, data: bytes) -> None:
         now = time.monotonic()
         if data != self.data:
-            self.data, self.quiet, self.moved = data, 0.0, True
-        else:  # a file system that answers late has not shown that a job is silent
-            self.quiet += min(now - self.seen, 2 * LOOK)
+            self.data, self.quiet, self.renewed = data, 0.0, True
+        else:  # limited, because a slow answer of the file system does not mean that the job is silent
+            self.quiet += min(now - self.seen, 2 * POLL)
         self.seen = now
 
-    def lives(self, card: Card | None, silence: float) -> bool | None:
-        """Whether its job lives; None: not known yet."""
+    def alive(self, card: Card | None, silence: float) -> bool | None:
+        """Whether its job is alive; None: not known yet."""
         alive = None if card is None else is_alive(card.process)
         if alive is not None:
             return alive
-        return False if self.quiet >= silence else self.moved or None
+        return False if self.quiet >= silence else self.renewed or None
 
 
 def own(folder: str, notes: list[str]) -> Owner:
-    """Take the save folder for this job; it is made where it is not there. All ranks call it.
+    """Take the save folder for this job, and create it if necessary. All ranks call it.
 
     Args:
-        notes: where a line goes that says from whom it was taken over.
+        notes: receives a line about a job from which the folder was taken over.
 
     Raises:
-        Refusal: on every rank; another job has it, or it cannot be written to.
+        Refusal: on every rank; another job has the folder, or it cannot be written to.
     """
     first = dist.get_rank() == 0
 
@@ -280,10 +277,10 @@ def own(folder: str, notes: list[str]) -> Owner:
 
 
 def take(folder: Path, notes: list[str], renewal: float = RENEWAL, silence: float = SILENCE) -> Owner:
-    """What rank 0 does for :func:`own`.
+    """Take the folder on rank 0, for :func:`own`.
 
-    Whether a process of this machine lives is seen at once; of another one's, the card is watched by this machine's
-    clock until it moves, or has not moved for ``silence`` seconds.
+    Whether a process of this machine is alive is known at once. For one of another machine, the card is watched until
+    it is renewed or has not been renewed for ``silence`` seconds by this machine's clock.
 
     Args:
         renewal: seconds between renewals of this job's card.
@@ -304,7 +301,7 @@ def take(folder: Path, notes: list[str], renewal: float = RENEWAL, silence: floa
 
 
 def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
-    """Return once no other job may have the folder. Raises Refusal: another one has it, or gets it; OSError."""
+    """Return once no other job can have the folder. Raises Refusal if another one has or gets it; OSError."""
     watched: dict[Path, _Watched] = {}
     begin = time.monotonic()
     while True:
@@ -312,19 +309,19 @@ def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
         for path, data in _cards(owner).items():
             card = _parsed(data)
             watch = watched.setdefault(path, _Watched(data))
-            watch.look(data)
-            earlier = card is not None and card.process.boot != "" and card.process == owner._process
-            lives = False if earlier else watch.lives(card, silence)  # a process has one job at a time
-            if lives is False:
+            watch.update(data)
+            ours = card is not None and card.process.boot != "" and card.process == owner._process
+            alive = False if ours else watch.alive(card, silence)  # an earlier job of this process has ended
+            if alive is False:
                 path.unlink(missing_ok=True)
-                if card is not None and card.owns and not earlier:
+                if card is not None and card.owns and not ours:
                     ended = is_alive(card.process) is False
                     sign = "has ended" if ended else f"has given no sign of life for {silence:g} s"
                     notes.append(f"took over --save {owner.folder} from {card}, which {sign}")
                 continue
-            # Of several that begin at once the first by name gets the folder, when the others have seen its card.
+            # Of several jobs that begin at once, the first by card name gets the folder; the others are refused.
             late = time.monotonic() - begin > 2 * silence
-            if lives and (card is None or card.owns or path.name < owner._card.name or late):
+            if alive and (card is None or card.owns or path.name < owner._card.name or late):
                 raise Refusal(
                     f"--save {owner.folder} is in use by {card or 'another job'}: wait for it to end, end it, or give "
                     "another folder to --save"
@@ -332,29 +329,29 @@ def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
             waiting = True
         if not waiting:
             return
-        time.sleep(LOOK)
+        time.sleep(POLL)
 
 
 def _cards(owner: Owner) -> dict[Path, bytes]:
-    """The cards of other jobs, as they are written. Raises OSError."""
-    found = {}
-    for name in sorted(os.listdir(owner.folder)):  # a glob would pass over a folder that cannot be listed
+    """The raw contents of other jobs' cards. Raises OSError."""
+    cards = {}
+    for name in sorted(os.listdir(owner.folder)):  # unlike a glob, it raises if the folder cannot be listed
         path = owner.folder / name
         if path == owner._card or not fnmatch(name, CARDS):
             continue
-        with suppress(FileNotFoundError):  # removed since
+        with suppress(FileNotFoundError):  # removed in the meantime
             try:
-                found[path] = path.read_bytes()
-            except PermissionError:  # another user's, which can be seen to change
-                found[path] = str(path.stat().st_mtime_ns).encode()
-    return found
+                cards[path] = path.read_bytes()
+            except PermissionError:  # another user's card: its modification time shows that it is renewed
+                cards[path] = str(path.stat().st_mtime_ns).encode()
+    return cards
 
 
 def _parsed(data: bytes) -> Card | None:
-    """None where a card cannot be read, as when its writer was killed before it had written it."""
+    """A card's contents; None if it cannot be read, for example because its writer was killed too early."""
     try:
-        said = json.loads(data)
-        process = Process(**said["process"])
-        return Card(process, bool(said["owns"]), str(said["since"]))
+        table = json.loads(data)
+        process = Process(**table["process"])
+        return Card(process, bool(table["owns"]), str(table["since"]))
     except (ValueError, TypeError, KeyError):
         return None

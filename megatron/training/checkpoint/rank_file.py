@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a rank's part of a checkpoint in megatron-core's ``torch_dist`` format: one file, and no process for it.
+"""Write a rank's part of a checkpoint in megatron-core's ``torch_dist`` format: one file, without extra processes.
 
-core's FileSystemWriterAsync forks two processes a rank for each save, and spawns a third that imports torch anew:
-seconds, whatever there is to write, and processes that outlive a rank killed meanwhile. Here a rank writes its file
-itself, in the main thread or in another one; what takes long (checksums, writing, syncing) leaves Python's lock alone.
-Names, contents and metadata of the files are those that core writes.
+For each save, core's FileSystemWriterAsync forks two processes per rank and spawns a third that imports torch again.
+That takes seconds even for small files, and the processes outlive a rank that is killed. Here a rank writes its file
+itself, in the main thread or another one; the slow parts (checksums, writing, syncing) release Python's lock. Names,
+contents and metadata of the files are the same as core's.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatron.context_parallel.fpdt.host_store import HostPool
 from megatron.platform.streams import COMPUTE, STORES, Event, Streams
 from megatron.training.checkpoint.megatron_lm.file_list import Sum
 
-BUFFER = 1 << 20  # bytes gathered of small writes
+BUFFER = 1 << 20  # bytes
 
 
 class _Summed(io.FileIO):
-    """A file that keeps count of what is written to it."""
+    """A file that computes the CRC-32 of what is written to it."""
 
     crc32 = 0
 
@@ -46,7 +46,7 @@ class _Summed(io.FileIO):
 
 @contextmanager
 def new_file(path: Path, sums: dict[str, Sum]) -> Iterator[io.BufferedWriter]:
-    """A file to write from its beginning to its end; on the disk, and its sum in ``sums``, once it is left."""
+    """Open a new file for sequential writing; at the end it is synced to the disk and its sum is put into ``sums``."""
     raw = _Summed(path, "w")
     file = io.BufferedWriter(raw, BUFFER)
     try:
@@ -55,32 +55,32 @@ def new_file(path: Path, sums: dict[str, Sum]) -> Iterator[io.BufferedWriter]:
         os.fsync(raw.fileno())
         sums[path.name] = Sum(raw.tell(), raw.crc32)
     finally:
-        raw.close()  # the buffer of a full disk could not be written any more
+        raw.close()  # not file.close(), which would try to flush the buffer to a full disk again
 
 
 def write_bytes(path: Path, data: bytes, sums: dict[str, Sum]) -> None:
-    """Write a whole file. Raises OSError."""
+    """Write a file and sync it to the disk. Raises OSError."""
     with new_file(path, sums) as file:
         file.write(data)
 
 
 def packed(data: Any) -> bytes:
-    """What ``torch.save`` makes of something small."""
+    """``data`` as ``torch.save`` writes it."""
     file = io.BytesIO()
     torch.save(data, file)
     return file.getvalue()
 
 
 class Writer(FileSystemWriterAsync):
-    """Takes part in core's planning, and writes what came of it."""
+    """Receives this rank's plan from core, and writes it."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self.parts: list[tuple[WriteItem, Tensor | io.BytesIO]] = []  # tensors as they are, maybe on a GPU
+        self.parts: list[tuple[WriteItem, Tensor | io.BytesIO]] = []  # tensors may be on a GPU
         self.prefix = ""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder is there; a rank that failed here would leave the others waiting
+        return plan  # the folder exists already; if one rank failed here, the others would wait forever
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self.parts = [(item, planner.resolve_data(item)) for item in plan.items]
@@ -88,15 +88,11 @@ class Writer(FileSystemWriterAsync):
 
     @property
     def bytes(self) -> int:
-        """Of this rank's tensors."""
+        """Size of this rank's tensors."""
         return sum(data.nbytes for _, data in self.parts if isinstance(data, Tensor))
 
     def write(self, sums: dict[str, Sum]) -> list[WriteResult]:
-        """Write this rank's file, if it has anything to write; where each part lies in it.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write this rank's file, if it has any data; returns where each part lies in it. Raises OSError."""
         if not self.parts:
             return []
         name = f"{self.prefix}0{filesystem.DEFAULT_SUFFIX}"
@@ -109,19 +105,19 @@ class Writer(FileSystemWriterAsync):
         if isinstance(data, Tensor):
             data = data.detach().cpu()
             if data.untyped_storage().size() != data.nbytes:
-                data = data.clone()  # torch.save writes storages whole
+                data = data.clone()  # torch.save writes complete storages
         try:
             return filesystem._write_item(
                 self.transforms, file, data, item, name, filesystem.SerializationFormat.TORCH_SAVE
             )
-        except RuntimeError as error:  # torch's zip writer fails once more when it is closed
+        except RuntimeError as error:  # torch's zip writer fails again when it is closed; find the original OSError
             chain: BaseException | None = error
             while chain is not None and not isinstance(chain, OSError):
                 chain = chain.__context__
             raise chain or error from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]], sums: dict[str, Sum]) -> None:
-        """Write which tensor lies where, for all ranks."""
+        """Write ``.metadata``: where each tensor of all ranks lies."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
@@ -130,7 +126,7 @@ class Writer(FileSystemWriterAsync):
 
 @contextmanager
 def without_inner_sums() -> Iterator[None]:
-    """torch.save's checksums of each tensor, which nothing ever checks, cost four times what writing does."""
+    """Switch off torch.save's checksums of each tensor: nothing checks them, and they take four times the writing."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -140,20 +136,20 @@ def without_inner_sums() -> Iterator[None]:
 
 
 class HostCopies:
-    """Copies of a rank's tensors in host memory, taken beside compute; the memory is kept for the next time."""
+    """Copies of a rank's tensors in host memory, made while the GPU computes; the memory is reused by later saves."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.pool = HostPool(streams)
 
     def begin(self) -> Event:
-        """To be called where the tensors are made; what :meth:`take` wants to know."""
+        """Record that the tensors are computed; call it in the thread that computes. Pass the event to :meth:`take`."""
         return self.streams.record(COMPUTE)
 
     def take(self, writer: Writer, made: Event) -> None:
-        """Put copies in the place of a writer's tensors, from any thread; done when this returns."""
+        """Replace a writer's tensors by copies, which are complete on return. Any thread may call it."""
         device = self.streams.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a thread begins with the first
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a new thread uses GPU 0
             self.streams.wait(STORES, made)
             writer.parts = [(item, self._copy(data)) for item, data in writer.parts]
             done = self.streams.record(STORES)

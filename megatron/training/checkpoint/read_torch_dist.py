@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a folder of core's form ``torch_dist`` without running code that it brings along.
+"""Read a folder in core's format ``torch_dist`` without running code that the files contain.
 
-core's own way unpickles ``.metadata``, and every object among the tensors, with the plain unpickler. Here both go
-through :mod:`unpickle`, as ``common.pt`` and the tensors do. Transformer Engine unpickles the states of its FP8 layers
-itself, so those are looked at before they are handed to it.
+core reads ``.metadata``, and every object among the tensors, with the plain unpickler. Here both are read by
+:mod:`unpickle`, as are ``common.pt`` and the tensors. Transformer Engine unpickles the states of its FP8 layers
+itself, so those are checked first.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool
     """core's ``dist_checkpointing.load``. All ranks call it.
 
     Args:
-        whole_tensors_once: whether to check that the parts that all ranks ask for make up each tensor just once.
+        whole_tensors_once: whether to check that the parts requested by all ranks cover each tensor exactly once.
 
     Raises:
-        Refusal: on every rank; something is damaged or missing, has another shape, or could run code.
+        Refusal: on every rank; a tensor is damaged or missing, has another shape, or could run code.
     """
     with _refusals(path), readable(path.path):
         loaded = dist_checkpointing.load(
@@ -62,14 +62,14 @@ def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool
 
 
 def tensors_in(path: Checked) -> dict[str, ShardedTensor]:
-    """Shapes and dtypes of all tensors. Raises Refusal."""
+    """Shapes and dtypes of all tensors of a checkpoint. Raises Refusal."""
     with _refusals(path), readable(path.path):
         return _LoadTensors(path).load_tensors_metadata(path.path, _Reader(path).read_metadata())
 
 
 @contextmanager
 def _refusals(path: Checked) -> Iterator[None]:
-    """A refusal from within torch's exceptions, as it was."""
+    """Raise a Refusal again that torch has wrapped in a CheckpointException."""
     try:
         yield
     except Refusal as refusal:
@@ -82,17 +82,17 @@ def _refusals(path: Checked) -> Iterator[None]:
 
 
 class _Reader(FileSystemReader):
-    """PyTorch's, which reads the list of contents once, and list and contents through :mod:`unpickle`."""
+    """PyTorch's reader, except that it reads ``.metadata`` only once and unpickles everything by :mod:`unpickle`."""
 
     def __init__(self, checked: Checked) -> None:
         super().__init__(str(checked))
         self._checked = checked
-        self._found: Metadata | None = None
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        if self._found is None:
-            self._found = self._checked.metadata()
-        return self._found
+        if self._metadata is None:
+            self._metadata = self._checked.metadata()
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         of_file: dict[str, list[ReadItem]] = {}
@@ -112,15 +112,15 @@ class _Reader(FileSystemReader):
         return done
 
     @staticmethod
-    def _put(item: ReadItem, found: Any, planner: LoadPlanner) -> None:
-        """Copy the wanted part of a stored tensor to its place."""
+    def _put(item: ReadItem, stored: Any, planner: LoadPlanner) -> None:
+        """Copy the requested part of a stored tensor into the state."""
         target = planner.resolve_tensor(item).detach()
         corner = item.storage_offsets
-        if isinstance(found, torch.Tensor) and found.dim() == len(corner):
-            found = found[tuple(slice(first, first + length) for first, length in zip(corner, item.lengths))]
-        if not isinstance(found, torch.Tensor) or found.shape != target.shape:
+        if isinstance(stored, torch.Tensor) and stored.dim() == len(corner):
+            stored = stored[tuple(slice(first, first + length) for first, length in zip(corner, item.lengths))]
+        if not isinstance(stored, torch.Tensor) or stored.shape != target.shape:
             raise Refusal(f"{item.storage_index.fqn} is not the tensor that .metadata describes")
-        target.copy_(found)
+        target.copy_(stored)
         planner.commit_tensor(item, target)
 
 
@@ -141,7 +141,10 @@ class _LoadCommon(TorchCommonLoadStrategy):
 
 
 class _LoadTensors(TorchDistLoadShardedStrategy):
-    """core's strategy with the two above; it names its own in ``load``, which this follows line by line."""
+    """core's strategy with the reader and planner above.
+
+    core's ``load`` names its own reader and planner, so it is repeated here line by line.
+    """
 
     def __init__(self, checked: Checked) -> None:
         super().__init__()
@@ -156,16 +159,16 @@ class _LoadTensors(TorchDistLoadShardedStrategy):
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
         reader = _Reader(self._checked)
-        together(reader.read_metadata)  # where torch meets an error there, it prints a traceback and tries other files
+        together(reader.read_metadata)  # on an error here, torch would print a traceback and try other files
         _load_state_dict(state, reader, planner=planner)
-        found = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
-        loaded = _replace_sharded_keys_with_state_dict_keys(found, flat, renamed)
+        tensors = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(tensors, flat, renamed)
         _restore_dict_types(loaded, sharded_state_dict)
         return loaded
 
 
 def check_engine_states(loaded: Any, where: object) -> None:
-    """Refuse states of Transformer Engine's layers that could run code; it unpickles them with the plain unpickler."""
+    """Refuse states of Transformer Engine's layers that could run code: it reads them with the plain unpickler."""
     items = loaded.items() if isinstance(loaded, dict) else enumerate(loaded) if isinstance(loaded, list) else ()
     for key, value in items:
         if isinstance(key, str) and key.endswith(EXTRA_STATE):

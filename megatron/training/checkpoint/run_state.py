@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run goes on with beside tensors: how far it has come, its random numbers, its learning-rate schedule."""
+"""A run's state apart from its tensors: progress, random number generators, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Progress:
     """How far a run has come.
 
     Attributes:
-        run: identity of the run, 32 hexadecimal digits; empty in checkpoints of November 2026 and before.
+        run: identity of the run, 32 hexadecimal digits; empty in checkpoints from before December 2026.
     """
 
     iteration: int = 0
@@ -56,12 +56,12 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def load_schedule(schedule: OptimizerParamScheduler, loaded: dict[str, Any], path: Path) -> None:
-    saved = loaded.get("schedule", loaded.get("opt_param_scheduler"))  # the first until November 2026
+    saved = loaded.get("schedule", loaded.get("opt_param_scheduler"))  # "schedule": the key until November 2026
     if saved is None:
         raise Refusal(f"checkpoint {path} has no learning-rate schedule: pass --no-load-optim")
     try:
         schedule.load_state_dict(saved)
-    except AssertionError as error:  # core's way to say that the flags differ from the checkpoint's
+    except AssertionError as error:  # core asserts that the flags equal the checkpoint's
         raise Refusal(
             f"checkpoint {path} has another schedule ({one_line(error)}): pass "
             "--override-opt-param-scheduler to take the flags, or --use-checkpoint-opt-param-scheduler"

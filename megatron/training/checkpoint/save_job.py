@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint on its way to the disk: described by all ranks together, written by each alone, published by rank 0.
+"""One save of a checkpoint: all ranks plan it together, each writes its own files, and rank 0 publishes it.
 
-What is written is what was there when the save began. In the background the tensors are first copied to host memory
-while the next step computes, and only that step's update waits, if it comes before the copies are done (the idea of
-CheckFreq, FAST '21). Ranks agree on the state of a save with two small messages, both sent by the main thread: no
-other thread may send any.
+A checkpoint holds the state at the moment the save began. A save in the background first copies the tensors to host
+memory while the next step computes; only that step's update waits, if the copies are not done by then (CheckFreq,
+FAST '21). Ranks agree on the state of a save with two small messages, which only the main thread may send.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from megatron.training.refusal import one_line
 
 
 class Save:
-    """One checkpoint, planned. All ranks make it, call :meth:`write` or :meth:`start`, and :meth:`finish`.
+    """One planned checkpoint. All ranks create it, call :meth:`write` or :meth:`start`, and then :meth:`finish`.
 
     Args:
-        final: where it will be.
-        describe: makes core's sharded state of it; may talk to other ranks.
-        content: core's description of the state's form.
-        after: called on rank 0 when the checkpoint is published, in the thread that did so.
-        beside: small files by name, which rank 0 writes.
-        owner: of the folder; None where nobody else can be saving there.
-        run: identity of the run, which the list of files names; empty if it has none.
+        final: the checkpoint's path.
+        describe: returns core's sharded state; may communicate with other ranks.
+        content: core's metadata about the format of the state.
+        after: called on rank 0 after the checkpoint is published, in the thread that published it.
+        extra_files: contents of small files by name, which rank 0 writes.
+        owner: this job's lock on the folder; None if no other job can be saving there.
+        run: identity of the run, written to the list of files; empty if it has none.
 
     Raises:
-        OSError: on every rank; nothing can be written there.
+        OSError: on every rank; the folder cannot be written to.
     """
 
     def __init__(
@@ -61,14 +60,14 @@ class Save:
         describe: Callable[[], dict[str, Any]],
         content: dict[str, Any],
         after: Callable[[], Any],
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         owner: Owner | None = None,
         run: str = "",
     ) -> None:
         self._owner, self._token, self.run = owner, owner.token if owner else "", run
         self.final, self.partial = final, checkpoint_folder.partial_of(final, self._token)
-        self.after, self.beside = after, beside or {}
-        self.copied = threading.Event()  # tensors may change from now on
+        self.after, self.extra_files = after, extra_files or {}
+        self.copied = threading.Event()  # set when training may change the tensors again
         self._sums: dict[str, Sum] = {}
         self._results: list[Any] = []
         self._error: str | None = None
@@ -82,47 +81,47 @@ class Save:
                 checkpoint_folder.clear(self.final.parent)
                 self.partial.mkdir()
         except OSError as problem:
-            self._error = words(problem)
+            self._error = error_line(problem)
         try:
             common, self._writer, self._metadata = _planned(describe(), content, self.partial)
-            self._common = packed(common) if self._first else b""  # now, for it may refer to what a step changes
-        except (Exception, CheckpointException) as problem:  # torch's kind is no Exception
-            self._error = self._error or words(problem)
+            self._common = packed(common) if self._first else b""  # now: it may refer to objects that a step changes
+        except (Exception, CheckpointException) as problem:  # torch's CheckpointException is a BaseException
+            self._error = self._error or error_line(problem)
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
         self._fail(errors)
 
     def write(self) -> None:
-        """Write this rank's files, from the tensors as they are. An error is kept until all ranks learn of it."""
+        """Write this rank's files from the current tensors. An error is kept until :meth:`advance` raises it."""
         try:
             if self._first:
                 write_bytes(self.partial / "common.pt", self._common, self._sums)
             self._results = self._writer.write(self._sums)
         except (Exception, CheckpointException) as problem:
-            self._error = words(problem)
+            self._error = error_line(problem)
         self._common, self._writer.parts = b"", []
         self.copied.set()
 
     def start(self, copies: HostCopies) -> None:
-        """The same in the background, from copies."""
+        """Write in the background, from copies in host memory."""
         made = copies.begin()
         self._work(lambda: self._copy_and_write(copies, made))
 
     @property
     def bytes(self) -> int:
-        """Of the tensors that this rank is to write."""
+        """Size of the tensors that this rank writes."""
         return self._writer.bytes
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still at it. Once none is, :meth:`advance` has something to do."""
+        """Whether this rank's thread is still working. :meth:`advance` may be called once no rank is busy."""
         return self._thread is not None and self._thread.is_alive()
 
     def advance(self, *, background: bool = True) -> bool:
-        """Go on; returns whether the checkpoint is there. All ranks call it together, none of them busy.
+        """Start the next phase; True once the checkpoint is published. All ranks call it together, when none is busy.
 
         Raises:
-            OSError: on every rank; some rank could not write. Earlier checkpoints are untouched.
+            OSError: on every rank; a rank could not write. Earlier checkpoints are untouched.
         """
         if not self._publishing:
             self._publishing = True
@@ -137,7 +136,7 @@ class Save:
         return True
 
     def finish(self) -> Path:
-        """Wait until the checkpoint is there; where it is. Raises OSError as :meth:`advance`."""
+        """Wait until the checkpoint is published; returns its path. Raises OSError as :meth:`advance`."""
         while True:
             if self._thread is not None:
                 self._thread.join()
@@ -149,7 +148,7 @@ class Save:
             try:
                 task()
             except Exception as problem:
-                self._error = words(problem)
+                self._error = error_line(problem)
 
         self._thread = threading.Thread(target=run, daemon=True, name="checkpoint")
         self._thread.start()
@@ -162,7 +161,7 @@ class Save:
         self.write()
 
     def _publish(self, every: list[tuple[list[Any], dict[str, Sum], str | None]]) -> None:
-        """On rank 0: what all ranks have written becomes a checkpoint."""
+        """On rank 0: complete the checkpoint from the files of all ranks, and give it its name."""
         failed = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(every) if error]
         if failed:
             self._error = failed[0]
@@ -172,7 +171,7 @@ class Save:
             self._writer.finish(self._metadata, [results for results, _, _ in every], sums)
             config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
             write_bytes(self.partial / CONFIG_FNAME, config.encode(), sums)
-            for name, data in self.beside.items():
+            for name, data in self.extra_files.items():
                 write_bytes(self.partial / name, data, sums)
             number = self.final.name.removeprefix("iter_")
             iteration = int(number) if number.isdigit() else None
@@ -180,19 +179,19 @@ class Save:
             self._check_owner()
             checkpoint_folder.publish(self.final, self._token)
         except Exception as problem:
-            self._error = words(problem)
+            self._error = error_line(problem)
             return
-        with suppress(OSError):  # what should have gone stays
+        with suppress(OSError):  # old checkpoints may then remain
             self._check_owner()
             self.after()
 
     def _check_owner(self) -> None:
-        """Raises OSError where another job has taken over the folder, or nobody can tell."""
+        """Raises OSError if another job has taken over the folder, or if that cannot be determined."""
         if self._owner is not None:
             self._owner.check()
 
     def _fail(self, errors: list[str | None]) -> None:
-        """If any rank has failed, every rank raises: nobody is left waiting."""
+        """Raise OSError on every rank if any rank has failed, so that none waits forever."""
         failed = [(rank, error) for rank, error in enumerate(errors) if error]
         if failed:
             rank, error = failed[0]
@@ -205,7 +204,10 @@ class Save:
 def _planned(
     state: dict[str, Any], content: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Any], Writer, Metadata | None]:
-    """(what is no tensor, this rank's writer, on rank 0 the list of all ranks' tensors); by core's own steps."""
+    """(common state without tensors, this rank's writer, on rank 0 the metadata of all ranks' tensors).
+
+    Follows the steps of core's ``dist_checkpointing.save``.
+    """
     sharded, common = save_preprocess({**state, "content_metadata": content})
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -213,10 +215,10 @@ def _planned(
         mcore_to_pyt_state_dict(by_key), Writer(folder), planner=planner
     )
     if metadata is not None:
-        vars(metadata).pop("all_local_plans", None)  # as large as the rest; readers do without
+        vars(metadata).pop("all_local_plans", None)  # as large as the rest, and not needed for reading
     return common, writer, metadata
 
 
-def words(problem: BaseException) -> str:
-    """An error in one line."""
+def error_line(problem: BaseException) -> str:
+    """The kind and message of an error, in one line."""
     return one_line(f"{type(problem).__name__}: {problem}")

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and optimizer states as parts of a checkpoint: the same files from every grid and every ZeRO stage.
+"""Weights and optimizer states as parts of a checkpoint whose tensors are the same for every grid and ZeRO stage.
 
 Each rank writes the pieces that it holds. The files have the layout of core's ``fully_reshardable``, for which
 core itself gathers all states of ZeRO 1 on every rank. Its ``fully_sharded_model_space`` gathers nothing, but needs
 flattened ranges, which core 0.16 refuses (mapping.py, ``validate_metadata_integrity``).
+
+megatron-core writes a parameter as one block of a regular grid. FSDP splits parameters by rows, core's distributed
+optimizer (ZeRO 1) at any element; both ignore layouts in which a parameter is several blocks (SwiGLU's first layer).
+So a shard is written as the boxes of core's blocks that it holds, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -26,31 +30,24 @@ from torch.distributed.tensor import DTensor
 
 from megatron.training.refusal import Refusal
 
-# Where what a rank holds of parameters lies in a checkpoint, whoever cut them.
-#
-# megatron-core writes a parameter as one block of a regular grid. FSDP cuts by rows, core's distributed optimizer
-# (ZeRO 1) anywhere, both without regard to layouts in which a parameter is several blocks (SwiGLU's first layer). So a
-# shard is written as the boxes of core's blocks that it holds, and nothing is gathered.
-
-
-# Copied for every call: core writes process groups into it.
+# Copied for every call, because core writes process groups into it.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of what this rank holds of a parameter, and its place in the checkpoint."""
+    """A part of this rank's shard of a parameter, and its place in the checkpoint."""
 
     place: ShardedTensor  # without data
-    part: slice  # of the elements held here, in their order
+    part: slice  # of the shard's elements, flattened
 
     def of(self, tensor: Tensor, prefix: str = "") -> ShardedTensor:
-        """This part of ``tensor``, which has as many elements as are held here."""
+        """This part of ``tensor``, which has as many elements as the shard."""
         data = self._of(tensor).view(self.place.local_shape)
         return replace(self.place, key=prefix + self.place.key, data=data, dtype=data.dtype)
 
     def put(self, loaded: Tensor, tensor: Tensor) -> None:
-        """Write what was loaded into ``tensor``."""
+        """Copy the loaded values into ``tensor``."""
         self._of(tensor).copy_(loaded.reshape(-1))
 
     def _of(self, tensor: Tensor) -> Tensor:
@@ -62,22 +59,23 @@ class Places:
     """Where the parameters of a model chunk lie in a checkpoint."""
 
     pieces: dict[nn.Parameter, list[Piece]]
-    others: list[Any]  # what core saves beside parameters
+    others: list[Any]  # what core saves in addition to parameters
 
     def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> Places:
-        """Those of some parameters, told by themselves and their names in a checkpoint, and nothing beside them."""
+        """The places of the parameters for which ``wanted(parameter, name in the checkpoint)`` is true, no others."""
         names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
         return Places({one: pieces for one, pieces in self.pieces.items() if wanted(one, names[one])}, [])
 
 
-Held = tuple[int, int]  # first element of a parameter that is here, and how many are
+Range = tuple[int, int]  # first element, number of elements
 
 
-def find_places(chunk: nn.Module, held: Callable[[nn.Parameter], Held] | None = None) -> Places:
-    """Ask core where it would save whole parameters, and cut its blocks down to the elements that are here.
+def find_places(chunk: nn.Module, shard_of: Callable[[nn.Parameter], Range] | None = None) -> Places:
+    """Ask core where it would save complete parameters, and reduce its blocks to the elements of this rank's shards.
 
     Args:
-        held: which ones, on no two ranks of DP x CP the same; default those of the parameter itself.
+        shard_of: a parameter's elements on this rank, disjoint over the ranks of DP x CP; default: those that the
+            parameter itself holds.
     """
     with _parameters_without_data(chunk) as owners:
         state = chunk.sharded_state_dict(metadata=dict(METADATA))
@@ -89,16 +87,16 @@ def find_places(chunk: nn.Module, held: Callable[[nn.Parameter], Held] | None = 
         if owner is None:
             others.append(block)
         else:
-            whole = held is None and not isinstance(owner, DTensor)
-            pieces[owner] += _cut(block, owner, (held or elements_here)(owner), whole)
+            replicated = shard_of is None and not isinstance(owner, DTensor)
+            pieces[owner] += _cut(block, (shard_of or elements_here)(owner), replicated)
     return Places(pieces, others)
 
 
 @contextmanager
 def _parameters_without_data(chunk: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Put stand-ins of whole size in place of the parameters; yields which one each storage stands for."""
+    """Replace the parameters by full-size stand-ins on the meta device; yields {storage of a stand-in: parameter}."""
     owned = [
-        (module, name) for module in chunk.modules() for name, found in module._parameters.items() if found is not None
+        (module, name) for module in chunk.modules() for name, value in module._parameters.items() if value is not None
     ]
     real = {(module, name): module._parameters[name] for module, name in owned}
     stand_ins = {
@@ -115,13 +113,13 @@ def _parameters_without_data(chunk: nn.Module) -> Iterator[dict[int, nn.Paramete
             module._parameters[name] = parameter
 
 
-def _cut(block: ShardedTensor, parameter: nn.Parameter, held: Held, whole: bool) -> list[Piece]:
-    """The pieces of core's block that are among the elements held of the parameter.
+def _cut(block: ShardedTensor, shard: Range, replicated: bool) -> list[Piece]:
+    """The pieces of core's block that lie in this rank's shard of the parameter.
 
     Args:
-        whole: whether all ranks of DP x CP hold the same.
+        replicated: whether all ranks of DP x CP hold the same elements.
     """
-    first, count = held
+    first, count = shard
     start = block.data.storage_offset()  # the block's first element in the parameter
     axis, replica = block.prepend_axis_num, block.replica_id
     pieces = []
@@ -134,20 +132,21 @@ def _cut(block: ShardedTensor, parameter: nn.Parameter, held: Held, whole: bool)
             data=None,
             local_shape=(1,) * axis + shape,
             global_offset=tuple(offset),
-            axis_fragmentations=None,  # no regular grid
+            axis_fragmentations=None,  # not a regular grid
             prepend_axis_num=0,
-            replica_id=replica if whole else (*replica[:-1], 0),  # (pp, tp, dp x cp)
+            replica_id=replica if replicated else (*replica[:-1], 0),  # (pp, tp, dp x cp)
         )
         pieces.append(Piece(place, slice(start + begin - first, start + begin - first + prod(shape))))
     return pieces
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``start`` to ``stop`` of a contiguous tensor, what lies outside it left out, as boxes: the end of a row,
-    whole rows, the begin of a row.
+    """Divide elements ``start`` to ``stop`` of a contiguous tensor into boxes: end of a row, full rows, start of a row.
+
+    Elements outside the tensor are ignored.
 
     Yields:
-        (first element, corner, shape) of each.
+        (first element, corner, shape) of each box.
     """
     start, stop = max(start, 0), min(stop, prod(shape))
     if start >= stop:
@@ -170,36 +169,30 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tu
             yield start + begin, (last, *corner), (1, *inner)
 
 
-def elements_here(parameter: Tensor) -> Held:
-    """(first element, number of elements) that this rank holds of a parameter: all of them, or FSDP's share."""
-    row = prod(parameter.shape[1:])
-    first, count = rows_here(parameter)
-    return first * row, count * row
-
-
-def rows_here(parameter: Tensor) -> tuple[int, int]:
-    """(first row, number of rows) that this rank holds: all of them, or FSDP's share, as torch.chunk cuts."""
-    rows = parameter.size(0)
+def elements_here(parameter: Tensor) -> Range:
+    """The elements of a parameter on this rank: all of them, or FSDP's rows, which are split as by torch.chunk."""
     if not isinstance(parameter, DTensor):
-        return 0, rows
+        return 0, parameter.numel()
+    rows, row = parameter.size(0), prod(parameter.shape[1:])
     share = ceil(rows / parameter.device_mesh.size())
-    return min(parameter.device_mesh.get_local_rank() * share, rows), parameter.to_local().size(0)
+    first = min(parameter.device_mesh.get_local_rank() * share, rows)
+    return first * row, parameter.to_local().size(0) * row
 
 
-PARTITIONED = "is_expert_parallel"  # core's name: here, the groups of partitioned positions
+PARTITIONED = "is_expert_parallel"  # core's name; in this program it marks the groups of partitioned positions
 
 
-def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Held:
-    """(first element, number of elements) of a parameter whose states this rank of core's distributed optimizer has."""
+def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Range:
+    """The elements of a parameter whose states this rank of core's distributed optimizer holds."""
     part = _part_with(optimizer, parameter)
     if parameter not in part.model_param_gbuf_map:
         return 0, 0
-    found = part._get_model_param_range_map(parameter)["param"]
-    return found.start, found.size
+    shard = part._get_model_param_range_map(parameter)["param"]
+    return shard.start, shard.size
 
 
 def weights_state(places: Places, dtype: torch.dtype) -> dict[str, Any]:
-    """The weights under FSDP, as other ZeRO stages save them: in the compute dtype."""
+    """The weights under FSDP, in the compute dtype as the other ZeRO stages save them."""
     state: dict[str, Any] = {f"other {index}": other for index, other in enumerate(places.others)}
     for number, (parameter, pieces) in enumerate(places.pieces.items()):
         local = to_local_if_dtensor(parameter).to(dtype)
@@ -208,7 +201,7 @@ def weights_state(places: Places, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def load_weights(loaded: dict[str, Any], places: Places) -> None:
-    """Take over what :func:`weights_state` asked for."""
+    """Copy the values loaded for :func:`weights_state` into the parameters."""
     for number, (parameter, pieces) in enumerate(places.pieces.items()):
         for index, piece in enumerate(pieces):
             piece.put(loaded[f"{number}"][f"{index}"], parameter)
@@ -217,15 +210,15 @@ def load_weights(loaded: dict[str, Any], places: Places) -> None:
 def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, loading: bool) -> dict[str, Any]:
     """Main weights and states of an optimizer of any ZeRO stage, as core's distributed optimizer saves them.
 
-    Partitioned positions have a second one in core's chain. Groups and step, which are equal in both, are saved once:
-    a checkpoint looks as if there were one.
+    Partitioned positions have a second optimizer in core's chain. Groups and step are equal in both and are saved
+    once, so the checkpoint looks as if there were one optimizer.
     """
     part, _ = parts_of(optimizer)
     inner = part.optimizer
     if loading:
         make_states(optimizer)
     steps = {float(state["step"]) for state in inner.state.values() if "step" in state}
-    shared = {"step": steps.pop()} if steps else {}  # of Transformer Engine's Adam, the groups hold it
+    shared = {"step": steps.pop()} if steps else {}  # Transformer Engine's Adam has it in the groups
     groups = [{key: value for key, value in group.items() if key != "params"} | shared for group in inner.param_groups]
     state = {
         "optimizer": {"param_groups": groups},
@@ -239,7 +232,7 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
         for number, (parameter, pieces) in enumerate(_parameters(places))
         if pieces
     }
-    # What is empty here alone would count as something that ranks disagree on.
+    # core would report a dictionary that is empty on some ranks only as a difference between ranks.
     here = {number: tensors for number, tensors in here.items() if tensors}
     if here:
         state["param_state"] = here
@@ -249,17 +242,17 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, l
 
 
 def make_states(optimizer: MegatronOptimizer) -> None:
-    """Have the states there that an optimizer would make in its first step, to be loaded into."""
+    """Allocate the states that an optimizer otherwise creates in its first step, so that they can be loaded."""
     for one in parts_of(optimizer):
         if one is not None:
             one.init_state_fn(one.optimizer, one.config)
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places: Iterable[Places]) -> None:
-    """Take over what :func:`optimizer_state` asked for.
+    """Copy the values loaded for :func:`optimizer_state` into the optimizer.
 
     Raises:
-        Refusal: the checkpoint's parameters are grouped in another way.
+        Refusal: the checkpoint has other groups of parameters.
     """
     part, rows = parts_of(optimizer)
     saved = loaded["optimizer"]["param_groups"]
@@ -290,7 +283,7 @@ def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> No
 
 
 def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronOptimizer | None]:
-    """The optimizers in core's chain: that of nearly everything, and that of partitioned positions if there are any."""
+    """The optimizers in core's chain: the main one, and that of partitioned positions if there are any."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return parts[0], parts[1] if len(parts) > 1 else None
 
@@ -301,13 +294,13 @@ def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Megatro
 
 
 def _parameters(places: Iterable[Places]) -> Iterator[tuple[nn.Parameter, Sequence[Piece]]]:
-    """Those that the optimizer has: all but frozen ones."""
+    """The parameters that the optimizer has: all but frozen ones."""
     for one in places:
         yield from ((parameter, pieces) for parameter, pieces in one.pieces.items() if parameter.requires_grad)
 
 
 def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The fp32 weight that the optimizer updates, and what it remembers; of the elements held here."""
+    """The fp32 weight that the optimizer updates and its states, of this rank's shard of the parameter."""
     part = _part_with(optimizer, parameter)
     if not isinstance(part, DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
@@ -321,5 +314,5 @@ def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str,
 
 
 def _identity(group: dict[str, Any]) -> tuple:
-    """What makes two groups the same, in a checkpoint or here; whether positions are partitioned does not count."""
+    """What must be equal for two groups to be the same; whether positions are partitioned does not matter."""
     return tuple(group[key] for key in param_group_identifier_keys if key != PARTITIONED)

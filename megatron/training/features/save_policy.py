@@ -9,7 +9,7 @@ import time
 from megatron.platform.streams import streams_of
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checkpoint_folder import remove_older
-from megatron.training.checkpoint.in_memory.state import Held
+from megatron.training.checkpoint.in_memory.state import TrainingState
 from megatron.training.checkpoint.rank_file import HostCopies
 from megatron.training.checkpoint.save_job import Save
 from megatron.training.host_memory import available_bytes
@@ -83,7 +83,7 @@ class Saver:
     def copy(self) -> None:
         """Copy the state to memory now; what takes longer happens beside training, and a failure is told later."""
         job = self.job
-        state = Held(job.chunks, job.optimizer, job.schedule, job.config)
+        state = TrainingState(job.chunks, job.optimizer, job.schedule, job.config)
         job.copies.begin(job.progress, state.tensors())
 
     def before_update(self, mark: Mark | None) -> Mark | None:
@@ -153,7 +153,7 @@ class Saver:
             self.job.copies.finish(seconds=2.0)
 
     def _tell_of_copies(self) -> None:
-        for line in self.job.copies.told() if self.job.copies is not None else ():
+        for line in self.job.copies.take_lines() if self.job.copies is not None else ():
             self.reporter.say(f" {'' if line.startswith('WARNING') else '> '}{line}")
 
     def _room(self) -> bool:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the converting programs of tools/ write: checkpoints of ours from other forms, Hugging Face folders of ours."""
+"""Conversions for the programs in tools/: other formats to our checkpoints, our checkpoints to Hugging Face folders."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From Hugging Face: our checkpoint of a Llama's folder, a tensor at a time, so that memory holds no model.
+"""Convert a Llama from Hugging Face's format to ours, one tensor at a time, so the model need not fit into memory.
 
-Ours is a folder that ``--load FOLDER --finetune`` takes::
+The result is a folder for ``--load FOLDER --finetune``::
 
     FOLDER/release/                            the weights, as megatron-core's dist_checkpointing writes them
-    FOLDER/hf/                                 what the way back needs besides: config.json, tokenizer, file headers
-    FOLDER/latest_checkpointed_iteration.txt   says "release"
+    FOLDER/hf/                                 for converting back: config.json, tokenizer, file headers
+    FOLDER/latest_checkpointed_iteration.txt   contains "release"
 """
 
 from __future__ import annotations
@@ -41,27 +41,26 @@ from megatron.training.refusal import Refusal
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.checksums import check, list_files
-    from megatron.training.checkpoint.converting.lazy_save import LazySave, sharded
+    from megatron.training.checkpoint.converting.lazy_save import LazySave, empty_extra_states, sharded
     from megatron.training.checkpoint.rank_file import without_inner_sums
     from megatron.training.checkpoint.run_state import Progress
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-STATELESS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
 def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar: Callable[[int], Done]) -> list[str]:
-    """Write our checkpoint of a Llama's folder; returns the closing lines.
+    """Convert the Llama in the folder ``source``; returns lines to print at the end.
 
     Args:
-        dtype: of the weights; default the source's.
-        bar: starts a progress bar of so many tensors.
+        dtype: of the weights; default: the source's.
+        bar: starts a progress bar for this number of tensors.
 
     Raises:
-        Refusal: one line on what is missing, damaged or not supported; then nothing is left behind.
+        Refusal: something is missing, damaged or not supported; nothing is left in ``target``.
     """
     where = source / "config.json"
     if not is_hugging_face(source):
@@ -83,7 +82,7 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
             del others[LM_HEAD]
         hf = folder / "hf"
         hf.mkdir()
-        along = copy_files(companions(source), hf)
+        copied = copy_files(companions(source), hf)
         write_json(hf / HEADERS, {name: header.text for name, header in headers.items()})
         if others:
             extra = {OTHERS: safetensors_folder.make_header({name: (e.dtype, e.shape) for name, e in others.items()})}
@@ -96,15 +95,15 @@ def from_hugging_face(source: Path, target: Path, dtype: torch.dtype | None, bar
     numbers = sum(torch.Size(piece.shape).numel() for piece in pieces)
     lines = [
         f"{target}: {numbers:,} parameters, {dtype_name(dtype)}, {numbers * dtype.itemsize / 1e9:,.2f} GB; "
-        f"in {target / 'hf'}, for the way back: {', '.join(along)}"
+        f"in {target / 'hf'}, for converting back: {', '.join(copied)}"
     ]
     if dropout := config.get("attention_dropout"):
         lines.append(f"note: attention_dropout {dropout} of config.json is not used in training here")
     return [
         *lines,
         *notes,
-        "train it with, beside data, batch and schedule:",
-        _command(model, vocab_size, dtype, target, along),
+        "train it with this command, and flags for data, batch and schedule:",
+        _command(model, vocab_size, dtype, target, copied),
     ]
 
 
@@ -117,26 +116,21 @@ def _save(
     read: Callable[[str], Tensor],
     done: Done,
 ) -> None:
-    """Write weights and settings, as a training run would save them."""
+    """Write weights and settings as a training run saves them."""
     config = Config(model=model)
     config.optimizer.bf16, config.optimizer.fp16 = dtype == torch.bfloat16, dtype == torch.float16
     parts = [sharded(piece, model.num_layers, dtype) for piece in pieces]
     names = {(part.key, part.global_offset): piece.names for part, piece in zip(parts, pieces)}
-    objects = [  # the extra state of megatron-core's linear layers, empty without FP8
-        ShardedObject(f"decoder.layers.{name}._extra_state", None, (model.num_layers,), (layer,))
-        for name in STATELESS
-        for layer in range(model.num_layers)
-    ]
 
     def compute(part: ShardedTensor) -> Tensor:
-        theirs = [read(name).to(dtype) for name in names[part.key, part.global_offset]]
-        return llama_weights.fuse(theirs, model.num_query_groups)
+        tensors = [read(name).to(dtype) for name in names[part.key, part.global_offset]]
+        return llama_weights.fuse(tensors, model.num_query_groups)
 
     state = {
         "config": asdict(config),
         "progress": asdict(Progress()),
         "vocab_size": vocab_size,
-        "model": {str(number): part for number, part in enumerate([*parts, *objects])},
+        "model": {str(number): part for number, part in enumerate([*parts, *empty_extra_states(model.num_layers)])},
     }
     folder.mkdir()
     with one_process(), without_inner_sums():
@@ -144,11 +138,11 @@ def _save(
     list_files(folder)
 
 
-def _command(model: ModelConfig, vocab_size: int, dtype: torch.dtype, folder: Path, along: list[str]) -> str:
-    """The command that trains a converted checkpoint on, but for batch, sequence, schedule and data."""
+def _command(model: ModelConfig, vocab_size: int, dtype: torch.dtype, folder: Path, copied: list[str]) -> str:
+    """The command that continues training, without the flags for batch, sequence, schedule and data."""
     words = [llama_settings.program(model), *llama_settings.command_line(model, dtype)]
-    if any(name in along for name in TOKENIZERS):
+    if any(name in copied for name in TOKENIZERS):
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "hf")]
-    else:  # which has N ids and the end of document
+    else:  # NullTokenizer adds an end-of-document id to --vocab-size
         words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
     return shlex.join([*words, "--load", str(folder), "--finetune"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write weights as Megatron-LM's ``torch_dist``: what ``--load DIR --finetune`` takes here, and Megatron-LM itself.
+"""Convert older formats to Megatron-LM's ``torch_dist``, for ``--load DIR --finetune`` here and in Megatron-LM::
 
 FOLDER/release/                            the weights, and the args that came with them
-FOLDER/latest_checkpointed_iteration.txt   says "release"
+FOLDER/latest_checkpointed_iteration.txt   contains "release"
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from megatron.training.refusal import Refusal
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint.checksums import check, list_files
-    from megatron.training.checkpoint.converting.lazy_save import LazySave
+    from megatron.training.checkpoint.converting.lazy_save import LazySave, empty_extra_states
     from megatron.training.checkpoint.sharded_state import METADATA
 
-STATELESS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-PLAIN = (bool, int, float, str, type(None), torch.dtype)
+PLAIN = (bool, int, float, str, type(None), torch.dtype)  # types of args that are copied
 
 
 def convert(
     source: Path, target: Path, dtype: torch.dtype | None, bar: Callable[[int], Done], step: int | None = None
 ) -> list[str]:
-    """Write the weights of ``source`` to ``target``; returns the closing lines.
+    """Write the weights of ``source`` to ``target``; returns lines to print at the end.
 
     Args:
-        dtype: of the weights; default the source's.
-        bar: starts a progress bar of so many tensors.
-        step: iteration; default the latest.
+        dtype: of the weights; default: the source's.
+        bar: starts a progress bar for this number of tensors.
+        step: iteration; default: the latest.
 
     Raises:
-        Refusal: one line on what is missing, damaged or not built here; then nothing is left behind.
+        Refusal: something is missing, damaged or not supported; nothing is left in ``target``.
     """
     notes: list[str] = []
     weights = open_source(check(source_path(source, step), notes))
@@ -65,14 +64,14 @@ def convert(
     return [
         f"{target}: {numbers:,} parameters of {weights.path}, {dtype_name(dtype)}, "
         f"{numbers * dtype.itemsize / 1e9:,.2f} GB",
-        "train it with, beside data, tokenizer, batch and schedule:",
+        "train it with this command, and flags for data, tokenizer, batch and schedule:",
         " ".join([program(model), *command_line(model, dtype), "--load", str(target), "--finetune"]),
         *notes,
     ]
 
 
 def shapes(model: ModelConfig, weights: Weights) -> dict[Name, torch.Size]:
-    """Every weight of the model with its shape, layer by layer; of the vocabulary as many rows as are there."""
+    """Every weight of the model with its shape, layer by layer; the vocabulary has as many rows as in ``weights``."""
     if (embedding := weights.tensors.get(Name(VOCABULARY[0]))) is None:
         raise Refusal(f"{weights.path}: there is no {VOCABULARY[0]}")
     rows = embedding().shape[0]
@@ -81,15 +80,15 @@ def shapes(model: ModelConfig, weights: Weights) -> dict[Name, torch.Size]:
     qkv = queries + 2 * model.num_query_groups * size
     wide = 2 * ffn if model.swiglu else ffn
     norms = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
-    found: dict[Name, tuple[int, ...]] = {Name(VOCABULARY[0]): (rows, hidden)}
+    result: dict[Name, tuple[int, ...]] = {Name(VOCABULARY[0]): (rows, hidden)}
     if model.embed_layernorm:
-        found |= {Name(f"embedding.word_embeddings.norm.{part}"): (hidden,) for part in ("weight", "bias")}
+        result |= {Name(f"embedding.word_embeddings.norm.{part}"): (hidden,) for part in ("weight", "bias")}
     if model.position_embedding_type == "learned_absolute":
-        found[Name("embedding.position_embeddings.weight")] = (model.max_position_embeddings, hidden)
+        result[Name("embedding.position_embeddings.weight")] = (model.max_position_embeddings, hidden)
     for layer in range(model.num_layers):
 
         def put(key: str, *shape: int, layer: int = layer) -> None:
-            found[Name(LAYERS + key, layer)] = shape
+            result[Name(LAYERS + key, layer)] = shape
 
         for norm in norms:
             put(f"self_attention.linear_qkv.layer_norm_{norm}", hidden)
@@ -109,21 +108,20 @@ def shapes(model: ModelConfig, weights: Weights) -> dict[Name, torch.Size]:
             if model.add_bias_linear or (model.add_qkv_bias and "qkv" in key):
                 put(f"{key}.bias", out)
     for norm in norms:
-        found[Name(f"decoder.final_layernorm.{norm}")] = (hidden,)
+        result[Name(f"decoder.final_layernorm.{norm}")] = (hidden,)
     if model.untie_embeddings_and_output_weights:
-        found[Name(VOCABULARY[1])] = (rows, hidden)
-    return {name: torch.Size(shape) for name, shape in found.items()}
+        result[Name(VOCABULARY[1])] = (rows, hidden)
+    return {name: torch.Size(shape) for name, shape in result.items()}
 
 
 def _check_names(weights: Weights, wanted: dict[Name, torch.Size]) -> None:
-    def words(names: set[Name]) -> str:
-        listed = [n.key if n.layer is None else n.key.replace(LAYERS, f"{LAYERS}{n.layer}.") for n in names]
-        return some(sorted(listed))
+    def first(names: set[Name]) -> str:
+        return some(sorted(name.with_layer for name in names))
 
     if missing := wanted.keys() - weights.tensors.keys():
-        raise Refusal(f"{weights.path}: {len(missing)} weights that its args ask for are missing: {words(missing)}")
-    if odd := weights.tensors.keys() - wanted.keys():
-        raise Refusal(f"{weights.path}: {len(odd)} weights are none of the model that its args say: {words(odd)}")
+        raise Refusal(f"{weights.path}: {len(missing)} weights that its args require are missing: {first(missing)}")
+    if extra := weights.tensors.keys() - wanted.keys():
+        raise Refusal(f"{weights.path}: {len(extra)} weights do not belong to the model in its args: {first(extra)}")
 
 
 def _save(
@@ -142,11 +140,6 @@ def _save(
         part = ShardedTensor.from_rank_offsets(name.key, data, *offsets)
         parts.append(part)
         names[part.key, part.global_offset] = name
-    objects = [  # of core's linear layers, empty without FP8
-        ShardedObject(f"{LAYERS}{module}._extra_state", None, (model.num_layers,), (layer,))
-        for module in STATELESS
-        for layer in range(model.num_layers)
-    ]
 
     def compute(part: ShardedTensor) -> Tensor:
         name = names[part.key, part.global_offset]
@@ -160,14 +153,14 @@ def _save(
     grid["virtual_pipeline_model_parallel_size"] = None
     block = (plain.get("make_vocab_size_divisible_by") or 128) * (plain.get("tensor_model_parallel_size") or 1)
     rows = wanted[Name(VOCABULARY[0])][0]
-    args = plain | described(model) | grid | {"padded_vocab_size": rows, "make_vocab_size_divisible_by": block}
+    args = plain | model_args(model) | grid | {"padded_vocab_size": rows, "make_vocab_size_divisible_by": block}
     args |= {"no_save_optim": True, "no_save_rng": True, "ckpt_format": "torch_dist"}
     state = {
         "args": Namespace(**args),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0.0,
-        "model": {str(number): part for number, part in enumerate([*parts, *objects])},
+        "model": {str(number): part for number, part in enumerate([*parts, *empty_extra_states(model.num_layers)])},
     }
     folder.mkdir()
     with one_process():
@@ -175,8 +168,8 @@ def _save(
     list_files(folder)
 
 
-def described(model: ModelConfig) -> dict[str, Any]:
-    """The model in args of today's names."""
+def model_args(model: ModelConfig) -> dict[str, Any]:
+    """The model as args with the names of current Megatron-LM."""
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention")
     names += ("num_query_groups", "kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base")
     names += ("rotary_percent", "normalization", "norm_epsilon", "swiglu", "add_bias_linear", "add_qkv_bias")

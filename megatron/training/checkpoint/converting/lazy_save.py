@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a checkpoint of tensors that are made one at a time, when their turn to be written comes.
+"""Save a checkpoint whose tensors are computed one at a time, each just before it is written.
 
-megatron-core's own strategy wants every tensor at once; this one lets a laptop write a model larger than its memory.
-The format is the same: PyTorch's distributed checkpoint, which core calls ``torch_dist``.
+megatron-core's own strategy needs all tensors at once; with this one, a model larger than memory can be written. The
+format is the same: PyTorch's distributed checkpoint, which core calls ``torch_dist``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import cause
+from megatron.training.refusal import reason
 
 Compute = Callable[[ShardedTensor], Tensor]
+LINEAR_LAYERS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
 class LazySave(SaveShardedStrategy):
     """A strategy for ``dist_checkpointing.save`` on one process.
 
     Args:
-        compute: makes the data of a ShardedTensor, whose own may be on the meta device; called in the state's order.
+        compute: returns the data of a ShardedTensor (whose own may be on the meta device); called in the state's order.
         done: called after each tensor.
     """
 
@@ -44,21 +46,20 @@ class LazySave(SaveShardedStrategy):
         self.compute, self.done = compute, done
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write the tensors and objects. Raises OSError where it cannot be done."""
+        """Write the tensors and objects. Raises OSError."""
         planner = _LazyPlanner(list(nested_values(sharded_state_dict)), self.compute, self.done)
-        # Without reading ahead, which GPUs would get a stream for; the whole folder is synced later, by new_folder.
+        # No read-ahead, for which a GPU stream would be created; new_folder syncs the complete folder later.
         writer = torch_checkpoint.FileSystemWriter(
             str(checkpoint_dir), thread_count=1, per_thread_copy_ahead=0, sync_files=False
         )
         try:
             torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
         except torch_checkpoint.CheckpointException as error:  # a BaseException that wraps the reason
-            reason = cause(error)
-            raise OSError(getattr(reason, "strerror", None) or str(reason)) from error
+            raise OSError(reason(cause(error))) from error
 
 
 class _LazyPlanner(SavePlanner):
-    """What to write, from core's descriptions of tensors; the data only on request."""
+    """Plans the save from core's descriptions of tensors; the data are computed on request."""
 
     def __init__(self, parts: list[ShardedTensor | ShardedObject], compute: Compute, done: Callable[[], Any]) -> None:
         self.parts = {_index(part): part for part in parts}
@@ -84,7 +85,7 @@ class _LazyPlanner(SavePlanner):
             return packed
         data = self.compute(part).reshape(part.local_shape)
         if data.dtype != part.dtype:
-            raise ValueError(f"{part.key} came as {data.dtype}, not as {part.dtype}")
+            raise ValueError(f"{part.key} was computed in {data.dtype}, not in {part.dtype}")
         self.done()
         return data
 
@@ -104,7 +105,7 @@ def _item(index: MetadataIndex, part: ShardedTensor | ShardedObject) -> WriteIte
 
 
 def sharded(piece: Piece, layers: int, dtype: torch.dtype, device: str = "meta") -> ShardedTensor:
-    """A piece as megatron-core describes a part of a tensor; with the default device it takes no memory."""
+    """A piece as core's ShardedTensor; on the meta device it takes no memory."""
     stacked = int(piece.layer is not None)
     offsets = [(0, piece.layer, layers)] * stacked
     offsets += [(stacked, piece.part, piece.parts)] if piece.parts > 1 else []
@@ -112,3 +113,12 @@ def sharded(piece: Piece, layers: int, dtype: torch.dtype, device: str = "meta")
     # The vocabulary is padded to a size that depends on TP: the checkpoint may have more rows or fewer.
     vocabulary = not stacked and data.dim() == 2
     return ShardedTensor.from_rank_offsets(piece.key, data, *offsets, allow_shape_mismatch=vocabulary)
+
+
+def empty_extra_states(layers: int) -> list[ShardedObject]:
+    """The extra states that core's linear layers look for in a checkpoint; without FP8 they are empty."""
+    return [
+        ShardedObject(f"decoder.layers.{name}._extra_state", None, (layers,), (layer,))
+        for name in LINEAR_LAYERS
+        for layer in range(layers)
+    ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""To Hugging Face: the folder of a Llama from a checkpoint of ours, read and written a layer at a time."""
+"""Convert our checkpoint of a Llama to a Hugging Face folder, one layer at a time, or its adapters to a PEFT folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.core.lora import Lora, is_adapter, merged
 from megatron.training.arguments.config import CheckpointConfig, ModelConfig
-from megatron.training.checkpoint import checkpoint
-from megatron.training.checkpoint.checksums import check
-from megatron.training.checkpoint.converting.lazy_save import sharded
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
 from megatron.training.checkpoint.hugging_face.llama_weights import Piece
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
@@ -39,17 +35,24 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_of, namespace
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
-from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
 from megatron.training.refusal import Refusal
 
-# Adapters of a checkpoint on their way to Hugging Face: merged into the weights, or as a folder for PEFT.
+with warnings.catch_warnings():  # core reports at import that apex is missing
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    from megatron.context_parallel.core.lora import Lora, merged
+    from megatron.training.checkpoint import checkpoint
+    from megatron.training.checkpoint.checksums import check, list_files
+    from megatron.training.checkpoint.converting.lazy_save import sharded
+    from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
 
 PEFT_PREFIX = "base_model.model."
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
-def pieces_of(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
-    """A and B beside the rows of a weight; None where they have no adapter."""
+def adapter_pieces(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
+    """A and B of the adapter of these rows of a weight; None if they have no adapter."""
     layer, _, kind = piece.key.rpartition(".")
     if model.lora_rank is None or kind != "weight" or layer.rpartition(".")[2] not in model.lora_targets:
         return None
@@ -58,40 +61,33 @@ def pieces_of(piece: Piece, model: ModelConfig) -> tuple[Piece, Piece] | None:
     return a, Piece(f"{layer}.lora_b", ("",), ((out, model.lora_rank),), piece.layer, piece.part, piece.parts)
 
 
-def of_checkpoint(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """(A [rank, in], B [out, rank]) beside the rows of a weight."""
-    found = pieces_of(piece, model)
-    if found is None:
+def load_adapter(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """(A [rank, in], B [out, rank]) of these rows of a weight; None if they have no adapter."""
+    pieces = adapter_pieces(piece, model)
+    if pieces is None:
         return None
-    state = {name: sharded(one, model.num_layers, dtype, "cpu") for name, one in zip("ab", found)}
+    state = {name: sharded(one, model.num_layers, dtype, "cpu") for name, one in zip("ab", pieces)}
     loaded = load_state({"adapter": state}, path, whole_tensors_once=False)["adapter"]
-    return tuple(loaded[name].view(one.shape) for name, one in zip("ab", found))
+    return tuple(loaded[name].view(one.shape) for name, one in zip("ab", pieces))
 
 
 def merge(path: Checked, piece: Piece, rows: Tensor, model: ModelConfig) -> Tensor:
-    """The rows of a weight with its adapter in them, if it has one."""
-    adapter = of_checkpoint(path, piece, model, rows.dtype)
-    return rows if adapter is None else merged(rows, *adapter, lora_of(model)).to(rows.dtype)
-
-
-def lora_of(model: ModelConfig) -> Lora:
-    """Of a model that has adapters."""
-    return Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets))
-
-
-def without(stored: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """What a checkpoint holds, less the adapters that its settings speak of."""
-    return {key: value for key, value in stored.items() if not (model.lora_rank and is_adapter(key))}
+    """The rows of a weight, with its adapter merged into them if it has one."""
+    adapter = load_adapter(path, piece, model, rows.dtype)
+    if adapter is None:
+        return rows
+    lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets))
+    return merged(rows, *adapter, lora).to(rows.dtype)
 
 
 def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | None, base: str) -> list[str]:
-    """Write the adapters of a checkpoint as a folder that PEFT loads; returns the closing lines.
+    """Write the adapters of a checkpoint as a folder that PEFT loads; returns lines to print at the end.
 
-    Several layers of Hugging Face are one here (query, key and value; gate and up): they share A, and so their
-    adapters hold it several times.
+    A layer here corresponds to several of Hugging Face's (query, key and value; gate and up). These share A, so it is
+    written several times.
 
     Args:
-        base: what ``base_model_name_or_path`` says.
+        base: the value of ``base_model_name_or_path``.
 
     Raises:
         Refusal: there is no checkpoint, or none with adapters.
@@ -107,14 +103,14 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
     if model.lora_rank is None:
         raise Refusal(f"--from {source}: {path} has no adapters: --to-hf writes its weights")
     with one_process(), new_folder(target) as folder:
-        wanted = [piece for piece in llama_weights.pieces(model, common["vocab_size"]) if pieces_of(piece, model)]
-        done, found, dtype = bar(len(wanted)), {}, tensors_in(path)[wanted[0].key].dtype
+        wanted = [piece for piece in llama_weights.pieces(model, common["vocab_size"]) if adapter_pieces(piece, model)]
+        done, tensors, dtype = bar(len(wanted)), {}, tensors_in(path)[wanted[0].key].dtype
         for piece in wanted:
-            found.update(_for_peft(path, piece, model, dtype))
+            tensors.update(_for_peft(path, piece, model, dtype))
             done()
-        header = safetensors_folder.make_header({name: ("F32", tuple(part.shape)) for name, part in found.items()})
+        header = safetensors_folder.make_header({name: ("F32", tuple(part.shape)) for name, part in tensors.items()})
         with safetensors_folder.writing(folder, {"adapter_model.safetensors": header}) as put:
-            for name, part in found.items():
+            for name, part in tensors.items():
                 put(name, part)
         config = {
             "peft_type": "LORA",
@@ -124,31 +120,18 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
             "lora_alpha": model.lora_alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": sorted({name.split(".")[-3] for name in found}),
+            "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         }
         write_json(folder / "adapter_config.json", config)
-    return [f"{target}: adapters of rank {model.lora_rank} for {len(found) // 2} layers of {path}", *notes]
+    return [f"{target}: adapters of rank {model.lora_rank} for {len(tensors) // 2} layers of {path}", *notes]
 
 
 def _for_peft(path: Checked, piece: Piece, model: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    a, b = (part.float() for part in of_checkpoint(path, piece, model, dtype))
+    a, b = (part.float() for part in load_adapter(path, piece, model, dtype))
     for name, rows in zip(piece.names, llama_weights.split(piece, b, model.num_query_groups)):
         stem = PEFT_PREFIX + name.removesuffix(".weight")
         yield f"{stem}.lora_A.weight", a
         yield f"{stem}.lora_B.weight", rows.contiguous()
-
-
-with warnings.catch_warnings():  # core reports at import that apex is missing
-    warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    from megatron.training.checkpoint import checkpoint
-    from megatron.training.checkpoint.checksums import check, list_files
-    from megatron.training.checkpoint.converting import to_hugging_face
-    from megatron.training.checkpoint.converting.lazy_save import sharded
-    from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
-
-ROWS = "embedding.word_embeddings.weight"
 
 
 def to_hugging_face(
@@ -159,16 +142,17 @@ def to_hugging_face(
     step: int | None = None,
     along: Path | None = None,
 ) -> list[str]:
-    """Write a checkpoint of ours as a Hugging Face folder; returns the closing lines.
+    """Write our checkpoint as a Hugging Face folder; returns lines to print at the end.
 
     Args:
-        dtype: of the weights; default the checkpoint's.
-        bar: starts a progress bar of so many tensors.
-        step: iteration; default the latest.
-        along: folder with config.json, tokenizer and the like; default ``source/hf``, and without it a new config.json.
+        dtype: of the weights; default: the checkpoint's.
+        bar: starts a progress bar for this number of tensors.
+        step: iteration; default: the latest.
+        along: folder of the original model with config.json, tokenizer etc.; default: ``source/hf``. If it does not
+            exist, a new config.json is written.
 
     Raises:
-        Refusal: as above.
+        Refusal: there is no checkpoint, it is damaged, or it does not hold a Llama.
     """
     latest = checkpoint.find(CheckpointConfig(load=str(source), ckpt_step=step))
     if latest is None:
@@ -176,24 +160,26 @@ def to_hugging_face(
     notes: list[str] = []
     path = check(latest, notes)
     given, along = along, along or source / "hf"
-    beside = check(along, notes) if is_hugging_face(along) else None
-    original = llama_settings.read_config(beside.file("config.json")) if beside else None
+    original_files = check(along, notes) if is_hugging_face(along) else None
+    original = llama_settings.read_config(original_files.file("config.json")) if original_files else None
     with one_process(), new_folder(target) as folder:
         common, stored = path.common(), tensors_in(path)
         model = _model(path, common)
-        stored = without(stored, model)
+        if model.lora_rank:
+            stored = checkpoint.without_adapters(stored)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original, stored)
         pieces = list(llama_weights.pieces(model, vocab_size))
-        config = llama_settings.config_json(model, vocab_size, torch.float32)  # refuses what is no Llama
-        kept = _check_stored(path, stored, pieces, model)
-        dtype = dtype or kept
+        config = llama_settings.config_json(model, vocab_size, torch.float32)  # refuses other models than Llama
+        stored_dtype = _check_stored(path, stored, pieces, model)
+        dtype = dtype or stored_dtype
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        headers, then = _headers(beside, pieces, dtype, tied=not model.untie_embeddings_and_output_weights)
+        tied = not model.untie_embeddings_and_output_weights
+        headers, original_dtype = _headers(original_files, pieces, dtype, tied)
         if original is not None:
             if along != given:
                 _check_links(source, along)
             copy_files(companions(along), folder)
-            config = llama_settings.updated_config(original, along / "config.json", then, config)
+            config = llama_settings.updated_config(original, along / "config.json", original_dtype, config)
             notes += [
                 f"note: {name} {original.get(name)} of the original config.json is now {config.get(name)}"
                 for name in sorted({*original, *config})
@@ -201,20 +187,19 @@ def to_hugging_face(
             ]
         if config != original:
             write_json(folder / "config.json", config)
-        if then != dtype:  # else these files and their index are the original's
+        if original_dtype != dtype:  # otherwise the files and their index have the original's form
             (folder / safetensors_folder.INDEX).unlink(missing_ok=True)
             if len(headers) > 1:
                 write_json(folder / safetensors_folder.INDEX, safetensors_folder.index_json(headers))
         names = {name for header in headers.values() for name in header.entries}
         with safetensors_folder.writing(folder, headers) as put:
-            for name, tensor in _weights(path, pieces, model, kept, bar(len(pieces))):
+            for name, tensor in _weights(path, pieces, model, stored_dtype, bar(len(pieces))):
                 put(name, tensor.to(dtype))
-                if name == EMBEDDING and LM_HEAD in names and not model.untie_embeddings_and_output_weights:
+                if name == EMBEDDING and LM_HEAD in names and tied:
                     put(LM_HEAD, tensor.to(dtype))
             if others := [name for name in names if name.endswith(IGNORED)]:
-                with safetensors_folder.reading(
-                    beside, {OTHERS: safetensors_folder.read_header(beside.file(OTHERS))}
-                ) as read:
+                header = safetensors_folder.read_header(original_files.file(OTHERS))
+                with safetensors_folder.reading(original_files, {OTHERS: header}) as read:
                     for name in others:
                         put(name, read(name))
         list_files(folder)
@@ -228,56 +213,60 @@ def to_hugging_face(
 
 
 def _check_links(source: Path, along: Path) -> None:
-    """Refuse links out of a checkpoint: what they lead to would be copied, and given away with the model."""
+    """Refuse links out of a checkpoint: the files they point to would be copied and published with the model."""
     for path in companions(along):
         if not path.resolve().is_relative_to(source.resolve()):
             raise Refusal(f"{path} is a link that leads out of {source}: remove it, or give --hf-files DIR")
 
 
 def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:
-    """The model of a checkpoint of ours or of Megatron-LM's."""
+    """The model settings in our checkpoint, or in Megatron-LM's."""
     if "model" in common.get("config", {}):
         return llama_settings.saved_settings(common["config"]["model"])
     if "args" in common:
         return model_of(namespace(common["args"], path), path)
     raise Refusal(
-        f"checkpoint {path} was not written by this program, nor by Megatron-LM: it holds no settings of its model"
+        f"checkpoint {path} was written neither by this program nor by Megatron-LM: it holds no settings of its model"
     )
 
 
 def _vocabulary(
     path: Checked, trained: int | None, original: dict[str, Any] | None, stored: dict[str, ShardedTensor]
 ) -> int:
-    """The rows to write: the original's, where the tokenizer of the training had fewer ids; the rest is padding."""
-    there = (original or {}).get("vocab_size")
-    if trained is None and there is None:
+    """The number of rows to write: the training tokenizer's, or the original's if the tokenizer had fewer ids."""
+    original_size = (original or {}).get("vocab_size")
+    if trained is None and original_size is None:
         raise Refusal(f"{path} does not say how large its vocabulary is: give --hf-files, a folder with a config.json")
-    rows = stored[ROWS].global_shape[0] if ROWS in stored else 0
-    return there if trained is None or (there and trained < there <= rows) else trained
+    rows = stored[WORD_EMBEDDINGS].global_shape[0] if WORD_EMBEDDINGS in stored else 0
+    return original_size if trained is None or (original_size and trained < original_size <= rows) else trained
 
 
 def _check_stored(
     path: Checked, stored: dict[str, ShardedTensor], pieces: list[Piece], model: ModelConfig
 ) -> torch.dtype:
-    """The dtype of a checkpoint's weights, if all are there in the shapes of its settings."""
+    """Check that all weights exist with the shapes that the settings require; returns their dtype."""
     wanted = {piece.key: sharded(piece, model.num_layers, torch.float32) for piece in pieces}
     there = {key for key in stored if key.startswith(("embedding.", "decoder.", "output_layer."))}
-    if odd := sorted(there ^ wanted.keys()):
-        raise Refusal(f"{path}: its tensors are not those of a Llama with its settings: {some(odd)}")
+    if differing := sorted(there ^ wanted.keys()):
+        raise Refusal(f"{path}: its tensors are not those of a Llama with its settings: {some(differing)}")
     for key, tensor in wanted.items():
-        found, shape = stored[key].global_shape, tensor.global_shape
-        padded = tensor.allow_shape_mismatch and found[0] >= shape[0] and found[1:] == shape[1:]
-        if found != shape and not padded:
-            raise Refusal(f"{path}: {key} is {list(found)}, and {list(shape)} by its settings")
+        actual, shape = stored[key].global_shape, tensor.global_shape
+        padded = tensor.allow_shape_mismatch and actual[0] >= shape[0] and actual[1:] == shape[1:]
+        if actual != shape and not padded:
+            raise Refusal(f"{path}: {key} is {list(actual)}, and {list(shape)} by its settings")
     return stored[pieces[0].key].dtype
 
 
 def _headers(
     along: Checked | None, pieces: list[Piece], dtype: torch.dtype, tied: bool
 ) -> tuple[dict[str, Header], torch.dtype | None]:
-    """(headers of the files to write, dtype of the original's weights if the files are cut as the original's were)."""
+    """(headers of the files to write, dtype of the original's weights).
+
+    The files hold the same tensors as the original's if ``along`` has its headers and they fit the model; otherwise
+    new files are planned, and the dtype is None.
+    """
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
-    name_of = safetensors_folder.NAMES[dtype]
+    dtype_code = safetensors_folder.NAMES[dtype]
     if along is not None and HEADERS in along.files:
         texts = llama_settings.read_config(along.file(HEADERS))
         if any(Path(name).name != name or not name.endswith(".safetensors") for name in texts):
@@ -290,27 +279,27 @@ def _headers(
         same = all(name in entries and entries[name].shape == shape for name, shape in wanted.items())
         dtypes = {entries[name].dtype for name in wanted} if same else set()
         same = len(dtypes) == 1 and dtypes <= safetensors_folder.TORCH_DTYPES.keys()
-        twin = {LM_HEAD} if tied else set()
-        more = entries.keys() - wanted.keys()
-        if same and all(name in twin or _as_kept(along, name, entries[name]) for name in more):
-            then = safetensors_folder.TORCH_DTYPES[entries[EMBEDDING].dtype]
-            if then == dtype:
-                return headers, then
+        copies = {LM_HEAD} if tied else set()
+        extra = entries.keys() - wanted.keys()
+        if same and all(name in copies or _is_kept(along, name, entries[name]) for name in extra):
+            original_dtype = safetensors_folder.TORCH_DTYPES[entries[EMBEDDING].dtype]
+            if original_dtype == dtype:
+                return headers, original_dtype
             return {
                 file: safetensors_folder.make_header(
                     {
-                        name: (e.dtype if name.endswith(IGNORED) else name_of, e.shape)
+                        name: (e.dtype if name.endswith(IGNORED) else dtype_code, e.shape)
                         for name, e in header.entries.items()
                     },
                     header.metadata,
                 )
                 for file, header in headers.items()
-            }, then
-    return safetensors_folder.plan_files((name, name_of, shape) for name, shape in wanted.items()), None
+            }, original_dtype
+    return safetensors_folder.plan_files((name, dtype_code, shape) for name, shape in wanted.items()), None
 
 
-def _as_kept(along: Checked, name: str, entry: Entry) -> bool:
-    """Whether a tensor that no model asks for lies beside the headers, as they say."""
+def _is_kept(along: Checked, name: str, entry: Entry) -> bool:
+    """Whether ``along`` has kept this tensor, which transformers ignores, with the same dtype and shape."""
     if not name.endswith(IGNORED) or OTHERS not in along.files:
         return False
     kept = safetensors_folder.read_header(along.file(OTHERS)).entries.get(name)
@@ -324,7 +313,7 @@ def _as_kept(along: Checked, name: str, entry: Entry) -> bool:
 def _weights(
     path: Checked, pieces: list[Piece], model: ModelConfig, dtype: torch.dtype, done: Done
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face's name, tensor) of all weights of a checkpoint, read a layer at a time."""
+    """(Hugging Face's name, tensor) of all weights of a checkpoint, read one layer at a time."""
     for _, group in itertools.groupby(pieces, key=lambda piece: piece.layer):
         layer = list(group)
         state = {str(number): sharded(piece, model.num_layers, dtype, "cpu") for number, piece in enumerate(layer)}

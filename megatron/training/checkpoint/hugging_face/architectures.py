@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of Hugging Face that are read as they are: Llama, and what differs from it by a flag; BLOOM.
+"""The Hugging Face models that --load reads directly: Llama, models that differ from it by a flag (Qwen), and BLOOM.
 
-Facts from transformers: models/llama, qwen2, qwen3 and bloom, configuration_*.py and modeling_*.py.
+Sources in transformers: models/llama, qwen2, qwen3 and bloom, configuration_*.py and modeling_*.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LLAMAS = {
     "qwen3": {"qk_layernorm": True},
 }
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "bloom": "BloomForCausalLM"}
-# What a config.json of a Llama's kin must say, since each has defaults of its own.
-SAID = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+# Keys that a config.json of Qwen must have, because the defaults differ between these models.
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
 
 
@@ -41,12 +41,12 @@ class Described(NamedTuple):
 
 
 def described(config: dict[str, Any], where: object) -> Described:
-    """Our settings of a config.json. Raises Refusal where that is of a model that is not read, or not built here."""
+    """Our settings for a config.json. Raises Refusal if the model is not supported."""
     kind = config.get("model_type")
     if kind not in (*LLAMAS, "bloom"):
-        raise Refusal(f"{where}: model_type {kind!r} is not read here: only {', '.join(LLAMAS)} and bloom")
+        raise Refusal(f"{where}: model_type {kind!r} is not supported: only {', '.join(LLAMAS)} and bloom")
     if kind != "llama" and config.get("architectures") not in (None, [ARCHITECTURES[kind]]):
-        raise Refusal(f"{where}: architectures {config['architectures']} is not read here: only {ARCHITECTURES[kind]}")
+        raise Refusal(f"{where}: architectures {config['architectures']} is not supported: only {ARCHITECTURES[kind]}")
     if kind == "bloom":
         return Described(*_bloom(config, where), kind)
     if kind != "llama":
@@ -59,7 +59,7 @@ def pieces(model: Described, names: Collection[str]) -> list[Piece]:
     """All weights of the model.
 
     Args:
-        names: the tensors that there are.
+        names: the tensors in the files; BLOOM's may have a prefix.
     """
     if model.kind == "bloom":
         prefix = "transformer." if "transformer.word_embeddings.weight" in names else ""
@@ -70,14 +70,21 @@ def pieces(model: Described, names: Collection[str]) -> list[Piece]:
 def check_source(
     source: Path, headers: dict[str, Header], pieces: list[Piece], tied: bool
 ) -> tuple[dict[str, Entry], torch.dtype]:
-    """(tensors beyond the model's that may be there, dtype of the model's)."""
+    """Check names, shapes and dtypes of the tensors in a folder.
+
+    Returns:
+        (tensors that the model does not need but that may be present, dtype of the model's weights).
+
+    Raises:
+        Refusal: tensors are missing, unexpected or of another shape, or have several or unsupported dtypes.
+    """
     there = {name: entry for header in headers.values() for name, entry in header.entries.items()}
     wanted = {name: shape for piece in pieces for name, shape in zip(piece.names, piece.shapes)}
     if missing := sorted(wanted.keys() - there.keys()):
-        raise Refusal(f"{source}: {len(missing)} tensors that config.json asks for are missing: {some(missing)}")
+        raise Refusal(f"{source}: {len(missing)} tensors that config.json requires are missing: {some(missing)}")
     others = {name: entry for name, entry in there.items() if name not in wanted}
-    if odd := sorted(name for name in others if not (name.endswith(IGNORED) or (tied and name == LM_HEAD))):
-        raise Refusal(f"{source}: {len(odd)} tensors are none of the Llama that config.json describes: {some(odd)}")
+    if extra := sorted(name for name in others if not (name.endswith(IGNORED) or (tied and name == LM_HEAD))):
+        raise Refusal(f"{source}: {len(extra)} tensors do not belong to the model in config.json: {some(extra)}")
     for name, shape in wanted.items():
         if there[name].shape != shape:
             raise Refusal(f"{source}: {name} is {list(there[name].shape)}, and {list(shape)} by config.json")
@@ -90,15 +97,15 @@ def check_source(
 
 
 def _as_llama(config: dict[str, Any], where: object) -> dict[str, Any]:
-    """Qwen 2 and 3 are Llamas with biases for queries, keys and values, or with norms of queries and keys."""
+    """Qwen 2 is a Llama with biases for queries, keys and values; Qwen 3 is one with norms of queries and keys."""
     kind = config["model_type"]
-    if missing := [name for name in (*SAID, *(["head_dim"] * (kind == "qwen3"))) if config.get(name) is None]:
-        raise Refusal(f"{where}: {', '.join(missing)} of {kind} is not given")
+    if missing := [name for name in (*REQUIRED, *(["head_dim"] * (kind == "qwen3"))) if config.get(name) is None]:
+        raise Refusal(f"{where}: {', '.join(missing)} of {kind} is missing")
     layers = config.get("layer_types") or []
     if config.get("use_sliding_window") or any(layer != "full_attention" for layer in layers):
-        raise Refusal(f"{where}: use_sliding_window is not read here: all layers have the mask of the flags")
+        raise Refusal(f"{where}: use_sliding_window is not supported: all layers have the mask given by flags")
     if kind == "qwen3" and config.get("attention_bias"):
-        raise Refusal(f"{where}: attention_bias of qwen3 is not read here")
+        raise Refusal(f"{where}: attention_bias of qwen3 is not supported")
     return {**config, "model_type": "llama", "architectures": None, "attention_bias": False}
 
 
@@ -106,15 +113,15 @@ def _bloom(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     def first(*names: str) -> int:
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if not isinstance(value, int) or value < 1:
-            raise Refusal(f"{where}: {names[0]} {value!r} is no positive whole number")
+            raise Refusal(f"{where}: {names[0]} {value!r} is not a positive whole number")
         return value
 
     if config.get("apply_residual_connection_post_layernorm"):
-        raise Refusal(f"{where}: apply_residual_connection_post_layernorm is not built here")
+        raise Refusal(f"{where}: apply_residual_connection_post_layernorm is not supported")
     if config.get("layer_norm_epsilon", EPSILON) != EPSILON:
-        raise Refusal(f"{where}: layer_norm_epsilon {config['layer_norm_epsilon']} is not the {EPSILON:g} of BLOOM")
+        raise Refusal(f"{where}: layer_norm_epsilon {config['layer_norm_epsilon']} is not supported: only {EPSILON:g}")
     if config.get("tie_word_embeddings") is False:
-        raise Refusal(f"{where}: tie_word_embeddings false is not BLOOM")
+        raise Refusal(f"{where}: tie_word_embeddings false is not supported for bloom")
     model = ModelConfig(
         num_layers=first("n_layer", "num_hidden_layers"),
         hidden_size=first("hidden_size", "n_embed"),
@@ -129,7 +136,7 @@ def _bloom(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
 
 
 def _bloom_pieces(model: ModelConfig, vocab_size: int, prefix: str) -> Iterator[Piece]:
-    """BLOOM's names are those of Megatron-LM before core; its queries, keys and values lie by head, as ours."""
+    """BLOOM has the names of Megatron-LM before core; its queries, keys and values are ordered by head, as ours."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
 
     def piece(ours: str, theirs: str, *shape: int, layer: int | None = None) -> Piece:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama's settings: from config.json, to config.json, and as flags."""
+"""Convert a Llama's settings from config.json, to config.json, and to command-line flags."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from megatron.context_parallel.positions.rope import LLAMA3_HIGH, LLAMA3_LENGTH,
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, reason
 
-# RoPE and its scalings, linear, Llama 3's and YaRN: from config.json, and to config.json.
-
-
-# What Megatron's RoPE scaling of Llama 3 fixes; its factor is free.
+# Constants of Llama 3's RoPE scaling in Megatron; only the factor can be set.
 LLAMA3 = {
     "low_freq_factor": LLAMA3_LOW,
     "high_freq_factor": LLAMA3_HIGH,
@@ -29,13 +26,13 @@ YARN_LENGTH = "original_max_position_embeddings"
 
 
 def rope_settings(config: dict[str, Any], where: object) -> dict[str, Any]:
-    """Settings of RoPE, from rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    """RoPE settings from rope_theta and rope_scaling (transformers 4) or rope_parameters (transformers 5)."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise Refusal(f"{where}: rope_parameters by layer type are not supported")
     theta = positive(rope.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta", where)
     if theta != int(theta):
-        raise Refusal(f"{where}: rope_theta {theta} is not supported: --rotary-base is a whole number")
+        raise Refusal(f"{where}: rope_theta {theta} is not supported: --rotary-base must be a whole number")
     if (share := rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1.0):
         raise Refusal(f"{where}: partial_rotary_factor {share} is not supported for llama")
     result: dict[str, Any] = {"rotary_base": int(theta)}
@@ -58,7 +55,7 @@ def rope_settings(config: dict[str, Any], where: object) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[str, Any]:
-    """Settings of YaRN. transformers reads some of them from beside rope_scaling too, and derives those left out."""
+    """YaRN settings. As in transformers, some may stand outside of rope_scaling, and missing ones are derived."""
 
     def number(name: str, default: float) -> float:
         return positive(default if rope.get(name) is None else rope[name], f"{name} of rope_scaling", where)
@@ -66,17 +63,17 @@ def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[s
     longest, length = config.get("max_position_embeddings") or 2048, config.get(YARN_LENGTH)
     length = number(YARN_LENGTH, longest) if length is None else positive(length, YARN_LENGTH, where)
     if length != int(length):
-        raise Refusal(f"{where}: {YARN_LENGTH} {length} is no whole number")
+        raise Refusal(f"{where}: {YARN_LENGTH} {length} is not a whole number")
     factor = number("factor", longest / length)
     if factor <= 1:
-        raise Refusal(f"{where}: rope_scaling yarn with factor {factor:g} changes nothing: use type default")
+        raise Refusal(f"{where}: rope_scaling yarn with factor {factor:g} has no effect: use type default")
     mscale, all_dim = 1.0, 0.0
-    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers takes both or neither
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # transformers uses both or neither
         mscale, all_dim = number("mscale", 1.0), number("mscale_all_dim", 0.0)
     if rope.get("attention_factor") is not None:
         wanted = number("attention_factor", 1.0)
         if wanted < 1:
-            raise Refusal(f"{where}: rope_scaling yarn with attention_factor {wanted:g} is not supported: at least 1")
+            raise Refusal(f"{where}: rope_scaling yarn: attention_factor {wanted:g} is not supported: at least 1")
         if abs(Yarn(factor, mscale=mscale, mscale_all_dim=all_dim).attention_factor - wanted) > 1e-12:
             mscale, all_dim = (wanted - 1) / (0.1 * math.log(factor)), 0.0
     return {
@@ -92,7 +89,7 @@ def _yarn(rope: dict[str, Any], config: dict[str, Any], where: object) -> dict[s
 
 
 def scaling_json(model: ModelConfig) -> dict[str, Any] | None:
-    """rope_scaling of a config.json; None where RoPE is as it was published.
+    """rope_scaling of a config.json; None without scaling.
 
     Raises:
         Refusal: two scalings at once.
@@ -108,7 +105,7 @@ def scaling_json(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _yarn_json(model: ModelConfig) -> dict[str, Any]:
-    """rope_scaling of YaRN; attention_factor is spelled out, since transformers reads mscale in a way of its own."""
+    """rope_scaling of YaRN, with an explicit attention_factor, because transformers interprets mscale differently."""
     factor, mscale, all_dim = model.yarn_rotary_scaling_factor, model.yarn_mscale, model.yarn_mscale_all_dim
     scaling = {
         "rope_type": "yarn",
@@ -124,21 +121,21 @@ def _yarn_json(model: ModelConfig) -> dict[str, Any]:
 
 
 def positive(value: object, name: str, where: object) -> float:
-    """A number above 0. Raises Refusal where a file says something else."""
+    """``value`` as a float. Raises Refusal if it is not a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise Refusal(f"{where}: {name} {value!r} is no positive number")
+        raise Refusal(f"{where}: {name} {value!r} is not a positive number")
     return float(value)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALING = ("rope_theta", "rope_scaling", "rope_parameters")
 YARN = [field.name for field in fields(ModelConfig) if field.name.startswith("yarn_")]
-# Settings that are on, and the flags that switch them off.
+# Settings that are on by default, and the flags that switch them off.
 OFF = {
     "add_bias_linear": "--disable-bias-linear",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
 }
-# Settings that every Llama shares, and what else its layers must not have.
+# Settings that every Llama has, including features that it does not have.
 FIXED = {
     **{name: LLAMA[name] for name in ("normalization", "swiglu")},
     **dict.fromkeys(
@@ -151,11 +148,11 @@ FIXED = {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.json. Raises Refusal where it is missing or not a JSON object."""
+    """Read a config.json. Raises Refusal if it is missing or not a JSON object."""
     try:
         config = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
-        raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        raise Refusal(f"{path}: {reason(error)}") from None
     if not isinstance(config, dict):
         raise Refusal(f"{path}: not a JSON object")
     return config
@@ -165,7 +162,7 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     """(our settings, vocabulary size) of a Llama's config.json; ``where`` names it in messages.
 
     Raises:
-        Refusal: not a plain Llama, or something in it that this project cannot run.
+        Refusal: it is not a plain Llama, or has a setting that is not supported.
     """
     _plain_llama(config, where)
 
@@ -173,22 +170,22 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         value = config.get(name)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise Refusal(f"{where}: {name} {value!r} is no positive whole number")
+            raise Refusal(f"{where}: {name} {value!r} is not a positive whole number")
         return value
 
     heads, hidden = whole("num_attention_heads", 32), whole("hidden_size", 4096)
     groups = whole("num_key_value_heads", heads)
     if heads % groups:
-        raise Refusal(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+        raise Refusal(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     if config.get("head_dim") is None and hidden % heads:
         raise Refusal(
-            f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {heads}: head_dim is missing"
+            f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}: head_dim is missing"
         )
     biases = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if biases[0] != biases[1]:
         raise Refusal(
             f"{where}: attention_bias {biases[0]} with mlp_bias {biases[1]} is not supported: "
-            "megatron-core's linear layers have biases everywhere or nowhere"
+            "megatron-core has biases in all of its linear layers or in none"
         )
     model = ModelConfig(
         num_layers=whole("num_hidden_layers", 32),
@@ -208,12 +205,12 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         **({"position_embedding_type": "rope"} | rope_settings(config, where)),
     )
     if model.kv_channels % 2:
-        raise Refusal(f"{where}: head_dim {model.kv_channels} is odd, and RoPE rotates pairs")
+        raise Refusal(f"{where}: head_dim {model.kv_channels} is odd, but RoPE rotates pairs")
     return derive_shape(model), whole("vocab_size", 32000)
 
 
 def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model of ours, with the keys that transformers 4 and 5 both read.
+    """The config.json of one of our models, with keys that both transformers 4 and 5 read.
 
     Raises:
         Refusal: the model is not a Llama; the message names the settings.
@@ -224,7 +221,7 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
     if model.position_embedding_type not in ROTARY:
         wrong.insert(0, f"--position-embedding-type {model.position_embedding_type}")
     if wrong:
-        raise Refusal(f"the checkpoint is no Llama, which Hugging Face's LlamaForCausalLM needs: {', '.join(wrong)}")
+        raise Refusal(f"the model is not a Llama, as Hugging Face's LlamaForCausalLM requires: {', '.join(wrong)}")
     scaling = scaling_json(model)
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -253,17 +250,18 @@ def config_json(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict
 def updated_config(
     original: dict[str, Any], where: object, dtype: torch.dtype | None, new: dict[str, Any]
 ) -> dict[str, Any]:
-    """``original`` with what has changed since: ``new`` is :func:`config_json` of the trained model.
+    """``original`` with the changes of training.
 
     Args:
         where: names the original in messages.
-        dtype: dtype of the weights that came with the original; None if only it says so.
+        dtype: of the original's weights; None if only its config.json gives it.
+        new: :func:`config_json` of the trained model.
     """
-    then = config_json(*settings(original, where), dtype or torch.float32)
+    before = config_json(*settings(original, where), dtype or torch.float32)
     if dtype is None:
-        then["torch_dtype"] = original.get("dtype", original.get("torch_dtype"))
+        before["torch_dtype"] = original.get("dtype", original.get("torch_dtype"))
     ignored = ("architectures", "bos_token_id", "eos_token_id")
-    changed = {name: value for name, value in new.items() if then[name] != value and name not in ignored}
+    changed = {name: value for name, value in new.items() if before[name] != value and name not in ignored}
     result = dict(original)
     if any(name in SCALING for name in changed):
         result = {name: value for name, value in result.items() if name not in SCALING}
@@ -274,7 +272,7 @@ def updated_config(
 
 
 def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
-    """The flags that describe the model to pretrain_gpt.py, and to pretrain_llama.py where :func:`program` says so."""
+    """The flags that describe the model to the program that :func:`program` names."""
     names = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"]
     names += ["group_query_attention", "num_query_groups"] if model.group_query_attention else []
     names += ["kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base"]
@@ -296,19 +294,19 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
 
 
 def program(model: ModelConfig) -> str:
-    """Tied embeddings and biases are pretrain_gpt.py's defaults, which no flag of pretrain_llama.py brings back."""
+    """The script to train the model with. No flag of pretrain_llama.py enables tied embeddings or biases."""
     tied = not model.untie_embeddings_and_output_weights
     return "pretrain_gpt.py" if tied or model.add_bias_linear else "pretrain_llama.py"
 
 
 def saved_settings(saved: dict[str, Any]) -> ModelConfig:
-    """The model settings that a checkpoint holds."""
+    """The model settings in a checkpoint; fields that ModelConfig does not have are ignored."""
     known = {field.name for field in fields(ModelConfig)}
     return derive_shape(ModelConfig(**{name: value for name, value in saved.items() if name in known}))
 
 
 def _plain_llama(config: dict[str, Any], where: object) -> None:
-    """Refuse other models, and Llamas whose weights are more or other than a Llama's."""
+    """Refuse other models, and Llamas with code, quantization or another activation."""
     kind = config.get("model_type")
     if kind != "llama":
         raise Refusal(f"{where}: model_type {kind!r} is not supported: only llama")

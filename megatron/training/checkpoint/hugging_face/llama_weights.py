@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of Llama and its kin: Hugging Face's names and layouts beside ours."""
+"""Weights of Llama and Qwen: which Hugging Face tensors make up each of ours."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.training.arguments.config import ModelConfig
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one of our tensors, and the Hugging Face tensors they are made of.
+    """Rows of one of our tensors, and the Hugging Face tensors that they are made of.
 
-    Our checkpoints hold the layers of a kind as one tensor [layers, ...]; in ``mlp.linear_fc1`` the gate's rows lie
-    above the other half's.
+    Our checkpoints hold each weight of all layers in one tensor [layers, ...]; ``mlp.linear_fc1`` has the gate's rows
+    first, then those of the other half.
     """
 
     key: str
@@ -74,14 +74,14 @@ def pieces(model: ModelConfig, vocab_size: int) -> Iterator[Piece]:
 
 
 def fuse(tensors: Sequence[Tensor], groups: int) -> Tensor:
-    """Our rows from a piece's Hugging Face tensors: q, k and v go by query group [its queries, its key, its value]."""
+    """Our rows from a piece's Hugging Face tensors; q, k and v are ordered by query group: [queries, key, value]."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat([x.unflatten(0, (groups, -1)) for x in tensors], dim=1).flatten(0, 1)
 
 
 def split(piece: Piece, rows: Tensor, groups: int) -> list[Tensor]:
-    """A piece's Hugging Face tensors from our rows; the way back of :func:`fuse`."""
+    """A piece's Hugging Face tensors from our rows; the inverse of :func:`fuse`."""
     if len(piece.names) == 1:
         return [rows]
     parts = rows.unflatten(0, (groups, -1)).split([shape[0] // groups for shape in piece.shapes], dim=1)

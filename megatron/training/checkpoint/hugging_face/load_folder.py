@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--load`` of a Hugging Face folder: its weights as they lie there, on any grid, without a conversion before.
+"""``--load`` of a Hugging Face folder on any grid, without conversion.
 
     FOLDER/config.json
     FOLDER/model.safetensors, or model.safetensors.index.json and the files that it names
 
-It is to a run what a checkpoint named ``release`` is to Megatron-LM: weights alone, from iteration 0.
+Like a checkpoint named ``release`` in Megatron-LM, it has only weights, and a run starts from it at iteration 0.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.load_torch_dist import Theirs
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 
-PADDING = 1024  # Qwen's and BLOOM's tables have up to so many rows beyond what their tokenizers know
+PADDING = 1024  # the embeddings of Qwen and BLOOM have up to this many rows more than their tokenizers have ids
 
 
 def open_folder(path: Checked) -> Theirs:
     """The weights of a Hugging Face folder.
 
     Raises:
-        Refusal: of a model that is not read, not whole, or in another format than safetensors.
+        Refusal: the model is not supported, incomplete, or in another format than safetensors.
     """
     where = path.file("config.json")
     model = architectures.described(llama_settings.read_config(where), where)
@@ -43,7 +43,7 @@ def open_folder(path: Checked) -> Theirs:
         key = piece.key.replace("layers.", "layers." if piece.layer is None else f"layers.{piece.layer}.")
         parts.setdefault(key, []).append(piece)
     make: dict[str, Callable[[], Tensor]] = {
-        key: partial(_whole, path, found, places, model.settings.num_query_groups) for key, found in parts.items()
+        key: partial(_whole, path, rows, places, model.settings.num_query_groups) for key, rows in parts.items()
     }
     args: dict[str, Any] = asdict(model.settings) | {
         "padded_vocab_size": model.vocab_size,
@@ -53,7 +53,7 @@ def open_folder(path: Checked) -> Theirs:
 
 
 def _whole(path: Checked, pieces: list[Piece], places: dict[str, str], groups: int) -> Tensor:
-    """One of our weights: its halves one above the other, queries, keys and values by query group."""
+    """One of our weights, complete: its pieces are concatenated by rows."""
     return torch.cat(
         [llama_weights.fuse([_read(path, places[name], name) for name in piece.names], groups) for piece in pieces]
     )

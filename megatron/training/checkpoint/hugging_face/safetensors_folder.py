@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of .safetensors files: headers checked before anything is read, tensors read and written one at a time.
+"""Read and write folders of .safetensors files, one tensor at a time; headers are checked before anything is read.
 
-A file is eight bytes with the length of its header, the header (JSON: name -> dtype, shape, place), then the data. The
-library wants all tensors of a file at once to write it; here a 50 GB file takes the memory of its largest tensor. A
-header that came with a model can be written again as it was, and with it the file, byte for byte.
+A file consists of eight bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets), and the
+data. The library needs all tensors of a file at once to write it; here a 50 GB file takes the memory of its largest
+tensor. A model's original header can be written again unchanged, so the file is the same byte for byte.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
 LONGEST = 100_000_000  # bytes of a header, as in the library
-DIMENSIONS = 64  # of a tensor
+DIMENSIONS = 64  # most of a tensor
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -41,7 +41,7 @@ BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: dtype as the format spells it, and its place behind the header."""
+    """One tensor of a file: its dtype in the format's spelling, and its bytes, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a file: its text, and what it says."""
+    """The header of a file: its text, and the parsed contents."""
 
     text: str
     entries: dict[str, Entry]  # in the order of the data
@@ -59,12 +59,12 @@ class Header:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the file in bytes."""
         return 8 + len(self.text.encode()) + max((entry.stop for entry in self.entries.values()), default=0)
 
 
 def parse_header(text: str) -> Header:
-    """Read a header. Raises ValueError where it is none, or its tensors overlap or leave holes."""
+    """Parse a header. Raises ValueError if it is invalid, or if its tensors overlap or leave gaps."""
     try:
         table = parse_json(text, unique=True)
         metadata = table.pop("__metadata__", {})
@@ -107,20 +107,20 @@ def make_header(
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file that is whole. Raises Refusal, in one line, where it is not."""
+    """The header of a file. Raises Refusal if the file is missing, truncated or invalid."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
-                raise ValueError(f"it is truncated, or no safetensors file ({size:,} bytes)")
+                raise ValueError(f"it is truncated, or not a safetensors file ({size:,} bytes)")
             if length > LONGEST:
-                raise ValueError(f"its header has {length:,} bytes, and no more than {LONGEST:,} are read")
+                raise ValueError(f"its header has {length:,} bytes, more than the limit of {LONGEST:,}")
             header = parse_header(file.read(length).decode())
     except FileNotFoundError:
         raise Refusal(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise Refusal(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        raise Refusal(f"{path}: {reason(error)}") from None
     if header.size != size:
         word = "truncated" if size < header.size else "too long"
         raise Refusal(f"{path}: it is {word}: {size:,} bytes, {header.size:,} by its header")
@@ -128,15 +128,15 @@ def read_header(path: Path) -> Header:
 
 
 def read_folder(checked: Checked) -> dict[str, Header]:
-    """The headers of a model's files, by file name: one file, or those that the index names.
+    """The headers of a model's files, by file name: of the single file, or of those that the index names.
 
     Raises:
-        Refusal: files are missing or damaged, or do not hold what the index says.
+        Refusal: files are missing or damaged, or contradict the index.
     """
     if SINGLE in checked.files:
         return {SINGLE: read_header(checked.file(SINGLE))}
     if INDEX not in checked.files:
-        raise Refusal(f"{checked}: neither {SINGLE} nor {INDEX} there; other formats than safetensors are not read")
+        raise Refusal(f"{checked}: it has neither {SINGLE} nor {INDEX}; only the safetensors format is supported")
     index = checked.file(INDEX)
     try:
         places = parse_json(read_bytes(index), unique=True)["weight_map"]
@@ -148,14 +148,14 @@ def read_folder(checked: Checked) -> dict[str, Header]:
     headers = {name: read_header(checked.file(name)) for name in files}
     there = {tensor: name for name, header in headers.items() for tensor in header.entries}
     if there != places or len(there) != sum(len(header.entries) for header in headers.values()):
-        odd = sorted(places.items() ^ there.items()) or sorted(there.items())
-        raise Refusal(f"{index}: it does not agree with the files about {odd[0][0]}")
+        differing = sorted(places.items() ^ there.items()) or sorted(there.items())
+        raise Refusal(f"{index}: it contradicts the files about {differing[0][0]}")
     return headers
 
 
 @contextmanager
 def reading(checked: Checked, headers: Mapping[str, Header]) -> Iterator[Callable[[str], Tensor]]:
-    """A function that gives a tensor by name, from memory-mapped files."""
+    """Yields a function that returns a tensor by name, from memory-mapped files."""
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
@@ -169,9 +169,10 @@ def reading(checked: Checked, headers: Mapping[str, Header]) -> Iterator[Callabl
 
 @contextmanager
 def writing(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[str, Tensor], None]]:
-    """A function that writes a tensor by name, in any order, into the files that ``headers`` describe.
+    """Yields a function that writes a tensor by name, in any order, into the files that ``headers`` describe.
 
-    At the end, ValueError if a tensor was left out.
+    Raises:
+        ValueError: a tensor has another dtype or shape than in its header, or was not written until the end.
     """
     places = {tensor: name for name, header in headers.items() for tensor in header.entries}
     left = set(places)
@@ -198,7 +199,11 @@ def writing(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[s
 
 
 def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], limit: int = SHARD_BYTES) -> dict[str, Header]:
-    """Headers of one file, or of several of at most ``limit`` bytes of data, for (name, dtype, shape) in order."""
+    """Distribute tensors (name, dtype, shape), in this order, over files of at most ``limit`` bytes of data each.
+
+    Returns:
+        {file name: header}.
+    """
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, dtype, shape in tensors:
@@ -217,28 +222,26 @@ def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], limit: int =
 
 
 def index_json(headers: Mapping[str, Header]) -> dict[str, Any]:
-    """The index of several files."""
+    """The contents of model.safetensors.index.json."""
     total = sum(entry.stop - entry.start for header in headers.values() for entry in header.entries.values())
     places = {tensor: name for name, header in headers.items() for tensor in header.entries}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
 
 
-# What both ways share: names in a checkpoint's hf/, folders that appear whole, a world of one process.
-
-
+# Used by the conversions in both directions.
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
-OTHERS = "other_tensors.safetensors"  # and its tensors that transformers ignores
+OTHERS = "other_tensors.safetensors"  # in hf/: the original's tensors that transformers ignores
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# What does not come along: weights in any format, code, what we add ourselves.
-LEFT = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)
+# Files that are not copied: weights in any format, code, and files that this program writes.
+NOT_COPIED = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)
 
 Done = Callable[[], Any]  # called after each tensor, for a progress bar
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files beside the weights: config.json, generation_config.json, tokenizer, licence, index."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(LEFT))
+    """The files other than weights: config.json, generation_config.json, tokenizer, licence, index."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(NOT_COPIED))
 
 
 def copy_files(files: list[Path], folder: Path) -> list[str]:
@@ -253,10 +256,10 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside ``target`` that takes its name when all has gone well, and goes away otherwise."""
+    """Yields a temporary folder that is renamed to ``target`` at the end, or removed if an error occurs."""
     final = target.resolve()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise Refusal(f"{target}: it is there and not empty; choose another folder, or remove it")
+        raise Refusal(f"{target}: it exists and is not empty; choose another folder, or remove it")
     partial = final.with_name(f".{final.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -273,7 +276,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """megatron-core's checkpoints want process groups: a world of this process alone."""
+    """A process group of this process alone, which megatron-core's checkpoints need."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -283,7 +286,7 @@ def one_process() -> Iterator[None]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Whatever a damaged checkpoint makes torch raise, in one line."""
+    """Turn any error that torch raises for a damaged checkpoint into a Refusal of one line."""
     try:
         yield
     except Refusal:
@@ -293,9 +296,9 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def cause(error: BaseException) -> BaseException:
-    """The error inside torch's CheckpointException; an interruption inside it is raised again.
+    """The error inside torch's CheckpointException; an interruption (KeyboardInterrupt, SystemExit) is raised again.
 
-    Closing a file that a full disk or an interruption left incomplete is an error of its own, which hides the first.
+    Closing an incomplete file, after a full disk or an interruption, raises another error that hides the first one.
     """
     if not isinstance(error, CheckpointException):
         return error
@@ -313,4 +316,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def some(names: list[str]) -> str:
+    """The first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

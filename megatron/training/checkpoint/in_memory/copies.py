@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of a run's state in the memory of its hosts: made beside training, kept until newer ones are everywhere.
+"""Make copies of a run's state in host memory during training, and keep them until newer ones are complete.
 
-They are files in tmpfs, which outlive the process that wrote them; a thread sends them on, in messages of its own
-group. A file has its name once every rank has its own and its neighbours', and older ones go once every rank knows
-that. So at any moment, a kill included, there is a step of which every rank's state is somewhere.
+The copies are files in tmpfs, which outlive the process that wrote them. A thread sends them to other nodes, in a
+process group of its own. A file gets its name once every rank has its own file and those it receives, and older files
+are removed once every rank knows that. So at any moment, even after a kill, there is a step with every rank's state.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 
 from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.checkpoint.in_memory import copy_file
-from megatron.training.checkpoint.in_memory.copy_file import NotOwn, OwnFolder, gathered, open_own, swap
+from megatron.training.checkpoint.in_memory.copy_file import NotPrivate, PrivateFolder, gathered, open_private, swap
 from megatron.training.checkpoint.owner import COPIES, run_of_copies
 from megatron.training.checkpoint.run_state import Progress
-from megatron.training.checkpoint.save_job import words
+from megatron.training.checkpoint.save_job import error_line
 from megatron.training.refusal import Refusal, together
 
 MEMORY = Path("/dev/shm")
@@ -37,19 +37,19 @@ PARTIAL = ".partial"
 
 
 class Copies:
-    """Made by every rank, and called by all of them at the same steps.
+    """The copies of this rank. Every rank creates one, and all call its methods at the same steps.
 
     Args:
-        folder: this run's on this node; ranks of a node share it.
-        distances: rank n's copy also goes to rank n + each of these.
-        about: what each copy says of itself, for :mod:`restart`.
-        group: of all ranks, on gloo, for nothing else.
-        available: bytes of memory that this host has free.
+        folder: this run's folder on this node, which the ranks of the node share.
+        distances: rank n's copy is also sent to rank n + each of these.
+        about: metadata of each copy, for :mod:`restart`.
+        group: of all ranks, on gloo, used for nothing else.
+        available: returns the bytes of memory that this host has free.
     """
 
     def __init__(
         self,
-        folder: OwnFolder,
+        folder: PrivateFolder,
         distances: Sequence[int],
         about: Mapping[str, str],
         group: dist.ProcessGroup,
@@ -63,7 +63,7 @@ class Copies:
         self._stall, self._first = 0.0, True
 
     def path(self, iteration: int, rank: int) -> Path:
-        """Where the copy of a rank's state lies, on a node that has it."""
+        """The file of a rank's state, on a node that has it."""
         return self.folder.at / f"iter_{iteration:07d}.rank_{rank:05d}.safetensors"
 
     def partial(self, iteration: int, rank: int) -> Path:
@@ -72,16 +72,16 @@ class Copies:
         return path.with_name(f".{path.name}.by_{self.rank}{PARTIAL}")
 
     def begin(self, progress: Progress, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy the state as it is; what takes longer happens beside training. A failure is told, and no more."""
+        """Copy the tensors to a file; checksums and sending follow in a thread. A failure is only reported."""
         self.finish()
         begin, error, iteration = time.perf_counter(), "", progress.iteration
         path = self.partial(iteration, self.rank)
         about = {"iteration": str(iteration), "rank": str(self.rank), "progress": json.dumps(asdict(progress))}
         try:
-            self._check_room(sum(tensor.nbytes for _, tensor in tensors) * (1 + len(self.distances)))
+            self._check_space(sum(tensor.nbytes for _, tensor in tensors) * (1 + len(self.distances)))
             copy_file.write(path, tensors, {**self.about, **about})
         except OSError as problem:
-            error = words(problem)
+            error = error_line(problem)
         self._stall = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._replicate, args=(iteration, error), daemon=True, name="copies in memory"
@@ -89,55 +89,55 @@ class Copies:
         self._thread.start()
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait until the copies under way are everywhere, or for so long."""
+        """Wait until the copies in progress are complete, for at most this many seconds."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def told(self) -> list[str]:
-        """What there is to say since it was last asked, once nothing is under way."""
+    def take_lines(self) -> list[str]:
+        """The messages since the last call; empty while a copy is in progress."""
         if self._thread is not None and self._thread.is_alive():
             return []
         lines, self._lines = self._lines, []
         return lines
 
     def remove(self, save: str) -> None:
-        """The run has ended well: leave nothing in memory. All ranks call it."""
+        """Remove all copies at the end of a complete run. All ranks call it."""
         self.finish()
         with suppress(RuntimeError):
-            gathered(None, self.group)  # ranks of a node share the folder
+            gathered(None, self.group)  # wait for the others: ranks of a node share the folder
         self.folder.remove()
         if self.rank == 0:
             (Path(save) / COPIES).unlink(missing_ok=True)
 
     def clear(self, stays: int | None) -> None:
-        """Remove all copies but those of one iteration, and what was cut off; while no rank is writing any."""
+        """Remove all copies except those of one iteration, and partial ones. Call it while no rank writes any."""
         for path in self.folder.at.iterdir():
             if stays is None or not path.name.startswith(f"iter_{stays:07d}."):
                 path.unlink(missing_ok=True)
 
     def _clear_before(self, iteration: int) -> None:
-        """Remove what is older; another rank of this node may be writing what is newer."""
+        """Remove older copies; another rank of this node may be writing a newer one."""
         for path in self.folder.at.iterdir():
             number = path.name.lstrip(".").removeprefix("iter_").partition(".")[0]
             if number.isdigit() and int(number) < iteration:
                 path.unlink(missing_ok=True)
 
-    def _check_room(self, need: int) -> None:
+    def _check_space(self, need: int) -> None:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        room = shutil.disk_usage(self.folder.at).free
+        free = shutil.disk_usage(self.folder.at).free
         if self.folder.named.is_relative_to(MEMORY):
-            room = min(room, self.available())
-        if need > room // ranks:
-            have, needed = (f"{size / 2**20:,.0f}" for size in (room / ranks, need))
-            raise OSError(f"{self.folder.named} has room for {have} MiB a rank, and {needed} are needed")
+            free = min(free, self.available())
+        if need > free // ranks:
+            have, needed = (f"{size / 2**20:,.0f}" for size in (free / ranks, need))
+            raise OSError(f"{self.folder.named} has room for {have} MiB per rank, but {needed} MiB are needed")
 
     def _replicate(self, iteration: int, error: str) -> None:
-        """In the thread: sums, neighbours, names; no error leaves it."""
+        """Runs in the thread: write the checksum, exchange files, give them their names. Raises nothing."""
         mine, written = self.partial(iteration, self.rank), [self.rank]
         try:
             size = 0 if error else copy_file.seal(mine)
         except OSError as problem:
-            size, error = 0, words(problem)
+            size, error = 0, error_line(problem)
         try:
             every = gathered((size, error), self.group)
             failed = _first(error for _, error in every)
@@ -148,32 +148,30 @@ class Copies:
                     written.append(source)
                     try:
                         swap((mine, to), (path, source, every[source][0]), self.group)
-                        if not copy_file.whole(path):
-                            raise OSError(f"what rank {source} sent came as something else")
+                        if not copy_file.intact(path):
+                            raise OSError(f"the file from rank {source} was damaged on the way")
                     except OSError as problem:
-                        error = words(problem)
+                        error = error_line(problem)
                 failed = _first(gathered(error, self.group))
             if not failed:
                 for rank in written:
                     self.partial(iteration, rank).rename(self.path(iteration, rank))
                 gathered(None, self.group)
                 self._clear_before(iteration)
-                self._tell_first(iteration, size)
+                self._report_first(iteration, size)
                 return
-        except Exception as problem:  # of messages: whoever is gone will be missed in the next step
-            failed = words(problem)
+        except Exception as problem:  # a message failed: if a rank is gone, the next training step reports it
+            failed = error_line(problem)
         for rank in written:
             self.partial(iteration, rank).unlink(missing_ok=True)
-        self._lines.append(
-            f"WARNING: no copy of iteration {iteration} in memory ({failed}); the one before stays, training goes on"
-        )
+        self._lines.append(f"WARNING: no copy of iteration {iteration} in memory ({failed}); the previous one is kept")
 
-    def _tell_first(self, iteration: int, size: int) -> None:
+    def _report_first(self, iteration: int, size: int) -> None:
         where = "".join(f", and on rank n + {distance}" for distance in self.distances)
         if self._first:
             self._lines.append(
-                f"copies of iteration {iteration} in {self.folder.named}{where}: {size / 2**20:,.0f} MiB a rank, "
-                f"training stood still for {self._stall:.2f} s; more every --non-persistent-save-interval"
+                f"copies of iteration {iteration} in {self.folder.named}{where}: {size / 2**20:,.0f} MiB per rank, "
+                f"training waited {self._stall:.2f} s; repeated every --non-persistent-save-interval iterations"
             )
         self._first = False
 
@@ -183,35 +181,35 @@ def _first(errors: Any) -> str:
 
 
 def open_copies(config: Config, grid: str, available: Callable[[], int], run: str) -> Copies | None:
-    """Where this run's copies are, and come to be; None without --non-persistent-save-interval. All ranks call it.
+    """Open the folder of this run's copies; None without --non-persistent-save-interval. All ranks call it.
 
     Args:
-        grid: in words; a copy is of use on the same one alone.
-        available: bytes of memory that this host has free.
+        grid: description of the grid; a copy can be used only on the same grid.
+        available: returns the bytes of memory that this host has free.
         run: identity of the run.
 
     Raises:
-        Refusal: on every rank; a folder cannot be made, or belongs to somebody else.
+        Refusal: on every rank; a folder cannot be created, or other users could change it.
     """
     settings = config.checkpoint
     if settings.non_persistent_save_interval is None:
         return None
     run = together(lambda: _id(settings.save, run) if dist.get_rank() == 0 else "")
-    agreed: list[Any] = [(run, uuid.uuid4().hex, *_distances(settings))]  # a node may have less ranks than another
+    agreed: list[Any] = [(run, uuid.uuid4().hex, *_distances(settings))]  # nodes may have different numbers of ranks
     dist.broadcast_object_list(agreed)
-    run, start, distances, note = agreed[0]
-    config.notes += note
+    run, start, distances, notes = agreed[0]
+    config.notes += notes
     folder = together(lambda: _folder(settings, run))
     group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
     grid = f"{grid}, ZeRO {config.parallel.zero_stage}"
-    about = {"run": run, "start": start, "grid": grid, "settings": _form(config)}
+    about = {"run": run, "start": start, "grid": grid, "settings": _layout_settings(config)}
     return Copies(folder, distances, about, group, available)
 
 
-def _form(config: Config) -> str:
-    """What the form of a rank's state depends on beside the grid."""
+def _layout_settings(config: Config) -> str:
+    """The settings, apart from the grid, that determine the tensors of a rank's state."""
     parallel, optimizer, checkpoint = config.parallel, config.optimizer, config.checkpoint
-    form = {
+    settings = {
         "model": asdict(config.model),
         "chunks": asdict(config.chunks),
         "seq_length": config.data.seq_length,
@@ -223,43 +221,43 @@ def _form(config: Config) -> str:
         "optimizer": optimizer.optimizer,
         "kept": checkpoint.non_persistent_local_ckpt_algo,
     }
-    return json.dumps(form, sort_keys=True, default=str)
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _id(save: str, run: str) -> str:
-    """The run whose copies belong to this folder: ``run``, written there, if there is none."""
+    """Identity of the run whose copies belong to this folder; if there is none yet, ``run``, which is written there."""
     path = Path(save) / COPIES
     if known := run_of_copies(save):
         return known
     try:
-        beside = path.with_name(f".{path.name}{PARTIAL}")
-        beside.write_text(run)
-        beside.rename(path)
+        partial = path.with_name(f".{path.name}{PARTIAL}")
+        partial.write_text(run)
+        partial.rename(path)
     except OSError as error:
         raise Refusal(f"--save {save} cannot be written to: {error.strerror}") from None
     return run
 
 
-def _folder(settings: CheckpointConfig, run: str) -> OwnFolder:
-    """This run's folder on this node, which nobody else can read, write or exchange for another."""
+def _folder(settings: CheckpointConfig, run: str) -> PrivateFolder:
+    """This run's folder on this node, which other users can neither read, nor write, nor replace."""
     flag, parent = "--non-persistent-local-ckpt-dir", settings.non_persistent_local_ckpt_dir
     if parent is None and not MEMORY.is_dir():
-        raise Refusal(f"--non-persistent-save-interval: there is no {MEMORY} here: give {flag} DIR")
+        raise Refusal(f"--non-persistent-save-interval: this machine has no {MEMORY}: give {flag} DIR")
     folder = Path(parent or MEMORY / f"megatron-{os.geteuid()}").absolute() / f"run-{run}"
     try:
-        return open_own(folder)
+        return open_private(folder)
     except OSError as error:
         raise Refusal(f"{flag} {folder.parent} cannot be written to: {error.strerror}: give another folder") from None
-    except NotOwn as reason:
+    except NotPrivate as reason:
         given = f"{flag} {parent}" if parent else "--non-persistent-save-interval"
         raise Refusal(
-            f"{given}: {reason}: copies go only where no other user can reach them; give {flag} DIR, a folder below "
-            "folders that belong to you or to root and that others cannot write to (/tmp and the like excepted)"
+            f"{given}: {reason}: copies are written only where no other user can reach them; give {flag} DIR, a "
+            "folder whose parents belong to you or root and cannot be written by others (except sticky ones like /tmp)"
         ) from None
 
 
 def _distances(settings: CheckpointConfig) -> tuple[list[int], list[str]]:
-    """(how far each copy goes; why it goes nowhere, as that would be no other node)."""
+    """(rank distances to send copies to, notes): no distances, and a note, if a copy would stay on its own node."""
     if not settings.replication:
         return [], []
     ranks, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's state in one file, that anything which reads safetensors can read, with a CRC-32 of the whole file.
+"""One rank's state as a safetensors file with a CRC-32 of all of it, in a folder that only this user can change.
 
-It is written as it comes, tensor by tensor, so that nothing is held twice; safetensors' own writer wants all of it at
-once. The sum is put into its place in the header when all is there.
+It is written tensor by tensor, so nothing is in memory twice; safetensors' own writer needs all tensors at once. The
+checksum is written into the header at the end.
 """
 
 from __future__ import annotations
@@ -24,30 +24,27 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-# A folder that only this user can change, held by its descriptor.
-#
-# In a place that others can write to, such as /dev/shm, a path may lead to another user's files: the folder was made by
-# somebody else, or a part of the path is exchanged for a link just before it is used. So each folder on the way is
-# opened from the one above it, without following links, and checked. From then on files are reached by the
-# descriptor of the last folder, and no change of the path can lead them elsewhere.
+# On Linux with O_PATH: parent folders need to be searched, but not read.
+FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 
 
-# O_PATH, which Linux has: a folder on the way must be searched, not read.
-WAY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
-
-
-class NotOwn(Exception):
-    """Another user could change the folder; one clause that says why."""
+class NotPrivate(Exception):
+    """Another user could change the folder; the message says why."""
 
 
 @dataclass(frozen=True)
-class OwnFolder:
-    """Made by :func:`open_own`, and open as long as the process runs.
+class PrivateFolder:
+    """A folder that only this user can change, opened by :func:`open_private` for as long as the process runs.
+
+    In a place that others can write to, such as /dev/shm, a path may lead to another user's files: somebody else may
+    have created the folder, or may replace a part of the path by a link just before it is used. So each parent is
+    opened from the one above it, without following links, and checked. Files are then reached through the descriptor
+    of the last folder, so later changes of the path have no effect.
 
     Attributes:
         named: its absolute path, for messages.
         number: its descriptor.
-        parent: descriptor of the folder that it is in.
+        parent: descriptor of its parent folder.
     """
 
     named: Path
@@ -56,34 +53,34 @@ class OwnFolder:
 
     @property
     def at(self) -> Path:
-        """A path that leads to this folder whatever happens to its name; outside of Linux, its name."""
+        """On Linux, a path to this folder that does not depend on its name; elsewhere, its name."""
         return Path(f"/proc/self/fd/{self.number}") if sys.platform == "linux" else self.named
 
     def remove(self) -> None:
-        """Remove the folder and its files, as far as that is possible."""
+        """Remove the folder and its files, if possible."""
         with suppress(OSError):
             for path in self.at.iterdir():
                 path.unlink(missing_ok=True)
             os.rmdir(self.named.name, dir_fd=self.parent)
 
 
-def open_own(path: Path) -> OwnFolder:
-    """Open a folder that is this user's alone (mode 0700); it and those above it are made where they are missing.
+def open_private(path: Path) -> PrivateFolder:
+    """Open a folder that only this user can access (mode 0700); it and its parents are created if they are missing.
 
-    Folders above it may also belong to root. They may be writable by others only if they are sticky, as /tmp is: then
-    nobody but its owner can rename what lies there.
+    Parents may also belong to root. They may be writable by others only if they are sticky, as /tmp is: then only the
+    owner of an entry can rename it.
 
     Args:
         path: absolute.
 
     Raises:
-        NotOwn: a link or another user's folder is on the way, or one that others can write to.
-        OSError: a folder cannot be made or opened.
+        NotPrivate: the path contains a link, another user's folder, or a folder that others can write to.
+        OSError: a folder cannot be created or opened.
     """
     parts = path.parts
-    here, parent = os.open(parts[0], WAY), -1
+    here, parent = os.open(parts[0], FOLDER_FLAGS), -1
     try:
-        # In a container without a root user of its own, the system's folders belong to who owns the root folder.
+        # In a container without its own root user, the system's folders belong to the owner of the root folder.
         trusted = {0, os.geteuid(), os.fstat(here).st_uid}
         _check(here, Path(parts[0]), trusted)
         for count, name in enumerate(parts[1:], 2):
@@ -92,12 +89,12 @@ def open_own(path: Path) -> OwnFolder:
                 os.close(parent)
             parent = above
             _check(here, Path(*parts[:count]), trusted)
-        found = os.fstat(here)
-        if found.st_uid != os.geteuid():
-            raise NotOwn(f"{path} belongs to user {found.st_uid}")
-        if found.st_mode & 0o077:
-            raise NotOwn(f"{path} has the mode {found.st_mode & 0o777:o}, and other users must have no access to it")
-        return OwnFolder(path, here, parent)
+        status = os.fstat(here)
+        if status.st_uid != os.geteuid():
+            raise NotPrivate(f"{path} belongs to user {status.st_uid}")
+        if status.st_mode & 0o077:
+            raise NotPrivate(f"{path} has the mode {status.st_mode & 0o777:o}, but other users must have no access")
+        return PrivateFolder(path, here, parent)
     except BaseException:
         for number in {here, parent} - {-1}:
             os.close(number)
@@ -105,25 +102,25 @@ def open_own(path: Path) -> OwnFolder:
 
 
 def _enter(above: int, name: str, path: Path) -> int:
-    """Descriptor of a folder, which is made where it is missing."""
+    """Descriptor of a folder, which is created if it is missing."""
     try:
-        return os.open(name, WAY, dir_fd=above)
+        return os.open(name, FOLDER_FLAGS, dir_fd=above)
     except FileNotFoundError:
-        with suppress(FileExistsError):  # another rank of this node was faster
+        with suppress(FileExistsError):  # another rank of this node may be faster
             os.mkdir(name, 0o700, dir_fd=above)
         return _enter(above, name, path)
     except OSError:
         if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
-            raise NotOwn(f"{path} is a link, which is not followed") from None
+            raise NotPrivate(f"{path} is a link, which is not followed") from None
         raise
 
 
 def _check(number: int, path: Path, trusted: set[int]) -> None:
-    found = os.fstat(number)
-    if found.st_uid not in trusted:
-        raise NotOwn(f"{path} belongs to user {found.st_uid}")
-    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-        raise NotOwn(f"other users can exchange what is in {path} (mode {found.st_mode & 0o777:o})")
+    status = os.fstat(number)
+    if status.st_uid not in trusted:
+        raise NotPrivate(f"{path} belongs to user {status.st_uid}")
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise NotPrivate(f"other users can replace what is in {path} (mode {status.st_mode & 0o777:o})")
 
 
 CODES = {
@@ -145,12 +142,8 @@ BLOCK = 1 << 22  # bytes
 
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]], about: Mapping[str, str]) -> None:
-    """Write tensors of any device by name, and what there is to say about them; :func:`seal` it afterwards.
-
-    Raises:
-        OSError: there is no room.
-    """
-    ordered = sorted(tensors, key=lambda one: -one[1].element_size())  # so that each begins where its dtype may
+    """Write tensors of any device and the metadata ``about``; call :func:`seal` afterwards. Raises OSError."""
+    ordered = sorted(tensors, key=lambda one: -one[1].element_size())  # so that each is aligned for its dtype
     header: dict[str, object] = {ABOUT: {**about, "crc32": NO_SUM.decode()}}
     end = 0
     for name, tensor in ordered:
@@ -166,28 +159,28 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]], about: Mapping[str,
 
 
 def seal(path: Path) -> int:
-    """Put the sum of a file into it; its size in bytes. Raises OSError."""
-    _, found, at = _sums(path)
+    """Write a file's checksum into it; returns its size in bytes. Raises OSError."""
+    _, actual, at = _sums(path)
     number = os.open(path, os.O_WRONLY)
     try:
-        os.pwrite(number, found, at)
+        os.pwrite(number, actual, at)
     finally:
         os.close(number)
     return path.stat().st_size
 
 
-def whole(path: Path) -> bool:
-    """Whether a file is what was written."""
+def intact(path: Path) -> bool:
+    """Whether a file is undamaged."""
     try:
-        told, found, _ = _sums(path)
-        with safe_open(path, "pt"):  # its header is one, too
-            return told == found
+        expected, actual, _ = _sums(path)
+        with safe_open(path, "pt"):  # the header must be valid, too
+            return expected == actual
     except (OSError, ValueError, SafetensorError):
         return False
 
 
 def about(path: Path) -> dict[str, str]:
-    """What :func:`write` was told; empty where it cannot be read."""
+    """The metadata given to :func:`write`; empty if the file cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             return file.metadata() or {}
@@ -196,7 +189,7 @@ def about(path: Path) -> dict[str, str]:
 
 
 def _sums(path: Path) -> tuple[bytes, bytes, int]:
-    """(the sum in the header, that of the file, where in the file the first one is). Raises OSError, ValueError."""
+    """(checksum in the header, checksum of the file, offset of the former). Raises OSError, ValueError."""
     with open(path, "rb", buffering=0) as file:
         length = file.read(8)
         size = int.from_bytes(length, "little")
@@ -212,10 +205,7 @@ def _sums(path: Path) -> tuple[bytes, bytes, int]:
     return head[at : at + 8], b"%08x" % crc, at
 
 
-# Files between ranks, through host memory and gloo.
-
-
-MESSAGE = 1 << 25  # bytes a message
+MESSAGE = 1 << 25  # bytes of a message between ranks
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -226,15 +216,16 @@ def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def swap(sent: tuple[Path, int] | None, wanted: tuple[Path, int, int] | None, group: dist.ProcessGroup) -> None:
-    """Send one file while another one arrives; the other ranks do their part of it.
+    """Send one file and receive another at the same time, over gloo; the other ranks call it with their files.
 
     Args:
         sent: (file, to which rank).
-        wanted: (file to be made, from which rank, its bytes).
+        wanted: (file to write, from which rank, its size in bytes).
         group: of all ranks, on gloo.
 
     Raises:
-        OSError: it could not be written; it was received to its end all the same, so that nobody waits.
+        OSError: the file could not be written; it was received completely all the same, so that the sender does not
+            wait.
     """
     mine = sent[0].stat().st_size if sent else 0
     theirs = wanted[2] if wanted else 0
@@ -248,7 +239,7 @@ def swap(sent: tuple[Path, int] | None, wanted: tuple[Path, int, int] | None, gr
             error = problem
         for start in range(0, max(mine, theirs), MESSAGE):
             part, works = buffer[: max(theirs - start, 0)], []
-            if start < theirs:  # first: posted after our own data, gloo would send one direction at a time
+            if start < theirs:  # receive first: otherwise gloo would use one direction at a time
                 works.append(dist.irecv(part, wanted[1], group=group))
             if start < mine:
                 works.append(dist.isend(data[start : start + MESSAGE], sent[1], group=group))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a restart: the newest step of which every rank's state is still in some host's memory.
+"""After a restart, find the newest step for which every rank's state is still in some host's memory.
 
-All ranks tell what lies on their nodes, and each file is read against its sum by who will load it or send it on. What
-is not whole is left out, and the other copy, or an older step, is taken. Ranks may have changed their nodes.
+All ranks exchange which files their nodes have. Each file is compared with its checksum by the rank that will load or
+send it; if it is damaged, another copy or an older step is used. Ranks may run on other nodes than before.
 """
 
 from __future__ import annotations
@@ -25,79 +25,84 @@ Files = dict[Step, dict[int, Path]]  # by rank
 
 
 @dataclass(frozen=True)
-class Found:
-    """What to go on from, on this rank."""
+class CopyToLoad:
+    """The copy to load on this rank."""
 
     path: Path
     progress: Progress
-    told: str
+    line: str  # to be printed
 
 
-def newest(copies: Copies, on_disk: int, notes: list[str]) -> Found | None:
-    """The newest whole step that is newer than the disk's, on every rank; other copies are removed. All ranks call it.
+def newest(copies: Copies, on_disk: int, notes: list[str]) -> CopyToLoad | None:
+    """The newest complete step that is newer than the checkpoint on the disk; other copies are removed.
+
+    All ranks call it, and all get the same step.
 
     Args:
         on_disk: iteration of the latest checkpoint; 0 if there is none.
-        notes: where a line goes that says why copies are of no use.
+        notes: receives a line if there are copies that cannot be used.
     """
-    files, strange = _look(copies)
-    told = gathered((sorted(strange), {step: sorted(of_rank) for step, of_rank in files.items()}), copies.group)
-    holders = [one for _, one in told]
-    strange = {line for lines, _ in told for line in lines}
+    files, others = _list_files(copies)
+    every = gathered((sorted(others), {step: sorted(of_rank) for step, of_rank in files.items()}), copies.group)
+    holders = [one for _, one in every]
+    others = {line for lines, _ in every for line in lines}
     newer = sorted({step for one in holders for step in one if step[0] > on_disk}, reverse=True)
-    missing, found = "", None
+    missing, chosen = "", None
     for step in newer:
-        found, reason = _bring(copies, step, files.get(step, {}), [one.get(step, []) for one in holders])
+        chosen, reason = _fetch(copies, step, files.get(step, {}), [one.get(step, []) for one in holders])
         missing = missing or reason
-        if found:
+        if chosen:
             break
     gathered(None, copies.group)
-    copies.clear(found and found.progress.iteration)
-    if found is None and (newer or strange):
-        reason = missing or f"they are of {min(strange)}, and this run is of {_form(copies.about)[0]}"
-        notes.append(f"the copies in memory are of no use ({reason}): going on from the disk")
-    return found
+    copies.clear(chosen and chosen.progress.iteration)
+    if chosen is None and (newer or others):
+        reason = missing or f"they are of {min(others)}, but this run is of {_layout(copies.about)[0]}"
+        notes.append(f"the copies in memory cannot be used ({reason}): going on from the disk")
+    return chosen
 
 
-def _form(about: Mapping[str, str]) -> tuple[str, str]:
+def _layout(about: Mapping[str, str]) -> tuple[str, str]:
+    """(grid, settings that determine a rank's tensors)."""
     return about.get("grid", "another grid"), about.get("settings", "")
 
 
-def _look(copies: Copies) -> tuple[Files, set[str]]:
-    """(this run's files on this node, of what others are)."""
+def _list_files(copies: Copies) -> tuple[Files, set[str]]:
+    """(this run's files on this node, grids or settings of files that do not fit this run)."""
     files: Files = {}
-    strange = set()
+    others = set()
     for path in copies.folder.at.glob("iter_*.safetensors"):
         about = copy_file.about(path)
         if about.get("run") != copies.about["run"]:
             continue
-        grid, settings = _form(about)
-        if (grid, settings) != _form(copies.about):
-            strange.add(grid if grid != copies.about["grid"] else "other settings")
+        grid, settings = _layout(about)
+        if (grid, settings) != _layout(copies.about):
+            others.add(grid if grid != copies.about["grid"] else "other settings")
             continue
         try:
             iteration, rank, _ = int(about["iteration"]), int(about["rank"]), about["start"]
         except (KeyError, ValueError):
-            continue  # no copy of ours
-        if path == copies.path(iteration, rank):  # under another name it would be cleared away as another step's
+            continue  # not a copy of ours
+        if path == copies.path(iteration, rank):  # a file with another name would be removed as another step's
             files.setdefault((iteration, about["start"]), {})[rank] = path
-    return files, strange
+    return files, others
 
 
-def _bring(copies: Copies, step: Step, files: Mapping[int, Path], holders: list[list[int]]) -> tuple[Found | None, str]:
-    """(this rank's file of a step, here by now, or None; what is missing).
+def _fetch(
+    copies: Copies, step: Step, files: Mapping[int, Path], holders: list[list[int]]
+) -> tuple[CopyToLoad | None, str]:
+    """(this rank's file of a step, received from another node if necessary, or None; what is missing).
 
     Args:
-        files: of that step on this node, by rank.
-        holders: by rank, of which ranks its node has a file.
+        files: this node's files of the step, by rank.
+        holders: for each rank, the ranks whose files its node has.
     """
     me, iteration = copies.rank, step[0]
     bad: set[tuple[int, int]] = set()  # (rank, holder)
     while True:
         plan = {rank: _holder(rank, holders, bad) for rank in range(copies.ranks)}
         if lost := [rank for rank, holder in plan.items() if holder is None]:
-            return None, f"of iteration {iteration} no whole copy of rank {lost[0]} is left"
-        wrong = [(rank, me) for rank, holder in plan.items() if holder == me and not copy_file.whole(files[rank])]
+            return None, f"no undamaged copy of rank {lost[0]} is left of iteration {iteration}"
+        wrong = [(rank, me) for rank, holder in plan.items() if holder == me and not copy_file.intact(files[rank])]
         if not _agreed(copies, bad, wrong):
             continue
         path, wrong = files.get(me), []
@@ -113,22 +118,22 @@ def _bring(copies: Copies, step: Step, files: Mapping[int, Path], holders: list[
         if _agreed(copies, bad, wrong):
             break
     moved = [rank for rank, holder in plan.items() if rank != holder]
-    lost = f", of rank{'s' * (len(moved) > 1)} {', '.join(map(str, moved))} from another node's" if moved else ""
+    fetched = f", of rank{'s' * (len(moved) > 1)} {', '.join(map(str, moved))} from another node's" if moved else ""
     progress = Progress(**json.loads(copy_file.about(path)["progress"]))
-    return Found(path, progress, f"loaded iteration {iteration} from the copies in memory{lost}"), ""
+    return CopyToLoad(path, progress, f"loaded iteration {iteration} from the copies in memory{fetched}"), ""
 
 
 def _holder(rank: int, holders: list[list[int]], bad: set[tuple[int, int]]) -> int | None:
-    """Which rank's node gives the file of a rank: its own if it can."""
+    """The rank whose node provides the file of ``rank``: itself if possible; None if no node has the file."""
     able = [holder for holder, has in enumerate(holders) if rank in has and (rank, holder) not in bad]
     return rank if rank in able else next(iter(able), None)
 
 
 def _agreed(copies: Copies, bad: set[tuple[int, int]], wrong: list[tuple[int, int]]) -> bool:
-    """Whether no rank found anything wrong; what was is added to ``bad``."""
-    found = {one for of_rank in gathered(wrong, copies.group) for one in of_rank}
-    bad |= found
-    return not found
+    """Whether no rank found a damaged file; those found are added to ``bad``."""
+    damaged = {one for of_rank in gathered(wrong, copies.group) for one in of_rank}
+    bad |= damaged
+    return not damaged
 
 
 def _send(copies: Copies, path: Path, rank: int) -> None:
@@ -137,14 +142,14 @@ def _send(copies: Copies, path: Path, rank: int) -> None:
 
 
 def _receive(copies: Copies, iteration: int, holder: int) -> Path | None:
-    """This rank's file, from another one; None where it did not come whole."""
+    """Receive this rank's file from another rank; None if it arrived damaged."""
     size, path = torch.tensor([0]), copies.path(iteration, copies.rank)
     partial = copies.partial(iteration, copies.rank)
     dist.recv(size, holder, group=copies.group)
     try:
         swap(None, (partial, holder, int(size)), copies.group)
-        if not copy_file.whole(partial):
-            raise OSError("it came as something else")
+        if not copy_file.intact(partial):
+            raise OSError("it was damaged on the way")
         partial.rename(path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank must remember to go on where it is: its tensors as they lie, and the little that is no tensor.
+"""A rank's complete training state: its local tensors, and the objects that are not tensors.
 
-Nothing is described, planned or gathered for it, and it fits the same grid alone. What all ranks of DP x CP hold alike
-(weights below ZeRO 2, states below ZeRO 1) is kept by one of them, in shares of about the same size, and sent to the
-others when it is loaded.
+It is saved without planning or gathering, so it fits only the same grid. Tensors that are identical on all ranks of
+DP x CP (weights below ZeRO 2, states below ZeRO 1) are each saved by one rank, in shares of about the same size, and
+sent to the others when they are loaded.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Part:
 
     name: str
     tensor: Tensor
-    owner: int | None = None  # rank in DP x CP that keeps it, where all hold the same
+    owner: int | None = None  # rank in DP x CP that saves it; None if every rank saves its own
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a job's state lies in."""
+class TrainingState:
+    """The objects that hold a job's state."""
 
     chunks: Sequence[nn.Module]
     optimizer: MegatronOptimizer
@@ -54,17 +54,17 @@ class Held:
     config: Config
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """What this rank keeps, by name, as it is; all ranks call it together."""
+        """The tensors that this rank saves, by name, without copying them. All ranks call it together."""
         gather_parameters(self.chunks, self.config)
         kept = [(part.name, part.tensor) for part in self._kept()]
         objects = torch.frombuffer(bytearray(packed(self._objects())), dtype=torch.uint8)
         return [*kept, (OBJECTS, objects)]
 
     def load(self, path: Path) -> None:
-        """Take over a copy whose sum was found right; all ranks call it together, each with its own.
+        """Load a copy whose checksum was verified. All ranks call it together, each with its own file.
 
         Raises:
-            Refusal: on every rank, and nothing was changed; it is of other tensors.
+            Refusal: on every rank, before anything is changed; the copy has other tensors.
         """
         make_states(self.optimizer)
         group = get_data_parallel_group(with_context_parallel=True)
@@ -72,7 +72,7 @@ class Held:
             together(lambda: self._check(file, path))
             for part in self._kept():
                 part.tensor.copy_(file.get_tensor(part.name))
-            named = path.resolve()  # for messages: the path goes by a descriptor
+            named = path.resolve()  # for messages, because ``path`` contains a descriptor
             objects = unpickle.read_bytes(file.get_tensor(OBJECTS).numpy().tobytes(), named, whole=True)
         for part in self._parts():
             if part.owner is not None:
@@ -94,42 +94,42 @@ class Held:
         return [part for part in self._parts() if part.owner in (None, mine)]
 
     def _parts(self) -> list[Part]:
-        parts, alike = [], []
-        for part, same in self._found():
-            (alike if same else parts).append(part)
+        parts, identical = [], []
+        for part, same in self._all_tensors():
+            (identical if same else parts).append(part)
         shares = [0] * get_data_parallel_group(with_context_parallel=True).size()
-        for part in sorted(alike, key=lambda one: -one.tensor.nbytes):
+        for part in sorted(identical, key=lambda one: -one.tensor.nbytes):
             owner = shares.index(min(shares))
             shares[owner] += part.tensor.nbytes
             parts.append(Part(part.name, part.tensor, owner))
         return parts
 
-    def _found(self) -> list[tuple[Part, bool]]:
-        """(each tensor, whether all ranks of DP x CP hold it and the work of keeping it is shared)."""
+    def _all_tensors(self) -> list[tuple[Part, bool]]:
+        """(tensor, whether it is identical on all ranks of DP x CP and is saved by only one of them)."""
         stage = self.config.parallel.zero_stage
         share = self.config.checkpoint.non_persistent_local_ckpt_algo == "fully_parallel"
-        found, weights = [], set()
+        parts, weights = [], set()
         for number, chunk in enumerate(self.chunks):
             model = unwrap(chunk)
             for name, parameter in model.named_parameters():
                 tensor = to_local_if_dtensor(parameter).detach()
                 weights.add(tensor.untyped_storage().data_ptr())
-                same = share and stage < 2 and getattr(parameter, "allreduce", True)  # not so: partitioned positions
-                found.append((Part(f"model{number}.{name}", tensor), same))
+                same = share and stage < 2 and getattr(parameter, "allreduce", True)  # False: partitioned positions
+                parts.append((Part(f"model{number}.{name}", tensor), same))
             for name, buffer in model.named_buffers():
-                found.append((Part(f"model{number}.{name}", to_local_if_dtensor(buffer)), False))
+                parts.append((Part(f"model{number}.{name}", to_local_if_dtensor(buffer)), False))
         for name, main, states in self._states():
             tensor = to_local_if_dtensor(main).detach()
-            same = share and stage < 1 and name.startswith("optimizer0.")  # the other one has partitioned positions
+            same = share and stage < 1 and name.startswith("optimizer0.")  # optimizer1: partitioned positions
             if tensor.untyped_storage().data_ptr() not in weights:  # in fp32 it is the weight, or a view of it
-                found.append((Part(f"{name}.param", tensor), same))
+                parts.append((Part(f"{name}.param", tensor), same))
             for key, value in states.items():
                 if isinstance(value, Tensor):
-                    found.append((Part(f"{name}.{key}", to_local_if_dtensor(value).detach()), same))
-        return found
+                    parts.append((Part(f"{name}.{key}", to_local_if_dtensor(value).detach()), same))
+        return parts
 
     def _states(self) -> list[tuple[str, Tensor, dict[str, Any]]]:
-        """(name, weight that the optimizer updates, what it remembers of it) for each of them."""
+        """(name, weight that the optimizer updates, the optimizer's states of it)."""
         return [
             (f"optimizer{number}.{at}.{index}", main, part.optimizer.state[main])
             for number, part in enumerate(_optimizers(self.optimizer))
@@ -177,16 +177,16 @@ class Held:
         set_random_state(objects["random"])
 
     def _engine_states(self) -> list[tuple[str, nn.Module, Any]]:
-        """States of Transformer Engine's layers, for FP8."""
-        found = []
+        """(name, module, extra state) of Transformer Engine's layers, for FP8."""
+        states = []
         for number, chunk in enumerate(self.chunks):
             for name, module in unwrap(chunk).named_modules():
                 if type(module).get_extra_state is not nn.Module.get_extra_state:
                     value = module.get_extra_state()
                     value = value.getvalue() if isinstance(value, io.BytesIO) else value
                     if value is not None:
-                        found.append((f"model{number}.{name}.{EXTRA_STATE}", module, value))
-        return found
+                        states.append((f"model{number}.{name}.{EXTRA_STATE}", module, value))
+        return states
 
 
 def _optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's checkpoints as they are: its args, its names, its forms of the optimizer."""
+"""Read Megatron-LM's checkpoints without conversion: its args, names and optimizer formats."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's files can be read only after they were compared with what was written.
+"""Check a checkpoint's files against their checksums before anything reads them.
 
-Whatever reads weights takes a :class:`Checked` and asks it for files by name. Only :func:`examine` makes one. It
-compares the files with the sizes and sums in ``checksums.json`` where there is such a list: in our checkpoints and in
-the Hugging Face folders that we write. In files of other programs it uses the sums that ``torch.save`` puts into them.
-Files that belong to no checkpoint, an extra ``.distcp`` for instance, are not read, and do not matter.
+Every function that reads weights takes a :class:`Checked` and asks it for files by name. Only :func:`examine` creates
+one. It compares the files with the sizes and sums in ``checksums.json``, which our checkpoints and the Hugging Face
+folders that we write have. For files of other programs it uses the sums that ``torch.save`` puts into them. Files that
+do not belong to the checkpoint, for example an extra ``.distcp``, are never read.
 """
 
 from __future__ import annotations
@@ -36,48 +36,43 @@ from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
 
-# ``common.pt``: what a checkpoint holds beside tensors, checked before anybody works with it.
-#
-# A file can say of its model, and of how far its run had come, whatever it likes. What is of another kind than the
-# setting that it claims to be is refused here, so that those who read it need not ask.
-
-
-MOST = {"num_layers": 100_000}  # layers are counted through one by one
-SECTIONS = ("model", "data", "optimizer", "attention")  # of the settings, that are read
-LARGEST = 1 << 40  # no width or vocabulary is near it
+# ``common.pt`` holds settings and progress. Their types and ranges are checked here, so readers can rely on them.
+MOST = {"num_layers": 100_000}  # code loops over the layers
+SECTIONS = ("model", "data", "optimizer", "attention")  # sections of the settings that are read
+LARGEST = 1 << 40  # far above any width or vocabulary
 
 
 def read_common(path: Path) -> dict[str, Any]:
     """``common.pt`` of the checkpoint ``path``.
 
     Raises:
-        Refusal: it cannot be read, or what it says of its run cannot be.
+        Refusal: it cannot be read, or a setting in it has an impossible value.
     """
     common = unpickle.read(path / "common.pt")
     if not isinstance(common, dict) or not all(isinstance(name, str) for name in common):
-        raise Refusal(f"checkpoint {path}: common.pt does not hold what a checkpoint does")
+        raise Refusal(f"checkpoint {path}: common.pt does not contain a dictionary of a checkpoint's state")
     if "config" in common:
         sections = common["config"]
         if not isinstance(sections, dict) or not all(isinstance(sections.get(one, {}), dict) for one in SECTIONS):
             raise Refusal(f"checkpoint {path}: common.pt holds no settings of its run")
         fitting(sections.get("model", {}), path)
         if not isinstance(common.get("progress", {}), dict):
-            raise Refusal(f"checkpoint {path} does not say how far its run had come")
+            raise Refusal(f"checkpoint {path} does not contain the progress of its run")
     for where, name in ((common.get("progress", {}), "iteration"), (common, "iteration"), (common, "vocab_size")):
         if name in where and where[name] is not None and not _whole(where[name]):
-            raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is no whole number")
+            raise Refusal(f"checkpoint {path}: {name} {short(where[name])} is not a whole number")
     return common
 
 
 def fitting(settings: Mapping[str, Any], where: object) -> Mapping[str, Any]:
-    """``settings``, in which each that :class:`ModelConfig` knows is of its kind; others are not looked at.
+    """Check the types of the settings that :class:`ModelConfig` has, and return ``settings``.
 
     Raises:
-        Refusal: one is not; the message names it.
+        Refusal: a setting has another type or is too large; the message names it.
     """
     for name, right in _kinds().items():
         if name in settings and not right(settings[name]):
-            raise Refusal(f"checkpoint {where}: {name} {short(settings[name])} is not what --{_flag(name)} can be")
+            raise Refusal(f"checkpoint {where}: {name} {short(settings[name])} is not a value for --{_flag(name)}")
         if name in MOST and (settings.get(name) or 0) > MOST[name]:
             raise Refusal(f"checkpoint {where}: {name} {settings[name]} is more than {MOST[name]}")
     return settings
@@ -107,7 +102,7 @@ _RIGHT: dict[Any, Callable[[Any], bool]] = {
 
 @cache
 def _kinds() -> dict[str, Callable[[Any], bool]]:
-    """For each setting of a model, whether a value can be one."""
+    """For each setting of a model, a function that checks the type of a value."""
     return {name: _one_of(hint) for name, hint in get_type_hints(ModelConfig).items()}
 
 
@@ -116,30 +111,28 @@ def _one_of(hint: Any) -> Callable[[Any], bool]:
     return lambda value: any(_RIGHT[kind](value) for kind in kinds)
 
 
-# Files of ``torch.save``: zip archives, which hold a CRC-32 of each record that ``torch.load`` does not look at.
-
-
+# Files of ``torch.save`` are zip archives with a CRC-32 of each record, which ``torch.load`` does not check.
 MAGIC = b"PK\x03\x04"
 
 
 def check_torch_file(path: Path) -> bool:
-    """Compare the records of a file of ``torch.save`` with their sums; False where it has none.
+    """Compare the records of a file of ``torch.save`` with their sums; False if it has none.
 
     Raises:
-        Damaged: a record is not what was written.
+        Damaged: a record differs from its sum.
         OSError: the file cannot be read.
     """
     return check_torch_files_in(path, [(0, path.stat().st_size)])
 
 
 def check_torch_files_in(path: Path, places: Sequence[tuple[int, int]]) -> bool:
-    """The same of several such files that lie in one, each at (offset, length) in bytes; False where any has none."""
+    """The same for several such files inside one, each at (offset, length) in bytes; False if any has no sums."""
     with open(path, "rb", buffering=0) as raw:
         return all([_check(path, _Part(raw, offset, length)) for offset, length in places])
 
 
 def _check(path: Path, part: _Part) -> bool:
-    """False where there are no sums: before torch 1.6, and where ``torch.save`` was told to write none."""
+    """False if there are no sums: before torch 1.6, and if they were switched off when the file was written."""
     is_zip = part.read(len(MAGIC)) == MAGIC or zipfile.is_zipfile(part)
     if not is_zip:
         return False
@@ -147,11 +140,11 @@ def _check(path: Path, part: _Part) -> bool:
         with zipfile.ZipFile(part) as archive:
             records = [record for record in archive.infolist() if record.file_size]
             if any(record.compress_type for record in records) or sum(one.file_size for one in records) > part.length:
-                raise ValueError("it is compressed, which torch.save never does")  # and could expand without end
+                raise ValueError("it is compressed, which torch.save never does")  # it could expand without limit
             if not any(record.CRC for record in records):
                 return False
             wrong = archive.testzip()
-    except Exception as error:  # whatever zipfile raises where the archive's directory is damaged
+    except Exception as error:  # zipfile raises many kinds if the archive's directory is damaged
         raise Damaged(f"{path} is not what was written ({reason(error)})") from None
     if wrong is not None:
         raise Damaged(f"{path} is not what was written (the CRC-32 of its record {wrong} differs)")
@@ -190,7 +183,7 @@ class _Part(io.RawIOBase):
 
 
 COMMON, METADATA, FORM = "common.pt", ".metadata", "metadata.json"
-TORCH_FILES = (  # what is read of Megatron-LM's format torch, and of DeepSpeed's universal checkpoints
+TORCH_FILES = (  # the files that are read of Megatron-LM's format torch, and of DeepSpeed's universal checkpoints
     "mp_rank_*/model_optim_rng.pt",
     "mp_rank_00_model_states.pt",
     "zero/*/*.pt",
@@ -200,11 +193,11 @@ TORCH_FILES = (  # what is read of Megatron-LM's format torch, and of DeepSpeed'
 
 @dataclass(frozen=True)
 class Checked:
-    """The folder of a checkpoint, or of a Hugging Face model, and those of its files that were compared.
+    """The folder of a checkpoint or Hugging Face model, and those of its files that were checked.
 
     Attributes:
-        files: their names; those in folders within it with a slash.
-        unchecked: whether some of them had no sums to compare with, so that only sizes could be compared.
+        files: their paths relative to the folder.
+        unchecked: whether some of them had no sums, so that at most their sizes could be checked.
     """
 
     path: Path
@@ -215,34 +208,35 @@ class Checked:
         return str(self.path)
 
     def file(self, name: str) -> Path:
-        """Where a file of the checkpoint lies. Raises Refusal where it is none that was compared."""
+        """Path of a file of the checkpoint. Raises Refusal if it was not checked."""
         if name not in self.files:
             why = f"it is not in {CHECKSUMS}" if os.path.exists(self.path / name) else "no such file"
             raise Refusal(f"{self.path / name}: {why}")
         return self.path / name
 
     def common(self) -> dict[str, Any]:
-        """What is no tensor, and the same on all ranks. Raises Refusal where it cannot be read."""
+        """The state apart from tensors, which is the same on all ranks. Raises Refusal if it cannot be read."""
         self.file(COMMON)
         return read_common(self.path)
 
     def metadata(self) -> Any:
-        """torch's list of the tensors, all of which lie in files that were compared. Raises Refusal."""
-        found = unpickle.read_metadata(self.file(METADATA))
-        for name in {place.relative_path for place in _places(found, self.path / METADATA)}:
+        """torch's list of the tensors. Raises Refusal if one of them lies in a file that was not checked."""
+        metadata = unpickle.read_metadata(self.file(METADATA))
+        for name in {place.relative_path for place in _places(metadata, self.path / METADATA)}:
             self.file(name)
-        return found
+        return metadata
 
 
 def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] = ()) -> Checked:
-    """Compare the files of a folder with what was written.
+    """Compare the files of a folder with their checksums.
 
     Args:
-        share, shares: compare the sizes of all files, and the contents of one in ``shares``; other ranks do the others.
-        only: compare these files alone, and give access to no others.
+        share, shares: compare the sizes of all files, and the contents of every ``shares``-th from ``share`` on; other
+            ranks compare the rest.
+        only: compare only these files, and give access to no others.
 
     Raises:
-        Damaged: with the first file that is not as it was written.
+        Damaged: with the first damaged file.
     """
     try:
         if (path / CHECKSUMS).exists():
@@ -258,15 +252,15 @@ def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] =
         raise Damaged(f"{error.filename} is missing") from None
     except OSError as error:
         raise Damaged(f"{error.filename or path}: {error.strerror or error}") from None
-    except Refusal as refusal:  # of a file that cannot be unpickled
+    except Refusal as refusal:  # a file cannot be unpickled
         raise Damaged(str(refusal)) from None
 
 
 def glance(path: Path, name: str) -> Checked:
-    """Access to one small file of a folder, for those who read settings and no weights: only it is compared.
+    """Access to one small file of a folder, without checking the others; for callers that read only settings.
 
     Raises:
-        Refusal: that file is damaged, or the list of files is.
+        Refusal: that file or the list of files is damaged.
     """
     try:
         return examine(path, only=(name,))
@@ -275,42 +269,42 @@ def glance(path: Path, name: str) -> Checked:
 
 
 def way_out(path: Path) -> str:
-    """What to do about a damaged checkpoint of which there is no other one."""
+    """What to do about a damaged checkpoint if there is no older one."""
     return f"restore the file; {anew(path)}" if is_hugging_face(path) else "choose another one with --ckpt-step"
 
 
 def _opened(path: Path, names: Iterable[str], only: Collection[str], unchecked: bool) -> Checked:
-    found = frozenset(names)
-    return Checked(path, found & frozenset(only) if only else found, unchecked)
+    files = frozenset(names)
+    return Checked(path, files & frozenset(only) if only else files, unchecked)
 
 
 def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Checked:
-    """A folder of ours."""
-    found = read_list(path / CHECKSUMS)
-    needed = ("config.json",) if found.form == HUGGING_FACE else (COMMON, METADATA, FORM)
-    if missing := [name for name in needed if name not in found.files]:
+    """A folder with ``checksums.json``, written by this program."""
+    listed = read_list(path / CHECKSUMS)
+    needed = ("config.json",) if listed.form == HUGGING_FACE else (COMMON, METADATA, FORM)
+    if missing := [name for name in needed if name not in listed.files]:
         raise Damaged(f"{path / CHECKSUMS} does not name {missing[0]}")
-    if found.folder not in (None, path.name):
-        of_run = f" of run {found.run}" if found.run else ""
-        raise Damaged(f"it was written as {found.folder}{of_run}: give the folder this name again")
-    names = [name for name in found.files if name in only or not only]
+    if listed.folder not in (None, path.name):
+        of_run = f" of run {listed.run}" if listed.run else ""
+        raise Damaged(f"it was written as {listed.folder}{of_run}: give the folder this name again")
+    names = [name for name in listed.files if name in only or not only]
     for name in names:
         size = (path / name).stat().st_size
-        if size != found.files[name].size:
-            raise Damaged(f"{path / name} has {size} bytes, {found.files[name].size} were written")
+        if size != listed.files[name].size:
+            raise Damaged(f"{path / name} has {size} bytes, {listed.files[name].size} were written")
     for name in names[share::shares]:
-        if crc32_of_file(path / name) != found.files[name].crc32:
+        if crc32_of_file(path / name) != listed.files[name].crc32:
             raise Damaged(f"{path / name} is not what was written (its CRC-32 differs)")
-    if found.version == 1 and not only and share == 0:  # which has no sum of its own: a line may be gone
-        if missing := sorted(files_of(path) - found.files.keys()):
+    if listed.version == 1 and not only and share == 0:  # such a list has no sum of itself: entries may be missing
+        if missing := sorted(files_of(path) - listed.files.keys()):
             raise Damaged(f"{path / CHECKSUMS} does not name {missing[0]}")
-    return _opened(path, found.files, only, False)
+    return _opened(path, listed.files, only, False)
 
 
 def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> Checked:
-    """A folder in core's form without a list: of Megatron-LM, or of ours before there were lists.
+    """A ``torch_dist`` folder without a list: Megatron-LM's, or ours from before there were lists.
 
-    Ours had the sums of ``torch.save`` in its files then, and has not had them since there is a list.
+    Our files without a list have the sums of ``torch.save``; those with a list do not.
     """
     for name in only or (FORM, COMMON, METADATA):
         (path / name).stat()
@@ -335,7 +329,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
 
 
 def files_of(path: Path) -> set[str]:
-    """The names of the files that a folder in core's form consists of. Raises Refusal where they cannot be read."""
+    """The names of the files of a ``torch_dist`` checkpoint. Raises Refusal if they cannot be read."""
     return {COMMON, METADATA, FORM} | {place.relative_path for place in _places_in(path)}
 
 
@@ -347,12 +341,12 @@ def _places(metadata: Any, where: Path) -> Iterator[Any]:
     """Where each part of each tensor lies: ``relative_path``, ``offset`` and ``length``, in bytes."""
     try:
         places = list(metadata.storage_data.values())
-        odd = outside({place.relative_path for place in places})
-        whole = all(isinstance(number, int) for place in places for number in (place.offset, place.length))
+        wrong = outside({place.relative_path for place in places})
+        integers = all(isinstance(number, int) for place in places for number in (place.offset, place.length))
     except (AttributeError, TypeError):
         raise Refusal(f"{where} cannot be read") from None
-    if odd is not None or not whole:
-        raise Refusal(f"{where} names {odd or 'a place'}, which is no part of a file in its folder")
+    if wrong is not None or not integers:
+        raise Refusal(f"{where} names {wrong or 'a place'}, which is not part of a file in its folder")
     yield from places
 
 

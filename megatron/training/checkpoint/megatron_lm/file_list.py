@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``checksums.json``: the list of a checkpoint's files, by which damage to them is noticed.
+"""``checksums.json``: the list of a checkpoint's files, which shows damage to them.
 
-It holds the size and the CRC-32 of each file, what the checkpoint is (its form, folder, iteration and run), and a
-CRC-32 of all this. Lists of version 1 (November 2026) hold the files alone, as {name: {"size": ..., "crc32": ...}}.
+It holds the size and CRC-32 of each file, the checkpoint's form, folder, iteration and run, and a CRC-32 of all this.
+Lists of version 1 (November 2026) hold only the files, as {name: {"size": ..., "crc32": ...}}.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BLOCK = 1 << 22  # bytes read at once
 
 
 class Damaged(Exception):
-    """Files that are not what was written: one line that names the first of them."""
+    """A file differs from what was written: one line that names it."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What a file is recognised by."""
+    """A file's size and checksum."""
 
     size: int  # bytes
     crc32: int
@@ -36,13 +36,13 @@ class Sum:
 
 @dataclass(frozen=True)
 class FileList:
-    """What ``checksums.json`` says.
+    """The contents of ``checksums.json``.
 
     Attributes:
-        files: by their names in the folder.
+        files: by file name.
         form: TORCH_DIST or HUGGING_FACE.
-        folder: name of the checkpoint's folder; None where any name will do.
-        iteration: of the checkpoint; None where it has none.
+        folder: name of the checkpoint's folder; None if it may have any name.
+        iteration: of the checkpoint; None if it has none.
         run: identity of the run that wrote it; empty if unknown.
         version: of the list's format.
     """
@@ -55,67 +55,67 @@ class FileList:
     version: int = field(default=VERSION, compare=False)
 
     def packed(self) -> bytes:
-        """The contents of ``checksums.json``."""
-        said = {name: value for name, value in asdict(self).items() if name != "files"}
-        said["files"] = {name: asdict(one) for name, one in sorted(self.files.items())}
-        return json.dumps({**said, "crc32": _crc32_of(said)}, indent=1).encode()
+        """The list as JSON."""
+        table = {name: value for name, value in asdict(self).items() if name != "files"}
+        table["files"] = {name: asdict(one) for name, one in sorted(self.files.items())}
+        return json.dumps({**table, "crc32": _crc32_of(table)}, indent=1).encode()
 
 
 def read_list(path: Path) -> FileList:
-    """What the list ``path`` says.
+    """Read and check the list ``path``.
 
     Raises:
-        Damaged: it is not what was written, or names no files.
+        Damaged: it differs from what was written, or names no files.
         OSError: it cannot be read.
     """
     try:
-        said = parse_json(read_bytes(path), unique=True)
-        first = "version" not in said
-        own = None if first else said.pop("crc32")
-        files = {name: Sum(**one) for name, one in (said if first else said["files"]).items()}
+        table = parse_json(read_bytes(path), unique=True)
+        version_1 = "version" not in table
+        crc32 = None if version_1 else table.pop("crc32")
+        files = {name: Sum(**one) for name, one in (table if version_1 else table["files"]).items()}
         numbers = [number for one in files.values() for number in (one.size, one.crc32)]
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError("sizes and sums are numbers")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         raise Damaged(f"{path} cannot be read; {anew(path.parent)}") from None
-    if not first and own != _crc32_of(said):
+    if not version_1 and crc32 != _crc32_of(table):
         raise Damaged(f"{path} is not what was written (its own CRC-32 differs); {anew(path.parent)}")
-    if not first and said["version"] != VERSION:
-        raise Damaged(f"{path} is of version {said['version']}, and this program reads {VERSION}: use a newer one")
+    if not version_1 and table["version"] != VERSION:
+        raise Damaged(f"{path} has version {table['version']}, but this program reads {VERSION}: use a newer program")
     if not files:
         raise Damaged(f"{path} names no files; {anew(path.parent)}")
-    if odd := outside(files):
-        raise Damaged(f"{path} names {odd}, which lies outside of its folder")
-    if first:
+    if wrong := outside(files):
+        raise Damaged(f"{path} names {wrong}, which lies outside of its folder")
+    if version_1:
         return FileList(files, version=1)
-    return FileList(files, said["form"], said["folder"], said["iteration"], said["run"])
+    return FileList(files, table["form"], table["folder"], table["iteration"], table["run"])
 
 
 def anew(path: Path) -> str:
-    """How a checkpoint that is meant to be as it is gets a list."""
+    """How to list the files of a checkpoint that was changed on purpose."""
     return f"if its files are meant to be as they are, python tools/check_checkpoint.py {path} --write-list lists them"
 
 
 def outside(names: Iterable[str]) -> str | None:
-    """The first name that is not that of a file in the folder itself, None if all are."""
+    """The first name that does not refer to a file in the folder itself; None if all do."""
     return next((name for name in names if name in ("", ".", "..") or Path(name).name != name), None)
 
 
 def crc32_of_file(path: Path) -> int:
-    """Raises OSError."""
-    found, block = 0, bytearray(BLOCK)
+    """CRC-32 of a file. Raises OSError."""
+    crc32, block = 0, bytearray(BLOCK)
     view = memoryview(block)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
-            found = zlib.crc32(view[:count], found)
-    return found
+            crc32 = zlib.crc32(view[:count], crc32)
+    return crc32
 
 
 def sum_of(path: Path) -> Sum:
-    """Of a file as it is. Raises OSError."""
+    """Size and CRC-32 of a file. Raises OSError."""
     return Sum(path.stat().st_size, crc32_of_file(path))
 
 
-def _crc32_of(said: Mapping[str, Any]) -> int:
-    """Of the contents of a list, however they are laid out in its file."""
-    return zlib.crc32(json.dumps(said, sort_keys=True, separators=(",", ":")).encode())
+def _crc32_of(table: Mapping[str, Any]) -> int:
+    """CRC-32 of a list's contents, independent of the JSON's whitespace and order."""
+    return zlib.crc32(json.dumps(table, sort_keys=True, separators=(",", ":")).encode())

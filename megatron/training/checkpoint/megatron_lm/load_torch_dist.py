@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load what Megatron-LM has written with ``torch_dist``: as if it were a checkpoint of ours.
+"""Load a ``torch_dist`` checkpoint of Megatron-LM as if it were one of ours.
 
-Whatever a run here asks for is read part by part from the files, so any grid and any ZeRO stage on either side will do.
-Random states and FP8's histories stay as they are: the first belong to TP x PP there and to tokens here, the second
-are pickled objects of Transformer Engine.
+Each rank reads the parts that it needs, so the grids and ZeRO stages of the two programs may differ. Random states and
+FP8 histories are not loaded: Megatron-LM's random states belong to TP x PP ranks, ours to tokens, and FP8 histories are
+pickled objects of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from megatron.training.arguments.config import Config
+from megatron.training.checkpoint.hugging_face.safetensors_folder import some
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import model_described, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Saved, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
 from megatron.training.refusal import Refusal, together
 
-DISTRIBUTED = "optimizer.distributed."  # keys of what belongs to a group of ranks there
-NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # multipliers of a group that does not say; the rest of its identity: False
+DISTRIBUTED = "optimizer.distributed."  # prefix of keys that belong to one data-parallel group
+NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # defaults of a parameter group; all other identifiers default to False
 
 
 @dataclass
 class Theirs:
-    """A checkpoint of Megatron-LM, opened; or another program's in its terms."""
+    """An open checkpoint of Megatron-LM, or of another program with names translated to Megatron-LM's."""
 
     path: Path
     common: dict[str, Any]
     args: dict[str, Any]
     stored: StoredTensors | WholeTensors
-    weights_alone: bool = False  # a model to begin with, at iteration 0
+    weights_alone: bool = False  # no training state: a run starts from it at iteration 0
 
     @property
     def has_optimizer(self) -> bool:
@@ -46,24 +47,24 @@ class Theirs:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What it says of its model, as our settings. Raises Refusal where that is not built here."""
+        """The model settings in its args, as our settings. Raises Refusal if the model is not supported."""
         return model_described(self.args, self.path)
 
     def progress(self) -> dict[str, int]:
-        """How far its run had come, as our Progress."""
-        found = {
+        """Fields of our Progress. Raises Refusal if the checkpoint does not have them."""
+        progress = {
             "iteration": self.common.get("iteration"),
             "consumed_train_samples": self.args.get("consumed_train_samples"),
         }
-        if missing := [name for name, value in found.items() if not isinstance(value, int)]:
+        if missing := [name for name, value in progress.items() if not isinstance(value, int)]:
             raise Refusal(f"checkpoint {self.path} does not say its {missing[0]}: pass --finetune")
         if self.args.get("skipped_train_samples"):
-            found["consumed_train_samples"] += self.args["skipped_train_samples"]
-        return found
+            progress["consumed_train_samples"] += self.args["skipped_train_samples"]
+        return progress
 
 
 def open_theirs(path: Checked) -> Theirs | None:
-    """``path`` as a checkpoint of Megatron-LM, None where it is one of ours. Raises Refusal where it is neither."""
+    """Open a checkpoint of Megatron-LM; None if it is one of ours. Raises Refusal if it is neither."""
     common = path.common()
     if "config" in common:
         return None
@@ -71,7 +72,7 @@ def open_theirs(path: Checked) -> Theirs | None:
 
 
 def check_vocabulary(theirs: Theirs, vocab_size: int, config: Config) -> None:
-    """Refuse a tokenizer whose vocabulary cannot be what was padded there."""
+    """Refuse a tokenizer whose vocabulary, padded as in the checkpoint, would have another number of rows."""
     rows = theirs.args.get("padded_vocab_size")
     if rows is None:
         return
@@ -84,38 +85,38 @@ def check_vocabulary(theirs: Theirs, vocab_size: int, config: Config) -> None:
         )
     if vocab_size != rows:
         config.notes.append(
-            f"the {rows - vocab_size} rows that pad the vocabulary of {theirs.path} count in the loss there; here they "
-            "do not"
+            f"the {rows - vocab_size} rows that pad the vocabulary of {theirs.path} count in Megatron-LM's loss, but "
+            "not in this program's"
         )
 
 
 def load(theirs: Theirs, state: dict[str, Any]) -> dict[str, Any]:
-    """What core's ``dist_checkpointing.load`` would give of a checkpoint of ours, for the state of this run.
+    """Load ``state``, as core's ``dist_checkpointing.load`` does with a checkpoint of ours. All ranks call it.
 
     Args:
-        state: weights and, where wanted, the optimizer, as core's sharded state with ``fully_reshardable``.
+        state: weights and, if it is loaded, the optimizer, as core's sharded state in the form ``fully_reshardable``.
 
     Raises:
-        Refusal: something is missing, has another shape, or lies there in a form that cannot be read.
+        Refusal: a tensor is missing, has another shape, or is in a form that cannot be read.
     """
-    loaded, asked = together(lambda: _read(theirs, state))
-    _check_all_asked(theirs, asked)
+    loaded, requested = together(lambda: _read(theirs, state))
+    _check_all_requested(theirs, requested)
     return loaded
 
 
 def _read(theirs: Theirs, state: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """(this rank's part of :func:`load`, names of the weights that it asked for)."""
+    """(this rank's part of :func:`load`, names of the weights that it requested)."""
     with_optimizer = "optimizer" in state
     source = Source(theirs.stored, _buckets(theirs) if with_optimizer else None)
     groups, scaler = _groups(theirs) if with_optimizer else ([], None)
     sharded, kept, factories = load_preprocess(state)
 
-    def found(value: Any) -> Any:
+    def read(value: Any) -> Any:
         if isinstance(value, ShardedTensor):
             return source.read(value)
         return value.data if isinstance(value, ShardedObject) else value
 
-    loaded = dict_list_map_outplace(found, sharded)
+    loaded = dict_list_map_outplace(read, sharded)
     loaded = apply_factory_merges(merge(loaded, kept), factories)
     if with_optimizer:
         ours = loaded["optimizer"]["optimizer"]["param_groups"]
@@ -124,7 +125,7 @@ def _read(theirs: Theirs, state: dict[str, Any]) -> tuple[dict[str, Any], set[st
             loaded["optimizer"]["grad_scaler"] = scaler
         if "opt_param_scheduler" in theirs.common:
             loaded["opt_param_scheduler"] = theirs.common["opt_param_scheduler"]
-    return loaded, source.asked
+    return loaded, source.requested
 
 
 def _buckets(theirs: Theirs) -> Buckets | None:
@@ -151,16 +152,16 @@ def _buckets(theirs: Theirs) -> Buckets | None:
 
 def _unreadable(theirs: Theirs, kind: str | None) -> Refusal:
     return Refusal(
-        f"checkpoint {theirs.path}: its optimizer is in the form {kind or 'dp_zero_gather_scatter'}, which is not read "
-        "here: load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable (before core 0.15: with "
-        "--ckpt-fully-parallel-save), or pass --no-load-optim"
+        f"checkpoint {theirs.path}: its optimizer is in the form {kind or 'dp_zero_gather_scatter'}, which is not "
+        "supported: load it in Megatron-LM and save it with --dist-ckpt-optim-fully-reshardable (before core 0.15: "
+        "with --ckpt-fully-parallel-save), or pass --no-load-optim"
     )
 
 
 def _groups(theirs: Theirs) -> tuple[list[dict[str, Any]], Any]:
-    """(groups of parameters with the steps taken, state of the loss scale)."""
+    """(parameter groups with the number of steps, state of the loss scale)."""
     saved = theirs.common.get("optimizer")
-    if saved is None or "param_groups" not in saved.get("optimizer", saved):  # a copy for each group of ranks
+    if saved is None or "param_groups" not in saved.get("optimizer", saved):  # one copy per data-parallel group
         first = f"{DISTRIBUTED}dp_group_idx_0."
         saved = {name: theirs.stored.object(f"{first}{name}") for name in ("optimizer", "grad_scaler")}
     inner = saved.get("optimizer") or saved
@@ -173,7 +174,7 @@ def _groups(theirs: Theirs) -> tuple[list[dict[str, Any]], Any]:
 
 
 def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Our groups with their values: of what only one kind of Adam knows, ours stays."""
+    """Our groups with their values. Keys that only our kind of Adam has keep our values."""
 
     def identity(group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(
@@ -195,12 +196,11 @@ def _matched(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -
     return matched
 
 
-def _check_all_asked(theirs: Theirs, mine: set[str]) -> None:
-    """Refuse a checkpoint with weights that no rank of this run has a place for."""
-    asked: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(asked, mine)
-    known = set().union(*asked)
+def _check_all_requested(theirs: Theirs, mine: set[str]) -> None:
+    """Refuse a checkpoint with weights that no rank of this run requested."""
+    requested: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(requested, mine)
+    known = set().union(*requested)
     left = sorted({name for name in map(without_layer, weights_in(theirs.stored)) if name not in known})
     if left := [name for name in left if not name.endswith("rotary_pos_emb.inv_freq")]:
-        some = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
-        raise Refusal(f"checkpoint {theirs.path} is of another model: it has {some}, which this one has not")
+        raise Refusal(f"checkpoint {theirs.path} is of another model: this model does not have {some(left)}")

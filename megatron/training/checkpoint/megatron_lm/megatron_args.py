@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``args`` of Megatron-LM's checkpoints: the model that they describe, as our settings.
+"""The ``args`` in Megatron-LM's checkpoints: converted to our settings, and written for our checkpoints.
 
-Names, defaults and meanings as in Megatron-LM's megatron/training/arguments.py, core 0.12 to 0.16. A setting of ours
-has the same name there, with the exceptions below.
+Names, defaults and meanings follow Megatron-LM's megatron/training/arguments.py, core 0.12 to 0.16. Our settings have
+the same names, with the exceptions below.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.refusal import Refusal
 
-# Settings that are of the model and say nothing of its weights or formulas.
-ELSEWHERE = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
-# What other networks have: name of the argument, values without effect, and what it would be.
-OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
+# Fields of ModelConfig that affect neither the shapes of weights nor the computation.
+NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
+# Arguments of networks that are not supported: name, values without effect, and the feature's name.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None,), "experts"),
     "multi_latent_attention": ((None, False), "multi-latent attention"),
     "mtp_num_layers": ((None, 0), "multi-token prediction"),
@@ -53,8 +53,8 @@ OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
     "spec": ((None,), "layers from a file"),
     "use_mup": ((None, False), "another scaling"),
 }
-# Names of Megatron-DeepSpeed's, and of Megatron-LM before core.
-OLDER = {
+# Names in Megatron-DeepSpeed, and in Megatron-LM before core.
+OLDER_NAMES = {
     "norm_epsilon": ("layernorm_epsilon",),
     "rotary_base": ("rope_theta", "rotary_position_embeddings_theta"),
 }
@@ -63,83 +63,79 @@ POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 
 def namespace(args: Any, where: object) -> dict[str, Any]:
-    """What a checkpoint's ``args`` hold, by name. Raises Refusal where they are nothing of the kind."""
+    """A checkpoint's ``args`` by name. Raises Refusal if they are missing or not a namespace."""
     if not isinstance(args, (Namespace, SimpleNamespace)):
-        raise Refusal(f"checkpoint {where} has no args that can be read: it does not say of which model it is")
+        raise Refusal(f"checkpoint {where} has no args that can be read: it does not describe its model")
     return vars(args)
 
 
 def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
-    """The settings of :class:`ModelConfig` that ``args`` give; those they do not know are left out.
+    """The fields of :class:`ModelConfig` that ``args`` give; others are left out.
 
     Raises:
-        Refusal: a model of another kind, named.
+        Refusal: the model is not supported; the message names the arguments.
     """
-    found = [
+    unsupported = [
         f"--{name.replace('_', '-')} ({what})"
-        for name, (neutral, what) in OTHERS.items()
+        for name, (neutral, what) in UNSUPPORTED.items()
         if name in args and not _is_one_of(args[name], neutral)
     ]
-    if found:
-        raise Refusal(f"checkpoint {where} is of a model that is not built here: {', '.join(found)}")
+    if unsupported:
+        raise Refusal(f"checkpoint {where} is of a model that is not supported: {', '.join(unsupported)}")
     for size in ("num_layers", "hidden_size", "num_attention_heads"):
         if args.get(size) is None:
             raise Refusal(f"checkpoint {where}: its args give no --{size.replace('_', '-')}")
     known = {
         field.name: args[field.name]
         for field in fields(ModelConfig)
-        if field.name not in ELSEWHERE and args.get(field.name) is not None
+        if field.name not in NOT_READ and args.get(field.name) is not None
     }
-    for name, older in OLDER.items():
+    for name, older in OLDER_NAMES.items():
         if name not in known and (value := next((args[one] for one in older if args.get(one) is not None), None)):
             known[name] = value
     if "add_bias_linear" not in known and isinstance(args.get("disable_bias_linear"), bool):
         known["add_bias_linear"] = not args["disable_bias_linear"]
     known["normalization"] = NORMS.get(str(known.get("normalization", "LayerNorm")).lower(), known.get("normalization"))
-    if args.get("use_rotary_position_embeddings") is True:  # the older spelling
+    if args.get("use_rotary_position_embeddings") is True:  # the older argument
         known["position_embedding_type"] = "rope"
     positions = known.get("position_embedding_type", "learned_absolute")
     if positions not in (*POSITIONS, "alibi"):
-        raise Refusal(f"checkpoint {where}: --position-embedding-type {positions} is not built here")
+        raise Refusal(f"checkpoint {where}: --position-embedding-type {positions} is not supported")
     if (groups := args.get("num_key_value_heads")) is not None:
         known["num_query_groups"] = groups
         known["group_query_attention"] = groups != args.get("num_attention_heads")
     if known.get("normalization") not in (None, "LayerNorm", "RMSNorm"):
-        raise Refusal(f"checkpoint {where}: --normalization {known['normalization']} is not built here")
+        raise Refusal(f"checkpoint {where}: --normalization {known['normalization']} is not supported")
     return dict(fitting(known, where))
 
 
 def model_of(args: dict[str, Any], where: object) -> ModelConfig:
-    """The whole model: where ``args`` say nothing, Megatron-LM's defaults, which are ours."""
+    """The complete model settings; missing ``args`` get Megatron-LM's defaults, which are ours."""
     return derive_shape(ModelConfig(**settings_of(args, where)))
 
 
 def model_described(args: dict[str, Any], where: object) -> dict[str, Any]:
-    """What ``args`` say of the model, widths that follow from others filled in: to be compared with a run's."""
-    said, model = settings_of(args, where), model_of(args, where)
+    """The settings in ``args`` and the widths derived from them, for comparison with a run's settings."""
+    settings, model = settings_of(args, where), model_of(args, where)
     derived = ("kv_channels", "ffn_hidden_size", "num_query_groups")
-    return said | {name: getattr(model, name) for name in derived}
+    return settings | {name: getattr(model, name) for name in derived}
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    name = getattr(value, "name", value)  # of an enum
-    if isinstance(value, list):  # DeepSpeed's number of experts by layer: 1 is none
+    name = getattr(value, "name", value)  # enums are compared by name
+    if isinstance(value, list):  # DeepSpeed's number of experts per layer: 1 means no experts
         return all(one in (1, *neutral) for one in value)
     return any(value is one or name == one for one in neutral)
 
 
-# What Megatron-LM's training program looks for in a checkpoint beside weights, optimizer and schedule.
-#
-# Names as in its megatron/training/checkpointing.py. Weights and optimizer are core's already:
-# ``fully_reshardable``, which its distributed optimizer reads on any TP x PP.
-
-
-LAYER = "decoder.layers"
-OWN_WORDS = ("model", "transformer_impl", "padded_vocab_size")  # of ModelConfig, said otherwise
+OTHER_MEANING = ("model", "transformer_impl", "padded_vocab_size")  # fields of ModelConfig that are written differently
 
 
 def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_samples: int) -> dict[str, Any]:
-    """To be saved beside the rest."""
+    """What Megatron-LM's program expects in a checkpoint in addition to weights, optimizer and schedule.
+
+    Names as in its megatron/training/checkpointing.py.
+    """
     return {
         "args": args_of(config, vocab_size, iteration, consumed_samples, dist.get_world_size()),
         "checkpoint_version": 3.0,
@@ -149,24 +145,24 @@ def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_sampl
 
 
 def flops_of_sample(config: Config, vocab_size: int) -> float:
-    """Forward and backward, attention under a causal mask, no recompute."""
+    """FLOPs of forward and backward for one sample, with causal attention and without recompute."""
     forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
     return 3 * (forward.gemm + forward.attention / 2)
 
 
 def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, world_size: int) -> Namespace:
-    """``args`` for a checkpoint of ours: what Megatron-LM looks at when it loads one, and the model.
+    """``args`` for our checkpoints: the model, and what Megatron-LM reads when it loads one.
 
-    ``no_save_rng`` is true, for random states here belong to tokens and not to TP x PP as there.
+    ``no_save_rng`` is true because our random states belong to tokens, not to TP x PP ranks as in Megatron-LM.
     """
     model, parallel, data, optimizer = config.model, config.parallel, config.data, config.optimizer
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size or 1
     rotary = model.position_embedding_type in ROTARY
-    said = {name: value for name, value in asdict(model).items() if name not in OWN_WORDS}
-    said["num_query_groups"] = model.num_query_groups if model.group_query_attention else 1
+    settings = {name: value for name, value in asdict(model).items() if name not in OTHER_MEANING}
+    settings["num_query_groups"] = model.num_query_groups if model.group_query_attention else 1
     return Namespace(
-        **said,
+        **settings,
         transformer_impl="local" if model.transformer_impl == "auto" else model.transformer_impl,
         add_position_embedding=True,
         use_rotary_position_embeddings=rotary,
@@ -207,9 +203,9 @@ def args_of(config: Config, vocab_size: int, iteration: int, consumed: int, worl
 
 
 def engine_states(chunk: GPTModel) -> list[ShardedObject]:
-    """Empty states of modules that only Transformer Engine's layers have, and ask for when they load.
+    """Empty extra states that Transformer Engine's layers expect in a checkpoint, and core's layers do not write.
 
-    core writes those of its linear layers itself, empty as well.
+    core itself writes the (empty) extra states of its linear layers.
     """
     if not isinstance(chunk.decoder.layers[0].self_attention.linear_qkv, ColumnParallelLinear):
         return []
@@ -218,8 +214,10 @@ def engine_states(chunk: GPTModel) -> list[ShardedObject]:
         kinds += ["q_layernorm", "k_layernorm"]
     rank = (0, chunk.pg_collection.tp.rank(), get_data_parallel_rank(with_context_parallel=True))
     states = [
-        ShardedObject(f"{LAYER}.self_attention.{kind}._extra_state", None, (layers,), (layer.layer_number - 1,), rank)
-        for layer in chunk.decoder.layers
+        ShardedObject(
+            f"decoder.layers.self_attention.{kind}._extra_state", None, (layers,), (one.layer_number - 1,), rank
+        )
+        for one in chunk.decoder.layers
         for kind in kinds
     ]
     if chunk.post_process:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``.metadata`` of a ``torch_dist`` checkpoint: which tensors there are, and where each part of them lies.
+"""Read the ``.metadata`` of a ``torch_dist`` checkpoint: its tensors, and where each part of them lies.
 
-PyTorch writes it as a pickle of its own classes. Here it is read by :class:`Machine`, which makes the few classes below
-and checks each value: a file cannot lead out of its folder, and claim no more numbers than it has bytes for. What else
-lies in it (plans of the writer, for the most part) is of no use to a reader and is left out.
+PyTorch writes it as a pickle of its own classes. Here :class:`Machine` reads it, which creates only the few classes
+below and checks each value: no path leaves the folder, and no tensor has more elements than its file has bytes for.
+Everything else in it (mainly the writer's plans) is ignored.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.training.checkpoint.megatron_lm.pickle_machine import BadPickle, Machine, Pair, Table
 from megatron.training.refusal import Refusal, reason
 
-LONGEST = 256 << 20  # bytes of a file; one of 50,000 parts has about ten million
+LONGEST = 256 << 20  # bytes of a file; 50,000 parts take about ten million
 DIMENSIONS = 64
-LARGEST = 1 << 62  # numbers in a tensor, and bytes in a file
+LARGEST = 1 << 62  # elements in a tensor, and bytes in a file
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 DTYPES: Mapping[Pair, Any] = {
-    ("torch", name): found for name, found in vars(torch).items() if isinstance(found, torch.dtype)
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
 
 
 def whole_number(value: Any) -> bool:
-    """Whether ``value`` can be a length or a place."""
+    """Whether ``value`` can be a length or an offset."""
     return type(value) is int and 0 <= value < LARGEST
 
 
@@ -50,7 +50,7 @@ def make_size(*parts: Any) -> torch.Size:
     """``torch.Size`` of its pickled arguments. Raises BadPickle."""
     (lengths,) = parts
     if type(lengths) not in (tuple, list) or len(lengths) > DIMENSIONS or not all(map(whole_number, lengths)):
-        raise BadPickle("a shape in it is none")
+        raise BadPickle("a shape in it is invalid")
     if prod(lengths) >= LARGEST:
         raise BadPickle("a shape in it is larger than any tensor")
     return torch.Size(lengths)
@@ -67,12 +67,12 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _state(state: Any, **kinds: Callable[[Any], bool]) -> dict[str, Any]:
-    """The attributes that are wanted, each checked; others are left out."""
+    """The attributes named in ``kinds``, each checked by its function; others are ignored."""
     if type(state) is not dict:
-        raise BadPickle("the state of an object in it is no dictionary")
+        raise BadPickle("the state of an object in it is not a dictionary")
     for name, right in kinds.items():
         if not right(state.get(name)):
-            raise BadPickle(f"{name} of an object in it is not what it should be")
+            raise BadPickle(f"{name} of an object in it has a wrong type or value")
     return {name: state.get(name) for name in kinds}
 
 
@@ -104,20 +104,20 @@ def _build_place(place: _StorageInfo, state: Any) -> None:
     if not name.isprintable() or "/" in name or "\\" in name or name in ("", ".", ".."):
         raise BadPickle("it names a file outside of its folder")
     if state.get("transform_descriptors"):
-        raise BadPickle("its files are compressed or encrypted, which is not read here")
+        raise BadPickle("its files are compressed or encrypted, which is not supported")
     place.transform_descriptors = None
 
 
 def _build_chunk(chunk: ChunkStorageMetadata, state: Any) -> None:
     vars(chunk).update(_state(state, offsets=_is(torch.Size), sizes=_is(torch.Size)))
     if len(chunk.offsets) != len(chunk.sizes):
-        raise BadPickle("a part of a tensor in it has a shape that is not that of its place")
+        raise BadPickle("the shape and the offset of a tensor's part in it have different lengths")
 
 
 def _build_properties(properties: TensorProperties, state: Any) -> None:
     if type(state) is not tuple or len(state) != 5 or not isinstance(state[0], torch.dtype):
         raise BadPickle("the dtype of a tensor in it cannot be read")
-    # Of the rest nothing matters to a reader, and what a file says of it could make torch stumble.
+    # A reader needs none of the rest, and unexpected values could make torch fail.
     properties.__setstate__((state[0], torch.strided, False, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, False))
 
 
@@ -147,14 +147,14 @@ def _build_metadata(metadata: Metadata, state: Any) -> None:
     )
     for index, place in metadata.storage_data.items():
         if "relative_path" not in vars(place):
-            raise BadPickle("a part in it lies nowhere")
+            raise BadPickle("a part in it has no place in a file")
         if not index.fqn.isprintable():
             raise BadPickle("a name in it cannot be printed")
     for name, tensor in metadata.state_dict_metadata.items():
         for chunk in getattr(tensor, "chunks", ()):
             place = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
             if place is not None and place.length < chunk.sizes.numel() * tensor.properties.dtype.itemsize:
-                raise BadPickle(f"{name} has more numbers than bytes")
+                raise BadPickle(f"{name} has more elements than bytes for them")
 
 
 TABLE = Table(
@@ -190,17 +190,17 @@ TABLE = Table(
 
 
 def read_metadata(path: Path) -> Metadata:
-    """torch's ``.metadata``.
+    """Read torch's ``.metadata``.
 
     Raises:
-        Refusal: it is damaged, or names what is nothing of a checkpoint, or places outside of its folder.
+        Refusal: it is damaged, or names something that does not belong to a checkpoint, or a file outside its folder.
     """
     try:
         if path.stat().st_size > LONGEST:
             raise BadPickle(f"it has more than {LONGEST:,} bytes")
-        found = Machine(path.read_bytes(), TABLE).load()
-        if type(found) is not Metadata or "storage_data" not in vars(found):
-            raise BadPickle("it is no list of tensors")
+        metadata = Machine(path.read_bytes(), TABLE).load()
+        if type(metadata) is not Metadata or "storage_data" not in vars(metadata):
+            raise BadPickle("it is not a list of tensors")
     except (OSError, ValueError) as error:
         raise Refusal(f"{path} cannot be read: {reason(error)}") from None
-    return found
+    return metadata

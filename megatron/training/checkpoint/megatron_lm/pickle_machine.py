@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry out the instructions of a pickle without ever calling what the pickle names.
+"""Execute the instructions of a pickle without ever calling what the pickle names.
 
-Python's unpickler looks up any function or class that a file names, and calls it. This machine looks nothing up. A name
-in a file stays a pair of texts; only where that pair is a key of a table that the caller gives does anything get made,
-by the caller's own function. Every other object comes as an :class:`Unread`, which holds its name and nothing else.
+Python's unpickler looks up and calls any function or class that a file names. This machine looks nothing up: a name in
+a file remains a pair of strings. Only if that pair is a key of the caller's table is an object created, by the caller's
+function. Every other object becomes an :class:`Unread`, which holds only its name.
 
-Work and memory are bounded by the number of bytes read: no instruction allocates by a length that the file merely
-claims, containers are counted, nothing can contain itself, and structures that would grow when they are walked (a list
-that holds another one twice, and so on fifty times) are refused.
+Work and memory are bounded by the number of bytes read: no instruction allocates a length that the file only claims,
+containers are counted, nothing can contain itself, and structures that grow exponentially when they are traversed (a
+list that contains another list twice, fifty levels deep) are refused.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from typing import Any
 
 Pair = tuple[str, str]  # module and name, as they stand in the file
 SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
-DEEPEST = 100  # containers within one another
-INTEGER_BYTES = 64  # random generators keep numbers of 128 bits; nothing in a checkpoint is longer than this
-KEY_PARTS = 64  # a tuple that is a key of a dictionary is hashed part by part
-# Never called either, but no checkpoint that was written in good faith names them: better to say so than to read on.
+DEEPEST = 100  # levels of nested containers
+INTEGER_BYTES = 64  # random generators have integers of 128 bits; nothing in a checkpoint is longer than this
+KEY_PARTS = 64  # bounds the cost of hashing a tuple that is a dictionary's key
+# These would not be called either, but only an attack names them, so such a file is refused.
 ACTING = frozenset("os posix nt sys subprocess socket shutil importlib runpy ctypes pty code codeop webbrowser".split())
 BUILTINS = ("builtins", "__builtin__")
 ACTING_BUILTINS = frozenset("eval exec execfile compile open __import__ input breakpoint apply".split())
 
 
 class BadPickle(ValueError):
-    """A pickle that is damaged, or wants what a checkpoint never needs."""
+    """A pickle that is damaged, or contains something that a checkpoint never needs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """In place of a function, a class, or an object of a class, that is not in the caller's table."""
+    """Stands for a function, a class, or an object of a class that is not in the caller's table."""
 
     of: str  # module and name, with a dot between them
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a machine makes of the names in a file.
+    """What a machine creates for the names in a file.
 
     Args:
-        constants: the value of a name itself, such as a dtype.
-        makers: from the arguments that the file gives to a function or class to an object; ValueError where they are
-            not what belongs there.
-        builders: by the type of an object that a maker made, takes over the state that the file gives it.
-        strict: refuse all other names; otherwise they come as :class:`Unread`.
+        constants: values of names, such as dtypes.
+        makers: functions that create an object from the arguments in the file; they raise ValueError if these are
+            invalid.
+        builders: by the type of the object, functions that apply the state in the file to it.
+        strict: refuse all other names; otherwise they become :class:`Unread`.
     """
 
     constants: Mapping[Pair, Any]
@@ -58,11 +58,11 @@ class Table:
 
 
 class Machine:
-    """Carries out one pickle.
+    """Executes one pickle.
 
     Args:
         data: bytes with the pickle at ``start``.
-        stored: gives the object of a persistent id, as ``torch.save`` has them for storages.
+        stored: returns the object of a persistent id, which ``torch.save`` uses for storages.
     """
 
     def __init__(self, data: Any, table: Table, start: int = 0, stored: Callable[[Any], Any] | None = None) -> None:
@@ -70,33 +70,33 @@ class Machine:
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        # Of each container: how deep it is, how many parts it has when it is walked, whether it lies in another one.
+        # By id of a container: its depth, its number of parts when traversed, whether it is in another container.
         self.sizes: dict[int, list[int]] = {}
-        self.kept: list[Any] = []  # so that no number in ``sizes`` means two objects
-        self.most = 1000 + (len(data) - start) // 4  # of containers
-        self.largest = 100_000 + 16 * (len(data) - start)
+        self.kept: list[Any] = []  # keeps all containers alive, so that their ids in ``sizes`` stay unique
+        self.most = 1000 + (len(data) - start) // 4  # containers
+        self.largest = 100_000 + 16 * (len(data) - start)  # parts when traversed
 
     def load(self) -> Any:
-        """The object; ``at`` is then behind its pickle. Raises BadPickle."""
+        """The object; ``at`` is then after the end of the pickle. Raises BadPickle."""
         data, stop = self.data, len(self.data)
         try:
             while self.at < stop:
                 code = data[self.at]
                 self.at += 1
                 if code == STOP:
-                    found = self.stack.pop()
+                    result = self.stack.pop()
                     if self.stack or self.marked:
-                        raise BadPickle("it ends with something left over")
-                    return found
+                        raise BadPickle("its stack is not empty at the end")
+                    return result
                 step = STEPS[code]
                 if step is None:
-                    raise BadPickle(f"instruction {code:#04x} has no place in a checkpoint")
+                    raise BadPickle(f"instruction {code:#04x} does not occur in checkpoints")
                 step(self)
         except (LookupError, UnicodeDecodeError, TypeError, AttributeError, OverflowError) as error:
             raise BadPickle(f"it is damaged at byte {self.at} ({type(error).__name__})") from None
         raise BadPickle("it ends too early")
 
-    # What the instructions have in common.
+    # Used by the instructions below.
 
     def take(self, count: int) -> Any:
         """The next bytes of the file."""
@@ -112,7 +112,7 @@ class Machine:
     def line(self) -> str:
         end = bytes(self.data[self.at : self.at + 500]).find(b"\n")
         if end < 0:
-            raise BadPickle("a name in it has no end")
+            raise BadPickle("a name in it does not end")
         text = bytes(self.take(end + 1))[:-1]
         return text.decode()
 
@@ -123,18 +123,18 @@ class Machine:
 
     def remember(self, number: int) -> None:
         if number > len(self.data):
-            raise BadPickle("it remembers more than it holds")
+            raise BadPickle("an index of its memo is too large")
         self.memo[number] = self.stack[-1]
 
     def new(self, made: Any) -> Any:
-        """A container that is there from now on; counts it."""
+        """Count a new container."""
         self.kept.append(made)
         if len(self.kept) > self.most:
             raise BadPickle("it has more objects than fit into a file of this length")
         return made
 
     def put_into(self, container: Any, parts: Any) -> None:
-        """Note that ``container`` holds ``parts``, which are not changed any more after that."""
+        """Record that ``container`` contains ``parts``, which must not change after that."""
         sizes = self.sizes
         mine = sizes.get(id(container))
         if mine is None:
@@ -147,7 +147,7 @@ class Machine:
             if type(part) in SCALARS:
                 continue
             if part is container:
-                raise BadPickle("an object in it holds itself")
+                raise BadPickle("an object in it contains itself")
             other = sizes.get(id(part))
             if other is None:
                 other = sizes[id(part)] = [1, 1, 1]
@@ -168,7 +168,7 @@ class Machine:
 
     def filled(self, made: tuple | frozenset) -> Any:
         self.new(made)
-        if made:  # there is but one empty tuple
+        if made:  # Python has only one empty tuple
             self.put_into(made, made)
         return made
 
@@ -176,7 +176,7 @@ class Machine:
         if type(key) is tuple and not self._short(key):
             raise BadPickle("a key in it is too long")
         if isinstance(key, (list, dict, set, bytearray)):
-            raise BadPickle("a key in it cannot be one")
+            raise BadPickle("a key in it is not hashable")
         return key
 
     def _short(self, key: tuple) -> bool:
@@ -184,9 +184,9 @@ class Machine:
 
     def put_pairs(self, target: Any, items: list[Any]) -> None:
         if not isinstance(target, dict):
-            if isinstance(target, Unread):  # an object of a class that is a dictionary too
+            if isinstance(target, Unread):  # an object of a subclass of dict
                 return
-            raise BadPickle("it puts keys into something else than a dictionary")
+            raise BadPickle("it puts keys into an object that is not a dictionary")
         if len(items) % 2:
             raise BadPickle("a key in it has no value")
         self.check_values(items)
@@ -195,9 +195,9 @@ class Machine:
             target[self.key(items[index])] = items[index + 1]
 
     def check_values(self, items: list[Any]) -> None:
-        """Where nothing unknown is wanted, a function or class is no value either."""
+        """With a strict table, refuse functions and classes as values."""
         if self.table.strict and any(type(item) is _Name for item in items):
-            raise BadPickle("a name in it stands where a value should")
+            raise BadPickle("it has a name in place of a value")
 
     def put_items(self, target: Any, items: list[Any]) -> None:
         self.check_values(items)
@@ -208,11 +208,11 @@ class Machine:
             self.put_into(target, items)
             target.update(map(self.key, items))
         elif not isinstance(target, Unread):
-            raise BadPickle("it puts items into something else than a list")
+            raise BadPickle("it puts items into an object that is not a list")
 
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise BadPickle("a name in it is no text")
+            raise BadPickle("a name in it is not a string")
         pair, table = (module, name), self.table
         if pair in table.constants:
             self.stack.append(table.constants[pair])
@@ -221,15 +221,15 @@ class Machine:
             if "." in name or module.partition(".")[0] in ACTING or (module in BUILTINS and name in ACTING_BUILTINS):
                 raise BadPickle(f"it asks for {module}.{name}, which could run code")
             if table.strict:
-                raise BadPickle(f"{module}.{name} is nothing that belongs there")
+                raise BadPickle(f"{module}.{name} does not belong into this file")
         self.stack.append(_Name(f"{module}.{name}", pair))
 
     def make(self, callee: Any, arguments: Any) -> None:
-        """Push what the caller's table makes of a name and arguments."""
+        """Push the object that the caller's table creates for a name and arguments."""
         if type(arguments) is not tuple:
-            raise BadPickle("arguments in it are no tuple")
+            raise BadPickle("arguments in it are not a tuple")
         if not isinstance(callee, Unread):
-            raise BadPickle("it calls something that is no name")
+            raise BadPickle("it calls an object that is not a name")
         maker = self.table.makers.get(callee.pair) if type(callee) is _Name else None
         made = self.new(Unread(callee.of) if maker is None else maker(*arguments))
         if maker is not None and type(made) not in SCALARS and id(made) not in self.sizes:
@@ -248,12 +248,12 @@ class Machine:
 
 @dataclass(frozen=True, eq=False)
 class _Name(Unread):
-    """A name that nothing was made of yet."""
+    """A name that was not called yet."""
 
     pair: Pair
 
 
-# The instructions. Each is a function of the machine; numbers are those of the standard library's pickle.py.
+# The instructions, each a function of the machine. Codes as in the standard library's pickle.py.
 STOP = ord(".")
 _DOUBLE, _INT = struct.Struct(">d"), struct.Struct("<i")
 
@@ -275,7 +275,7 @@ def _pop(machine: Machine) -> None:
 def _long(machine: Machine) -> None:
     count = machine.number(1)
     if count > INTEGER_BYTES:
-        raise BadPickle("a whole number in it is too long")
+        raise BadPickle("an integer in it is too long")
     machine.stack.append(int.from_bytes(machine.take(count), "little", signed=True))
 
 
@@ -372,13 +372,13 @@ def _build(machine: Machine) -> None:
 
 def _stored(machine: Machine) -> None:
     if machine.stored is None:
-        raise BadPickle("it asks for something that lies elsewhere")
+        raise BadPickle("it refers to an object outside of the file")
     machine.stack.append(machine.stored(machine.stack.pop()))
 
 
 _NAMED: dict[str, Callable[[Machine], None]] = {
-    "\x80": lambda machine: machine.take(1),  # which protocol
-    "\x95": lambda machine: machine.take(8),  # how long the next part is
+    "\x80": lambda machine: machine.take(1),  # the protocol's version
+    "\x95": lambda machine: machine.take(8),  # length of the next frame
     "(": _mark,
     "0": _pop,
     "1": lambda machine: machine.since_mark(),

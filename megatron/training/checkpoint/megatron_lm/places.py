@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint of a folder is meant: the same names as in Megatron-LM.
+"""Find the checkpoint to load in a folder, whose files are named as in Megatron-LM.
 
-A file in the folder names the latest. It is moved on after a checkpoint has its name, so a kill between the two leaves
-one newer checkpoint than it says. Whatever else does not fit together is refused, with a way out: a start from an older
-state, or from none, would overwrite what is there.
+The tracker, a file in the folder, names the latest checkpoint. It is updated after a checkpoint has its name, so a
+kill between the two leaves one checkpoint newer than the tracker. All other contradictions are refused, because a
+start from an older state, or from none, would overwrite checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.training.refusal import Refusal, one_line, permitted
 TRACKER = "latest_checkpointed_iteration.txt"
 OTHER_FORMS = (
     ("mp_rank_*", "of Megatron-LM's older format torch"),
-    ("*mp_rank_*_model_states.pt", "of DeepSpeed's"),
+    ("*mp_rank_*_model_states.pt", "of DeepSpeed's own format"),
     ("zero", "a universal one of DeepSpeed's"),
 )
 
@@ -26,16 +26,17 @@ OTHER_FORMS = (
 def checkpoint_path(
     folder: Path, step: int | None, *, whole: bool = True, notes: list[str] | None = None
 ) -> Path | None:
-    """The checkpoint of iteration ``step``, or the latest; None where there is none and none was asked for.
+    """The checkpoint of iteration ``step``, or the latest; None if ``step`` is None and there is no checkpoint.
 
     A Hugging Face folder is a checkpoint itself.
 
     Args:
-        whole: refuse one that is not there, or not whole; otherwise only its name is told.
-        notes: where a line goes if the latest is not the one that the folder's tracker names.
+        whole: refuse a checkpoint that is missing or incomplete; otherwise its path is returned all the same.
+        notes: receives a line if the latest is not the one that the tracker names.
 
     Raises:
-        Refusal: it is not there, not whole, or of a format that is not loaded; or it is not clear which is the latest.
+        Refusal: it is missing, incomplete, or in a format that cannot be loaded; or it is not clear which is the
+            latest.
     """
     if step is None:
         name = _latest(folder, whole, [] if notes is None else notes)
@@ -52,8 +53,8 @@ def checkpoint_path(
             if pattern == "zero":
                 raise Refusal(f"checkpoint {path} is {kind}: add --universal-checkpoint")
             raise Refusal(
-                f"checkpoint {path} is {kind}: python tools/convert_checkpoint.py --from {folder} --to DIR makes one "
-                "that --load DIR --finetune takes"
+                f"checkpoint {path} is {kind}: convert it with python tools/convert_checkpoint.py --from {folder} "
+                "--to DIR, and pass --load DIR --finetune"
             )
     if (path / ".metadata").exists() and not (path / "common.pt").exists():
         raise Refusal(
@@ -69,15 +70,15 @@ def checkpoint_path(
 
 
 def _latest(folder: Path, whole: bool, notes: list[str]) -> str | None:
-    """Name of the checkpoint to go on from; None where there is neither a tracker nor a checkpoint."""
-    tracker, listed = folder / TRACKER, checkpoints_in(folder)  # first the list: a job may be saving there now
+    """Name of the latest checkpoint; None if there is neither a tracker nor a checkpoint."""
+    tracker, listed = folder / TRACKER, checkpoints_in(folder)  # the list is read first: a job may be saving there
     if not tracker.exists():
         if not listed:
             return None
         newest = max(listed)
         if len(listed) > 1 or run_of(listed[newest]) is None:
             raise Refusal(
-                f"{folder} holds checkpoints up to iteration {newest}, and no {TRACKER}, which names the latest: write "
+                f"{folder} holds checkpoints up to iteration {newest}, but no {TRACKER}, which names the latest: write "
                 f"{newest} to it, or choose with --ckpt-step"
             )
         notes.append(f"{tracker} is missing, as after a kill: going on from {listed[newest]}, the only one there")
@@ -107,38 +108,38 @@ def _latest(folder: Path, whole: bool, notes: list[str]) -> str | None:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """What look like checkpoints, by iteration, the oldest first."""
-    found = {}
+    """Folders that look like checkpoints, by iteration, oldest first."""
+    paths = {}
     for path in folder.glob("iter_[0-9]*"):
         number = path.name.removeprefix("iter_")
         if number.isascii() and number.isdecimal() and len(number) < 16 and path.is_dir():  # not iter_0000010.bak
-            found[int(number)] = path
-    return dict(sorted(found.items()))
+            paths[int(number)] = path
+    return dict(sorted(paths.items()))
 
 
 def iteration_of(path: Path | None) -> int:
-    """Of a checkpoint, by its name; 0 where there is none, or it has another name."""
+    """A checkpoint's iteration by its name; 0 for None and for other names."""
     number = path.name.removeprefix("iter_") if path else ""
     return int(number) if number.isdigit() else 0
 
 
 def run_of(path: Path) -> str | None:
-    """The identity of the run that a checkpoint belongs to; empty if its program gave it none.
+    """The identity of the run that a checkpoint belongs to; empty if the program that wrote it stored none.
 
-    None where that cannot be told: it is not whole, of another form, or lies there under another iteration's name.
+    None if unknown: the checkpoint is incomplete, has another format, or has the name of another iteration.
     """
     if not (path / "metadata.json").exists():
         return None
     try:
         common = unpickle.read(path / "common.pt")
-        progress = common.get("progress", common)  # Megatron-LM's says its iteration at the top
+        progress = common.get("progress", common)  # Megatron-LM stores the iteration at the top level
         return str(progress.get("run", "")) if int(progress["iteration"]) == iteration_of(path) else None
     except (Refusal, OSError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
 def name_in(tracker: Path) -> str:
-    """What a file says that names the latest checkpoint. Raises Refusal where that can be no name in its folder."""
+    """The name in a tracker. Raises Refusal if it cannot be the name of a checkpoint in its folder."""
     try:
         with open(tracker, encoding="utf-8") as file:
             text = file.read(1000).strip()
@@ -152,19 +153,15 @@ def name_in(tracker: Path) -> str:
 
 
 def _refuse_others(folder: Path) -> None:
-    """A folder without a tracker holds no checkpoint; but it may be one itself, or DeepSpeed's.
-
-    Raises:
-        Refusal: it is.
-    """
+    """Raise Refusal if a folder without a tracker is a checkpoint itself, or holds DeepSpeed's checkpoints."""
     if (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*")):
         raise Refusal(f"{folder} is a checkpoint itself: give {folder.parent}, with --ckpt-step for one of several")
     if (folder / "latest_universal").exists():
         raise Refusal(f"{folder} holds a universal checkpoint of DeepSpeed's: add --universal-checkpoint")
     if (folder / "latest").exists():
         raise Refusal(
-            f"{folder} holds checkpoints of DeepSpeed's own form: make a universal one with DeepSpeed's "
-            "ds_to_universal.py, and add --universal-checkpoint"
+            f"{folder} holds checkpoints of DeepSpeed's own format: convert one to a universal checkpoint with "
+            "DeepSpeed's ds_to_universal.py, and add --universal-checkpoint"
         )
 
 
@@ -172,20 +169,20 @@ def _refuse_zarr(path: Path) -> None:
     try:
         kind = parse_json(read_bytes(path / "metadata.json")).get("sharded_backend", "torch_dist")
     except (OSError, ValueError, AttributeError):
-        return  # said by who reads it
+        return  # reported when the file is read
     if kind != "torch_dist":
         raise Refusal(
-            f"checkpoint {path} is of Megatron-LM's format {kind}: load it in a Megatron-LM that reads it (core 0.12 "
-            "or before) and save it there with --ckpt-format torch_dist"
+            f"checkpoint {path} is of Megatron-LM's format {kind}: load it in a Megatron-LM that supports it (core "
+            "0.12 or before) and save it there with --ckpt-format torch_dist"
         )
 
 
 @permitted()
 def universal_path(folder: Path, step: int | None) -> Path | None:
-    """The universal checkpoint of DeepSpeed's in ``folder``, the latest or of iteration ``step``; None: there is none.
+    """DeepSpeed's universal checkpoint in ``folder``, the latest or of iteration ``step``; None if there is none.
 
     Raises:
-        Refusal: there are checkpoints of DeepSpeed's, and none of them universal.
+        Refusal: there are only DeepSpeed's own checkpoints, or none of iteration ``step``.
     """
     name = folder / "latest_universal"
     path = folder / f"global_step{step}_universal" if step is not None else None
@@ -195,12 +192,12 @@ def universal_path(folder: Path, step: int | None) -> Path | None:
         return path
     if path is not None or (folder / "latest").exists():
         raise Refusal(
-            f"--universal-checkpoint: {path or name} is not there: make it of DeepSpeed's checkpoint with DeepSpeed's "
+            f"--universal-checkpoint: {path or name} does not exist: convert DeepSpeed's checkpoint with DeepSpeed's "
             "ds_to_universal.py"
         )
     return None
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a folder is a model of Hugging Face's, whatever its weights are in."""
+    """Whether a folder is a Hugging Face model, whatever the format of its weights."""
     return (path / "config.json").is_file()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a tensor of ours from a checkpoint of Megatron-LM, whatever the form it lies there in.
+"""Read a part of one of our tensors from a checkpoint of Megatron-LM, in any of its forms.
 
-Weights: all layers of a kind as one tensor [layers, ...], or a tensor a layer. Norms have Transformer Engine's names in
-either kind of layer, as core maps them; older names are tried too. Optimizer states:
+Weights are stored with all layers in one tensor [layers, ...], or with one tensor per layer. Norms have Transformer
+Engine's names for both kinds of layers, as core maps them; older names are tried too. Optimizer states are stored
 
-- as the weights (``fully_reshardable``, and optimizers that are not distributed);
-- ``fully_sharded_model_space`` (core before 0.15): [X, Y] in local parts [x, y] lies there as [X/x, Y/y, x*y];
-- ``dp_reshardable`` (core 0.15 and later): see source.py.
+- like the weights (``fully_reshardable``, and optimizers that are not distributed);
+- as ``fully_sharded_model_space`` (core before 0.15): [X, Y] in local parts [x, y] is stored as [X/x, Y/y, x*y];
+- as ``dp_reshardable`` (core 0.15 and later): see :class:`Buckets`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,9 @@ from megatron.training.checkpoint.megatron_lm.stored_tensors import Shape, Store
 from megatron.training.model.weights import BY_COLUMNS, BY_ROWS, VOCABULARY
 from megatron.training.refusal import Refusal
 
-# Optimizer states in the form ``dp_reshardable``: the distributed optimizer's own buckets, each a flat tensor.
-#
-# Megatron-LM's default since core 0.15, and readable there on the same TP x PP only. The file does not say which
-# parameter lies where, but that follows from how core fills its buckets (megatron/core/distributed/
-# param_and_grad_buffer.py): a model chunk's parameters in reverse order, each from a multiple of 64 numbers on,
-# until the bucket has the length that is stored. The order of a layer's parameters depends on who made it, core or
-# Transformer Engine; both are tried, and what is read as main weights must be the weights, so a wrong guess cannot
-# pass.
-
-
-ALIGNED = 64
+ALIGNMENT = 64  # elements
 KEY = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.param$")
-LAYER = "decoder.layers."
+LAYERS = "decoder.layers."
 NORM_1 = ("self_attention.linear_qkv.layer_norm_weight", "self_attention.linear_qkv.layer_norm_bias")
 SINKS = ("self_attention.core_attention.softmax_offset",)
 PROJ = ("self_attention.linear_proj.weight", "self_attention.linear_proj.bias")
@@ -55,20 +45,20 @@ REST = (
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.bias",
 )
-# Which norms belong to a linear layer is the difference: of core's layers, or of Transformer Engine's.
+# The order of a layer's parameters in core's layers, and in Transformer Engine's, where norms belong to linear layers.
 ORDERS = ((*NORM_1, *SINKS, *PROJ, *REST), (*SINKS, *PROJ, *NORM_1, *REST))
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The grid that wrote a checkpoint, and what of its model matters here."""
+    """The grid that wrote a checkpoint, and the properties of its model that determine the buckets."""
 
     tensor: int
     pipeline: int
-    chunks: int  # virtual stages a rank
+    chunks: int  # virtual stages per rank
     layers: int
-    gated: bool
-    tied: bool
+    gated: bool  # SwiGLU
+    tied: bool  # the output layer shares the embedding's weights
 
 
 @dataclass(frozen=True)
@@ -79,17 +69,27 @@ class _Place:
 
 
 class Buckets:
-    """The states of a checkpoint. Raises Refusal where their places cannot be told."""
+    """Optimizer states in the form ``dp_reshardable``: the distributed optimizer's buckets, each a flat tensor.
+
+    This is Megatron-LM's default since core 0.15, which reads it on the same TP x PP only. The file does not say where
+    each parameter lies, but that follows from how core fills its buckets (megatron/core/distributed/
+    param_and_grad_buffer.py): a model chunk's parameters in reverse order, each aligned to 64 elements, until the
+    bucket has the stored length. The order of a layer's parameters differs between core's and Transformer Engine's
+    layers; both are tried. The main weights that are read must equal the weights, so a wrong order is always noticed.
+
+    Raises:
+        Refusal: the places of the parameters cannot be determined.
+    """
 
     def __init__(self, stored: StoredTensors, saved: Saved) -> None:
         self.stored, self.saved = stored, saved
-        self.stacked = f"{LAYER}{PROJ[0]}" in stored
+        self.stacked = f"{LAYERS}{PROJ[0]}" in stored
         if saved.layers % (saved.pipeline * saved.chunks):
             raise self._unknown("its pipeline stages have different numbers of layers")
         self.buckets: dict[tuple[int, int], list[tuple[str, int]]] = {}
         for name in stored:
-            if found := KEY.match(name):
-                rank, chunk, _, bucket = found.groups()
+            if match := KEY.match(name):
+                rank, chunk, _, bucket = match.groups()
                 listed = self.buckets.setdefault((int(rank), int(chunk)), [])
                 listed.append((int(bucket), name.removesuffix(".param"), stored.shape(name)[0]))
         for key, listed in self.buckets.items():
@@ -101,12 +101,12 @@ class Buckets:
             self.places = self._lay_out(order)
             if self.places is not None and self._right(0):
                 return
-        raise self._unknown("the order of parameters in its buckets is not one known here")
+        raise self._unknown("the order of parameters in its buckets is unknown")
 
     def read(self, state: str, key: str, offset: Shape, shape: Shape) -> Tensor:
-        """A block of a state of the weight ``key``; with a leading dimension of layers where it has one."""
+        """A block of a state of the weight ``key``; weights of layers have a leading dimension of layers."""
         out = torch.zeros(shape, dtype=torch.float32)
-        if key.startswith(LAYER):
+        if key.startswith(LAYERS):
             for layer in range(offset[0], offset[0] + shape[0]):
                 whole = self._whole(state, key, layer)
                 copy_overlap(out, offset, whole[None], (layer, *(0 for _ in whole.shape)))
@@ -122,15 +122,9 @@ class Buckets:
             self.stored.read(f"{place.bucket}.{state}", [place.start], [place.shape.numel()]).reshape(place.shape)
             for place in self._places_of(key, layer)
         ]
-        dim = _cut(key)
-        if dim is None or self.saved.tensor == 1:
-            whole = parts[0]
-        elif self.saved.gated and "linear_fc1" in key:
-            whole = torch.cat([half for halves in zip(*(part.chunk(2) for part in parts)) for half in halves])
-        else:
-            whole = torch.cat(parts, dim)
-        if state == "param" and not self._same(whole, key, layer):
-            raise self._unknown(f"what would be the main weights of {key} are not its weights")
+        whole = join_parts(parts, key, self.saved.gated)
+        if state == "param" and not self._equals_weight(whole, key, layer):
+            raise self._unknown(f"the values at the place of the main weights of {key} differ from its weights")
         self._last = ((state, key, layer), whole)
         return whole
 
@@ -139,7 +133,7 @@ class Buckets:
             raise self._unknown(f"there is no {key}")
         return [self.places[rank, key, layer] for rank in range(self.saved.tensor)]
 
-    def _same(self, main: Tensor, key: str, layer: int | None) -> bool:
+    def _equals_weight(self, main: Tensor, key: str, layer: int | None) -> bool:
         name, offset = self._stored_as(key, layer)
         shape = self.stored.shape(name)
         block = (1, *shape[1:]) if offset else shape
@@ -147,23 +141,24 @@ class Buckets:
         return torch.equal(main.to(weight.dtype), weight)
 
     def _right(self, layer: int) -> bool:
+        """Whether the main weights of this layer equal its weights."""
         try:
-            for _, key, of in [place for place in self.places if place[0] == 0 and place[2] == layer]:
-                self._whole("param", key, of)
+            for key in [key for rank, key, of in self.places if rank == 0 and of == layer]:
+                self._whole("param", key, layer)
         except Refusal:
             return False
         return True
 
     def _lay_out(self, order: tuple[str, ...]) -> dict[tuple[int, str, int | None], _Place] | None:
-        """Where each part lies: {(TP rank, weight, layer): place}; None if the lengths of buckets say otherwise."""
+        """Where each part lies: {(TP rank, weight, layer): place}; None if that contradicts the buckets' lengths."""
         saved, places = self.saved, {}
         for rank, stage, chunk in product(range(saved.tensor), range(saved.pipeline), range(saved.chunks)):
             buckets = list(self.buckets.get((rank + saved.tensor * stage, chunk), ()))
             end = 0
             for key, layer in reversed(self._parameters(order, stage, chunk)):
                 shape = self._local_shape(key, layer)
-                start = -(-end // ALIGNED) * ALIGNED
-                if buckets and start >= buckets[0][1]:  # full
+                start = -(-end // ALIGNMENT) * ALIGNMENT
+                if buckets and start >= buckets[0][1]:  # this bucket is full
                     buckets.pop(0)
                     start = 0
                 if not buckets or start + shape.numel() > buckets[0][1]:
@@ -176,21 +171,21 @@ class Buckets:
 
     def _parameters(self, order: tuple[str, ...], stage: int, chunk: int) -> list[tuple[str, int | None]]:
         """(weight, layer) of a model chunk, in the order of its modules."""
-        saved, found = self.saved, []
+        saved, names = self.saved, []
         first, last = stage == chunk == 0, (stage, chunk) == (saved.pipeline - 1, saved.chunks - 1)
         if first:
-            found += [(f"embedding.{kind}_embeddings.weight", None) for kind in ("word", "position")]
+            names += [(f"embedding.{kind}_embeddings.weight", None) for kind in ("word", "position")]
         count = saved.layers // (saved.pipeline * saved.chunks)
         begin = (chunk * saved.pipeline + stage) * count
-        found += [(f"{LAYER}{name}", layer) for layer in range(begin, begin + count) for name in order]
+        names += [(f"{LAYERS}{name}", layer) for layer in range(begin, begin + count) for name in order]
         if last:
-            found += [(f"decoder.final_layernorm.{kind}", None) for kind in ("weight", "bias")]
+            names += [(f"decoder.final_layernorm.{kind}", None) for kind in ("weight", "bias")]
             if not saved.tied or not first:
-                found.append(("output_layer.weight", None))
-        return [(key, layer) for key, layer in found if self._stored_as(key, layer)[0] in self.stored]
+                names.append(("output_layer.weight", None))
+        return [(key, layer) for key, layer in names if self._stored_as(key, layer)[0] in self.stored]
 
     def _stored_as(self, key: str, layer: int | None) -> tuple[str, Shape]:
-        """(name of the weight, offset of its layer where all layers are one tensor)."""
+        """(name of the stored weight, offset of the layer if all layers are one tensor, otherwise empty)."""
         if key == "output_layer.weight" and self.saved.tied:
             return VOCABULARY[0], ()
         if layer is None:
@@ -198,12 +193,12 @@ class Buckets:
         if self.stacked:
             rest = len(self.stored.shape(key)) - 1 if key in self.stored else 0
             return key, (layer, *(0,) * rest)
-        return key.replace(LAYER, f"{LAYER}{layer}."), ()
+        return key.replace(LAYERS, f"{LAYERS}{layer}."), ()
 
     def _local_shape(self, key: str, layer: int | None) -> torch.Size:
         name, offset = self._stored_as(key, layer)
         shape = list(self.stored.shape(name)[1 if offset else 0 :])
-        if (dim := _cut(key)) is not None:
+        if (dim := split_dim(key)) is not None:
             shape[dim] //= self.saved.tensor
         return torch.Size(shape)
 
@@ -214,17 +209,31 @@ class Buckets:
         )
 
 
-def _cut(key: str) -> int | None:
-    """The dimension along which TP cuts a weight."""
+def split_dim(key: str) -> int | None:
+    """The dimension along which TP splits a weight; None if it does not."""
     if key.endswith(BY_ROWS) or key in VOCABULARY:
         return 0
     return 1 if key.endswith(BY_COLUMNS) else None
 
 
+def join_parts(parts: Sequence[Tensor], key: str, gated: bool) -> Tensor:
+    """A complete weight from its parts on the TP ranks; of a weight that TP does not split, the first rank's.
+
+    Args:
+        gated: SwiGLU: each rank's part of the first MLP layer consists of a part of the gate and one of the other half.
+    """
+    dim = split_dim(key)
+    if dim is None or len(parts) == 1:
+        return parts[0]
+    if gated and "linear_fc1" in key:
+        return torch.cat([half for halves in zip(*(part.chunk(2) for part in parts)) for half in halves])
+    return torch.cat(list(parts), dim)
+
+
 STATE = "optimizer.state."
-MAIN = ("param", "fp32_param")  # names of an optimizer's own copy of the weights
+MAIN = ("param", "fp32_param")  # names of an optimizer's fp32 copy of the weights
 PREFIXES = ("", "model.", "module.")
-OLDER = {
+OLDER_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -232,22 +241,22 @@ OLDER = {
 
 @dataclass
 class Source:
-    """Where parts come from; ``asked`` collects the names of weights that were asked for, or whose states were."""
+    """Reads parts of tensors; ``requested`` collects the names of weights that were read, or whose states were."""
 
     stored: StoredTensors | WholeTensors
     buckets: Buckets | None = None
-    asked: set[str] = field(default_factory=set)
+    requested: set[str] = field(default_factory=set)
 
     def read(self, wanted: ShardedTensor) -> Tensor:
         """The data of ``wanted``, in its local shape.
 
         Raises:
-            Refusal: it is not there, or has another shape.
+            Refusal: it is missing, or has another shape.
         """
         offset = tuple(wanted.global_offset)
         shape = (1,) * wanted.prepend_axis_num + tuple(wanted.local_shape)
         state, key = self._split(wanted.key)
-        self.asked.update(self._stacked(key))
+        self.requested.update(self._stacked(key))
         part = self._state(state, key, offset, shape) if state else self._weight(wanted, key, offset, shape)
         return part.reshape(wanted.local_shape)
 
@@ -259,13 +268,13 @@ class Source:
         return state, rest
 
     def _weight(self, wanted: ShardedTensor, key: str, offset: Shape, shape: Shape) -> Tensor:
-        found = self._find(key, offset)
-        if found is None:
+        stored = self._find(key, offset)
+        if stored is None:
             raise Refusal(f"checkpoint {self.stored.folder} has no {key}: it is of another model")
-        name, single = found
+        name, single = stored
         there, here = self.stored.shape(name), tuple(wanted.global_shape)[single:]
-        alike = there[1:] == here[1:] if wanted.allow_shape_mismatch else there == here
-        if not alike:
+        same = there[1:] == here[1:] if wanted.allow_shape_mismatch else there == here
+        if not same:
             raise Refusal(
                 f"checkpoint {self.stored.folder} is of another model: {name} is {list(there)} there, {list(here)} here"
             )
@@ -275,18 +284,19 @@ class Source:
         if self.buckets is not None:
             return self.buckets.read(state, key, offset, shape)
         for name in MAIN if state in MAIN else (state,):
-            found = self._find(f"{STATE}{name}.{key}", offset)
-            if found is not None:
-                return self._unflattened(*found, key, offset, shape)
-        found = self._find(key, offset) if state in MAIN else None  # fp32: the weights themselves
-        if found is None:
+            stored = self._find(f"{STATE}{name}.{key}", offset)
+            if stored is not None:
+                return self._unflattened(*stored, key, offset, shape)
+        stored = self._find(key, offset) if state in MAIN else None  # in fp32, the weights are the main weights
+        if stored is None:
             raise Refusal(
                 f"checkpoint {self.stored.folder} has no {state} of {key} in its optimizer: pass --no-load-optim"
             )
-        return self.stored.read(found[0], offset[found[1] :], shape[found[1] :])
+        name, single = stored
+        return self.stored.read(name, offset[single:], shape[single:])
 
     def _unflattened(self, name: str, single: int, key: str, offset: Shape, shape: Shape) -> Tensor:
-        """A block of a state, which may lie there in flat parts."""
+        """A block of a state, which may be stored in flat parts (``fully_sharded_model_space``)."""
         offset, shape = offset[single:], shape[single:]
         there = self.stored.shape(name)
         if len(there) == len(offset):
@@ -307,7 +317,7 @@ class Source:
         return out
 
     def _find(self, key: str, offset: Sequence[int]) -> tuple[str, int] | None:
-        """(name in the checkpoint, 1 if it is of a single layer, else 0)."""
+        """(name in the checkpoint, 1 if it holds a single layer, else 0); None if it is missing."""
         return next(
             ((name, int(name not in self._stacked(key))) for name in self._names(key, offset) if name in self.stored),
             None,
@@ -319,21 +329,21 @@ class Source:
         if key.startswith(STATE):
             head, _, rest = key.removeprefix(STATE).partition(".")
             prefix = f"{STATE}{head}."
-        keys = [rest] + [rest.replace(new, old) for new, old in OLDER.items() if new in rest]
+        keys = [rest] + [rest.replace(new, old) for new, old in OLDER_NORMS.items() if new in rest]
         return [f"{prefix}{before}{one}" for before in PREFIXES for one in keys]
 
     def _names(self, key: str, offset: Sequence[int]) -> list[str]:
         stacked = self._stacked(key)
-        if "decoder.layers." not in key:
+        if LAYERS not in key:
             return stacked
-        return stacked + [one.replace("decoder.layers.", f"decoder.layers.{offset[0]}.") for one in stacked]
+        return stacked + [one.replace(LAYERS, f"{LAYERS}{offset[0]}.") for one in stacked]
 
 
 def weights_in(stored: StoredTensors | WholeTensors) -> Iterator[str]:
-    """The names of all weights that are there."""
+    """The names of all stored weights."""
     return (key for key in stored if not key.startswith("optimizer."))
 
 
 def without_layer(name: str) -> str:
-    """A weight's name without a layer's number."""
-    return re.sub(r"decoder\.layers\.\d+\.", "decoder.layers.", name)
+    """A weight's name without the layer's number."""
+    return re.sub(r"decoder\.layers\.\d+\.", LAYERS, name)

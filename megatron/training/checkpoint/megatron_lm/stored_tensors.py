@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a ``torch_dist`` folder, any block of any of them, without process groups and without core.
+"""Read any block of any tensor of a ``torch_dist`` folder, without process groups and without core.
 
-The files are PyTorch's distributed checkpoint: ``.metadata`` says which tensors there are, of which chunks each
-consists, and at which bytes of which ``__RANK_N.distcp`` each chunk lies.
+The files are PyTorch's distributed checkpoint: ``.metadata`` lists the tensors, the chunks of each, and the file
+(``__RANK_N.distcp``) and bytes of each chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 class StoredTensors:
-    """What lies in ``folder``. Raises Refusal where that cannot be read."""
+    """The tensors in ``folder``. Raises Refusal if they cannot be read."""
 
     def __init__(self, folder: Checked) -> None:
         self._checked, self.folder = folder, folder.path
@@ -46,7 +46,7 @@ class StoredTensors:
         return self._tensors[key].properties.dtype
 
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The block [``offset``, ``offset + shape``) of a tensor; zeros where it lies outside."""
+        """The block [``offset``, ``offset + shape``) of a tensor; zeros outside of the tensor."""
         out = torch.zeros(tuple(shape), dtype=self.dtype(key))
         inside = 1
         for first, length, size in zip(offset, shape, self.shape(key)):
@@ -61,19 +61,19 @@ class StoredTensors:
                 raise Refusal(f"checkpoint {self.folder}: {key} is not the tensor that .metadata describes")
             copied += copy_overlap(out, offset, data.reshape(tuple(chunk.sizes)), at)
         if copied != inside:
-            raise Refusal(f"checkpoint {self.folder}: {key} is not whole, {inside - copied} numbers are missing")
+            raise Refusal(f"checkpoint {self.folder}: {key} is incomplete, {inside - copied} numbers are missing")
         return out
 
     def object(self, key: str) -> Any:
-        """Something that is no tensor, by the name that core's ShardedObject has; None where there is none."""
+        """The object that is not a tensor, by the key of core's ShardedObject; None if there is none."""
         for name, places in self._places.items():
             if name.rpartition("/")[0] == key and name not in self._tensors:
-                found = self._read(name, next(iter(places)))
-                return found[0] if isinstance(found, list) and len(found) == 1 else found
+                stored = self._read(name, next(iter(places)))
+                return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
         return None
 
     def _read(self, key: str, at: Shape | None) -> Any:
-        """What lies in the files under a name, of a tensor the chunk at an offset."""
+        """The object with this key, or the chunk of a tensor at an offset."""
         place = self._places.get(key, {}).get(at)
         if place is None:
             raise Refusal(f"checkpoint {self.folder}: .metadata does not say where {key} lies")
@@ -84,7 +84,7 @@ class StoredTensors:
 def overlap(
     offset: Sequence[int], shape: Sequence[int], other: Sequence[int], other_shape: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """[first, stop) in every dimension of what two blocks have in common; None if that is nothing."""
+    """[first, stop) in every dimension of the intersection of two blocks; None if it is empty."""
     common = [
         (max(first, second), min(first + length, second + other_length))
         for first, length, second, other_length in zip(offset, shape, other, other_shape)
@@ -93,7 +93,7 @@ def overlap(
 
 
 def copy_overlap(out: Tensor, offset: Sequence[int], data: Tensor, at: Sequence[int]) -> int:
-    """Copy what two blocks of one tensor have in common from ``data`` to ``out``; how many numbers that were."""
+    """Copy the intersection of two blocks of one tensor from ``data`` to ``out``; returns its number of elements."""
     common = overlap(offset, out.shape, at, data.shape)
     if common is None:
         return 0
@@ -103,14 +103,11 @@ def copy_overlap(out: Tensor, offset: Sequence[int], data: Tensor, at: Sequence[
     return part.numel()
 
 
-# Weights that are made whole by functions, any block of any of them: what StoredTensors is to ``torch_dist`` folders.
-#
-# A weight is made when a block of it is asked for, and only the last one is kept, so memory holds a weight, not a
-# model.
-
-
 class WholeTensors:
-    """The weights of ``folder``, each by the function that makes it."""
+    """The same interface for formats in which a function reads each complete weight.
+
+    A weight is read when a block of it is requested, and only the last one is kept, so memory holds one weight.
+    """
 
     def __init__(self, folder: Path, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
         self.folder, self._tensors = folder, tensors
@@ -129,17 +126,17 @@ class WholeTensors:
         return self._whole(key).dtype
 
     def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The block [``offset``, ``offset + shape``) of a tensor; zeros where it lies outside."""
+        """The block [``offset``, ``offset + shape``) of a tensor; zeros outside of the tensor."""
         whole = self._whole(key)
         out = torch.zeros(tuple(shape), dtype=whole.dtype)
         copy_overlap(out, offset, whole, (0,) * whole.dim())
         return out
 
     def object(self, key: str) -> None:
-        """There is nothing but tensors."""
+        """None: these formats have only tensors."""
 
     def _whole(self, key: str) -> Tensor:
         if self._last is None or self._last[0] != key:
-            self._last = None  # before the next one is there
+            self._last = None  # free its memory before the next one is read
             self._last = (key, self._tensors[key]())
         return self._last[1]

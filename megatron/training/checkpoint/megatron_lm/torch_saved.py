@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what ``torch.save`` has written, in both of its formats, by :class:`Machine` and without ``torch.load``.
+"""Read files of ``torch.save``, in both of its formats, with :class:`Machine` instead of ``torch.load``.
 
-A file is a zip archive with a pickle and a record of bytes for each storage; before PyTorch 1.6, several pickles one
-after the other and then the bytes. Tensors are made here: each must lie within the bytes that are really there, so no
-file takes more memory than it has bytes. Archives that are compressed, which PyTorch never writes, are refused.
+A file is a zip archive with a pickle and a record of bytes for each storage; before PyTorch 1.6, several pickles
+followed by the bytes. Each tensor must lie within the bytes that the file really has, so reading a file never takes
+more memory than its size. Compressed archives, which PyTorch never writes, are refused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older format
 
 
 def never_called(*_: Any) -> Any:
-    """The maker of a name that a file may mention and not call."""
-    raise BadPickle("it calls what a checkpoint only mentions")
+    """The maker of a name that a file may mention but not call."""
+    raise BadPickle("it calls something that a checkpoint may only mention")
 
 
 STORAGES = {
@@ -53,7 +53,7 @@ STORAGE_NAMES: dict[Pair, Callable[..., Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """Bytes of a file that tensors lie in, and the dtype that the file gives them."""
+    """The bytes of a storage, and its dtype in the file."""
 
     data: Tensor  # uint8
     dtype: torch.dtype
@@ -63,10 +63,10 @@ def load(data: Any, table: Table) -> Any:
     """The object in the bytes of a file.
 
     Args:
-        data: a buffer. Tensors share its memory where it can be written to, as that of a ``bytearray``.
+        data: a buffer. If it is writable, as a ``bytearray`` is, tensors share its memory.
 
     Raises:
-        ValueError: damaged, or not harmless.
+        ValueError: it is damaged, or could do harm.
     """
     view = memoryview(data)
     return _load_archive(view, table) if bytes(view[:2]) == b"PK" else _load_older(view, table)
@@ -76,14 +76,14 @@ def _load_archive(view: memoryview, table: Table) -> Any:
     records = _records(view)
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise BadPickle("it is no file of torch.save")
+        raise BadPickle("it is not a file of torch.save")
     root = pickles[0].removesuffix("data.pkl")
     if bytes(records.get(f"{root}byteorder", sys.byteorder.encode())[:10]).decode() != sys.byteorder:
-        raise BadPickle("its bytes are in the order of other machines")
+        raise BadPickle("it has the byte order of another machine")
     known: dict[str, Tensor] = {}
 
-    def stored(told: Any) -> Storage:
-        key, dtype, size = _storage_id(told)
+    def stored(persistent_id: Any) -> Storage:
+        key, dtype, size = _storage_id(persistent_id)
         if key not in known:
             part = records.get(f"{root}data/{key}")
             if part is None:
@@ -97,8 +97,8 @@ def _load_archive(view: memoryview, table: Table) -> Any:
 
 
 def _records(view: memoryview) -> dict[str, memoryview]:
-    """The parts of a zip archive by name, none of them compressed."""
-    found, ends = {}, []
+    """The uncompressed records of a zip archive by name."""
+    records, ends = {}, []
     try:
         with zipfile.ZipFile(_Window(view)) as archive:
             for info in archive.infolist():
@@ -108,20 +108,20 @@ def _records(view: memoryview) -> dict[str, memoryview]:
                 name, extra = (int.from_bytes(view[begin + at : begin + at + 2], "little") for at in (26, 28))
                 start = begin + 30 + name + extra
                 stop = start + info.file_size
-                if not 0 <= begin < stop <= len(view) and info.file_size or info.filename in found:
+                if not 0 <= begin < stop <= len(view) and info.file_size or info.filename in records:
                     raise BadPickle("its parts do not lie within it")
-                found[info.filename] = view[start:stop]
+                records[info.filename] = view[start:stop]
                 ends.append((begin, stop))
     except (zipfile.BadZipFile, NotImplementedError, OSError, UnicodeDecodeError) as error:
         raise BadPickle(f"it is damaged ({type(error).__name__})") from None
     ends.sort()
     if any(stop > begin for (_, stop), (begin, _) in zip(ends, ends[1:])):
         raise BadPickle("its parts overlap")
-    return found
+    return records
 
 
 class _Window(io.RawIOBase):
-    """A buffer as a file to read from, without a copy of it."""
+    """A read-only file over a buffer, without copying it."""
 
     def __init__(self, view: memoryview) -> None:
         self.view, self.at = view, 0
@@ -135,7 +135,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         at = offset + (0, self.at, len(self.view))[whence]
         if at < 0:
-            raise OSError("a place before the begin")
+            raise OSError("a position before the start")
         self.at = at
         return at
 
@@ -152,31 +152,31 @@ def _load_older(view: memoryview, table: Table) -> Any:
     at, left = 0, len(view)
     known: dict[str, Storage] = {}
 
-    def stored(told: Any) -> Storage:
+    def stored(persistent_id: Any) -> Storage:
         nonlocal left
-        if type(told) is tuple and len(told) == 6 and told[5] is None:
-            told = told[:5]
-        key, dtype, size = _storage_id(told)
+        if type(persistent_id) is tuple and len(persistent_id) == 6 and persistent_id[5] is None:
+            persistent_id = persistent_id[:5]
+        key, dtype, size = _storage_id(persistent_id)
         if key not in known:
             left -= size
             if left < 0:
-                raise BadPickle("its tensors have more bytes than it")
+                raise BadPickle("its tensors have more bytes than the file")
             known[key] = Storage(torch.empty(size, dtype=torch.uint8), dtype)
         if known[key].data.numel() != size:
             raise BadPickle("a tensor in it has another number of bytes than it says")
         return Storage(known[key].data, dtype)
 
-    def part(of: Table = Table({}, {}, {}, strict=True)) -> Any:
+    def part(names: Table = Table({}, {}, {}, strict=True)) -> Any:
         nonlocal at
-        machine = Machine(view, of, at, stored)
-        found = machine.load()
+        machine = Machine(view, names, at, stored)
+        loaded = machine.load()
         at = machine.at
-        return found
+        return loaded
 
     if part() != MAGIC or part() != PROTOCOL:
-        raise BadPickle("it is no file of torch.save")
-    part()  # of the machine that wrote it
-    found, keys = part(table), part()
+        raise BadPickle("it is not a file of torch.save")
+    part()  # properties of the machine that wrote it
+    loaded, keys = part(table), part()
     if type(keys) is not list or any(type(key) is not str for key in keys) or sorted(keys) != sorted(known):
         raise BadPickle("it does not say where its tensors lie")
     for key in keys:
@@ -188,33 +188,30 @@ def _load_older(view: memoryview, table: Table) -> Any:
         if size:
             data.copy_(as_bytes(view[at + 8 : at + 8 + size]))
         at += 8 + size
-    return found
+    return loaded
 
 
-def _storage_id(told: Any) -> tuple[str, torch.dtype, int]:
-    """(name, dtype, bytes) of a storage, from what a file says of it."""
-    if type(told) is not tuple or len(told) != 5:
-        raise BadPickle("it asks for something that lies elsewhere")
-    word, kind, key, _, count = told
+def _storage_id(persistent_id: Any) -> tuple[str, torch.dtype, int]:
+    """(name, dtype, bytes) of a storage, from its persistent id in the pickle."""
+    if type(persistent_id) is not tuple or len(persistent_id) != 5:
+        raise BadPickle("it refers to an object outside of the file")
+    word, kind, key, _, count = persistent_id
     if word != "storage" or type(kind) is bool or not isinstance(kind, Unread) or not isinstance(key, str):
-        raise BadPickle("it asks for something that lies elsewhere")
+        raise BadPickle("it refers to an object outside of the file")
     module, _, name = kind.of.rpartition(".")
     dtype = (
         STORAGES.get(name) if module == "torch" else torch.uint8 if kind.of == "torch.storage.UntypedStorage" else None
     )
     if dtype is None or not whole_number(count):
-        raise BadPickle("the kind of a tensor in it is not known")
+        raise BadPickle("the dtype of a tensor in it is unknown")
     return key, dtype, count * dtype.itemsize
 
 
 def as_bytes(part: memoryview) -> Tensor:
-    """A tensor of the bytes in a buffer; of its memory where that can be written to."""
+    """A uint8 tensor of the bytes in a buffer; it shares the buffer's memory if that is writable."""
     if not len(part):
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8)
-
-
-# What is made of the names in such files.
 
 
 def make_tensor(
@@ -227,17 +224,17 @@ def make_tensor(
     more: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A tensor within a storage, without gradient. Raises BadPickle where it would reach beyond it."""
+    """A tensor within a storage, without gradient. Raises BadPickle if it would reach beyond the storage."""
     if type(storage) is not Storage or hooks or more:
-        raise BadPickle("a tensor in it is none")
+        raise BadPickle("a tensor in it is invalid")
     shape = make_size(size)
     if type(stride) is not tuple or len(stride) != len(shape) or not all(map(whole_number, (offset, *stride))):
-        raise BadPickle("a tensor in it has no right strides")
+        raise BadPickle("a tensor in it has invalid strides")
     dtype = dtype or storage.dtype
     there = storage.data.numel() // dtype.itemsize
     last = offset + sum((length - 1) * step for length, step in zip(shape, stride))
     if prod(shape) and not (last < there and prod(shape) <= there):
-        raise BadPickle("a tensor in it has more numbers than bytes")
+        raise BadPickle("a tensor in it has more elements than bytes for them")
     if not prod(shape):
         return torch.empty(shape, dtype=dtype)
     data = storage.data[: there * dtype.itemsize]
@@ -256,14 +253,14 @@ def _tensor_with_dtype(
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> Tensor:
     if not isinstance(data, Tensor) or hooks:
-        raise BadPickle("a parameter in it is none")
+        raise BadPickle("a parameter in it is invalid")
     return data.view_as(data)
 
 
 def _of_type(maker: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
-    """A tensor that had attributes, or was of a class of its own; of these nothing stays."""
+    """A tensor of a subclass or with attributes, as a plain tensor without them."""
     if not isinstance(maker, Unread) or type(arguments) is not tuple or maker.of not in _BY_NAME:
-        raise BadPickle("a tensor in it is of a kind that is not known")
+        raise BadPickle("a tensor in it is of an unknown kind")
     return _BY_NAME[maker.of](*arguments)
 
 
@@ -284,5 +281,5 @@ _BY_NAME = {".".join(pair): maker for pair, maker in TENSORS.items() if pair[0] 
 
 def _ordered(pairs: Any) -> OrderedDict:
     if pairs:
-        raise BadPickle("a dictionary in it is made of something else")
+        raise BadPickle("an OrderedDict in it is created with arguments")
     return OrderedDict()

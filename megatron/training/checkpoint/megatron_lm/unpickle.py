@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read pickled files of others without running code of theirs.
+"""Read pickled files of other programs without running code from them.
 
-Tensors, numbers, texts and a few plain classes come as they are. An object of any other class comes as an
-:class:`Unread`, which can do nothing; so a checkpoint of a program that is not installed here can still be read for
-what matters. No name in a file is looked up: see pickle_machine.py, metadata_file.py and torch_saved.py.
+Tensors, numbers, strings and a few plain classes are loaded. An object of any other class becomes an :class:`Unread`,
+which has no behaviour, so checkpoints of programs that are not installed can be read too. No name in a file is looked
+up: see pickle_machine.py, metadata_file.py and torch_saved.py.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megatron.training.refusal import Refusal, reason
 
 
 def read(path: Path, *, mmap: bool = False) -> Any:
-    """What ``torch.save`` has written to ``path``, on the CPU.
+    """The object that ``torch.save`` has written to ``path``, on the CPU.
 
     Args:
-        mmap: let tensors be parts of the mapped file, so that what is not used is not read.
+        mmap: map the file into memory, so that tensors that are not used are not read.
 
     Raises:
         Refusal: it cannot be read, or not safely.
@@ -45,24 +45,24 @@ def read(path: Path, *, mmap: bool = False) -> Any:
 
 
 def read_bytes(data: Any, where: object, *, whole: bool = False) -> Any:
-    """The same of bytes.
+    """The same for a file's bytes.
 
     Args:
-        data: a buffer, whose memory the tensors share where it can be written to.
-        where: names them in messages.
-        whole: refuse what would come as an :class:`Unread`.
+        data: a buffer; if it is writable, the tensors share its memory.
+        where: names it in messages.
+        whole: refuse objects that would become an :class:`Unread`.
     """
     return _or_refuse(where, lambda: torch_saved.load(data, WHOLE if whole else PLAIN))
 
 
 def check_engine_state(data: bytes, where: object) -> None:
-    """Raises Refusal where unpickling ``data`` could run code, and not only make the state of a layer."""
+    """Raise Refusal if unpickling ``data`` could do more than create the state of a layer."""
     if data:
         _or_refuse(where, lambda: Machine(data, ENGINE).load())
 
 
 def check_plain(data: bytes, where: object) -> None:
-    """Raises Refusal where ``torch.load`` of ``data`` would make anything but tensors, numbers and texts."""
+    """Raise Refusal if ``torch.load`` of ``data`` would create anything but tensors, numbers and strings."""
     read_bytes(data, where, whole=True)
 
 
@@ -71,8 +71,8 @@ def parts_of(path: Path) -> Iterator[Callable[[int, int], bytearray]]:
     """A function that reads ``length`` bytes at ``offset`` of a file in a checkpoint's folder.
 
     Raises:
-        Refusal: the file leads out of that folder, is no file, or ends before such a part; or what is done with the
-            parts meets an error of the disk.
+        Refusal: the path leads out of that folder, is not a file, or ends before such a part; or the block that uses
+            the parts raises OSError or ValueError.
     """
     try:
         if path.resolve().parent != path.parent.resolve():
@@ -107,11 +107,11 @@ def _file(path: Path, mapped: bool) -> Any:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """A file, and no pipe that somebody would wait for, nor a device without end."""
+    """Open a regular file; refuse pipes, which could block, and devices, which may never end."""
     number = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise ValueError("it is no file")
+        raise ValueError("it is not a regular file")
     return number
 
 
@@ -131,24 +131,24 @@ def _make_namespace(kind: type) -> Callable[..., Any]:
 
 def _build_namespace(target: Any, state: Any) -> None:
     if type(state) is not dict or any(type(name) is not str for name in state):
-        raise BadPickle("the state of a namespace in it is none")
+        raise BadPickle("the state of a namespace in it is invalid")
     vars(target).update(state)
 
 
 def _ignore(target: Any, state: Any) -> None:
-    """What a file adds to an object and nobody needs."""
+    """Ignore the state that a file gives to an object."""
 
 
 def _path(*parts: Any) -> Path:
     if any(type(part) is not str or "\0" in part for part in parts):
-        raise BadPickle("a path in it is none")
+        raise BadPickle("a path in it is invalid")
     return PosixPath(*parts)
 
 
 def _device(kind: Any, index: Any = None) -> torch.device:
     if kind not in ("cpu", "cuda", "meta", "xpu", "mps", "hpu", "npu") or type(index) not in (int, type(None)):
-        raise BadPickle("a device in it is none")
-    return torch.device("cpu")  # whichever it was, everything lies here now
+        raise BadPickle("a device in it is invalid")
+    return torch.device("cpu")  # all tensors are loaded to the CPU
 
 
 def _default_dict(*factory: Any) -> dict:
@@ -156,9 +156,9 @@ def _default_dict(*factory: Any) -> dict:
 
 
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
-    """Bytes, as pickles of the older protocols hold them."""
+    """Bytes as older pickle protocols store them."""
     if type(text) is not str or encoding != "latin1":
-        raise BadPickle("bytes in it are none")
+        raise BadPickle("bytes in it are invalid")
     return text.encode("latin1")
 
 
@@ -168,30 +168,30 @@ def _no_bytes() -> bytes:
 
 def _set_of(items: Any = ()) -> set:
     if type(items) is not list or any(type(item) not in SCALARS for item in items):
-        raise BadPickle("a set in it is none")
+        raise BadPickle("a set in it is invalid")
     return set(items)
 
 
 def _complex(real: Any, imaginary: Any) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise BadPickle("a complex number in it is none")
+        raise BadPickle("a complex number in it is invalid")
     return complex(real, imaginary)
 
 
 class _ArrayType:
-    """A dtype of numpy in the making: a file gives its order of bytes afterwards."""
+    """A numpy dtype under construction: the file gives its byte order in a second step."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         if type(name) is not str or name not in (
             "b1",
             *(f"{kind}{size}" for kind in "iufc" for size in (1, 2, 4, 8, 16)),
         ):
-            raise BadPickle("an array in it holds something else than numbers")
+            raise BadPickle("an array in it does not contain numbers")
         self.type = np.dtype(name)
 
     def set_order(self, state: Any) -> None:
         if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
-            raise BadPickle("an array in it has no order of bytes")
+            raise BadPickle("an array in it has an invalid byte order")
         self.type = self.type.newbyteorder(state[1])
 
 
@@ -201,12 +201,12 @@ def _array(*_: Any) -> np.ndarray:
 
 def _fill_array(array: np.ndarray, state: Any) -> None:
     if type(state) is not tuple or len(state) != 5:
-        raise BadPickle("an array in it is none")
+        raise BadPickle("an array in it is invalid")
     _, shape, kind, by_columns, data = state
     if type(kind) is not _ArrayType or type(data) is not bytes or type(by_columns) is not bool:
-        raise BadPickle("an array in it is none")
+        raise BadPickle("an array in it is invalid")
     if type(shape) is not tuple or not all(map(whole_number, shape)) or len(shape) > 32:
-        raise BadPickle("an array in it has no shape")
+        raise BadPickle("an array in it has an invalid shape")
     if prod(shape) * kind.type.itemsize != len(data):
         raise BadPickle("an array in it has another number of bytes than it says")
     array.__setstate__((1, shape, kind.type, by_columns, data))
@@ -214,7 +214,7 @@ def _fill_array(array: np.ndarray, state: Any) -> None:
 
 def _array_number(kind: Any, data: Any) -> Any:
     if type(kind) is not _ArrayType or type(data) is not bytes or len(data) != kind.type.itemsize:
-        raise BadPickle("a number in it is none")
+        raise BadPickle("a number in it is invalid")
     return np.frombuffer(data, kind.type)[0]
 
 
@@ -234,7 +234,7 @@ for _module in ("builtins", "__builtin__"):
     _MAKERS |= {(_module, "bytes"): _no_bytes, (_module, "set"): _set_of, (_module, "complex"): _complex}
     _MAKERS |= {
         (_module, name): torch_saved.never_called for name in ("list", "dict", "int", "float")
-    }  # of defaultdict
+    }  # factories of defaultdict
 for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
     _MAKERS |= {(_module, "_reconstruct"): _array, (_module, "scalar"): _array_number}
 
@@ -244,15 +244,15 @@ PLAIN = Table(
     builders={
         Namespace: _build_namespace,
         SimpleNamespace: _build_namespace,
-        OrderedDict: _ignore,  # versions of modules beside their weights
+        OrderedDict: _ignore,  # a state_dict's _metadata
         np.ndarray: _fill_array,
         _ArrayType: _ArrayType.set_order,
     },
 )
 WHOLE = replace(PLAIN, strict=True)
 
-# What the FP8 states of Transformer Engine's layers consist of, beside recipes. It unpickles them itself, so what is
-# let through must be harmless there too: no other names, and no state for anything but a recipe.
+# The contents of the FP8 states of Transformer Engine's layers. It unpickles them itself with the plain unpickler, so
+# only names that are harmless there are permitted, and only recipes may be given a state.
 RECIPES = "transformer_engine.common.recipe"
 RECIPE_NAMES = (
     "Format",
@@ -270,17 +270,17 @@ RECIPE_NAMES = (
 
 
 class _Recipe:
-    """In place of a recipe."""
+    """Stands for a recipe."""
 
     def set_state(self, state: Any) -> None:
         if type(state) is not dict or any(type(name) is not str or name.startswith("__") for name in state):
-            raise BadPickle("the state of a recipe in it is none")
+            raise BadPickle("the state of a recipe in it is invalid")
 
 
 def _inner(data: Any) -> Any:
-    """A storage, which is pickled as a file of ``torch.save`` within."""
+    """A storage, which is pickled as the bytes of a ``torch.save`` file."""
     if type(data) is not bytes:
-        raise BadPickle("a tensor in it is none")
+        raise BadPickle("a tensor in it is invalid")
     return torch_saved.load(data, replace(ENGINE, makers=torch_saved.STORAGE_NAMES))
 
 
