@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -56,6 +58,35 @@ def attention(
             different dtypes.
         KernelUnavailable: the kernel cannot run here.
     """
+    rule = AttentionRule(
+        kernel=kernel,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        mask_cpu_threshold=mask_cpu_threshold,
+        dropout=dropout,
+        gather_keys=gather_keys,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    masks = mask if isinstance(mask, Sequence) else [mask]
+    return attention_by_rule(q, k, v, layout=layout, rule=rule, masks=masks, key_layout=key_layout)
+
+
+def attention_by_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: SequenceLayout,
+    rule: AttentionRule,
+    masks: Sequence[Mask],
+    key_layout: SequenceLayout | None = None,
+) -> Tensor:
+    """:func:`attention` with a rule.
+
+    Args:
+        masks: one for all samples of the batch, or one for each; they replace the rule's mask.
+    """
     refuse_transforms("attention")
     q, k, v = one_dtype(q, k, v)
     for part, x, name in ((layout, q, "q"), (key_layout or layout, k, "k")):
@@ -67,28 +98,38 @@ def attention(
             raise ValueError(f"{name} has {x.size(0)} tokens, the layout gives a rank {part.local_length}")
         if part.grid != layout.grid:
             raise ValueError("the layouts of queries and keys are of different grids: make both on the same one")
-    masks = list(mask) if isinstance(mask, Sequence) else [mask]
     if len(masks) not in (1, q.size(1)):
         raise ValueError(f"{len(masks)} masks for {q.size(1)} samples: give one, or one a sample")
-    longest = max(layout.seq_length, (key_layout or layout).seq_length)
-
-    def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, mask: Mask, dropout: Dropout | None) -> Tensor:
-        rule = AttentionRule(
-            mask, kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, softcap=softcap, sinks=sinks
-        )
-        tile_kernel = rule.tile_kernel(q_SBHD, layout.grid.ulysses, longest, v_SBHD.size(3))
-        if gather_keys and layout.grid.ring.size > 1:
-            source = GatherSource(layout, mask, key_layout)
-        else:
-            source = RingSource(ring_plan(layout, mask, key_layout=key_layout), layout.grid.ring)
-        here = rule.local_sinks(q_SBHD, layout.grid.ulysses)
-        return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=tile_kernel, sinks=here)
+    rules = [replace(rule, mask=mask) for mask in masks]
+    if len(rules) > 1 and rule.dropout is not None:
+        rules = [replace(each, dropout=rule.dropout.of_samples(i, i + 1)) for i, each in enumerate(rules)]
+    local = partial(_local_attention, layout=layout, key_layout=key_layout)
 
     def by_sample(*qkv: Tensor) -> Tensor:
-        if len(masks) == 1:
-            return local(*qkv, masks[0], dropout)
+        if len(rules) == 1:
+            return local(*qkv, rule=rules[0])
         samples = zip(*(x.split(1, dim=1) for x in qkv))
-        drops = [dropout and dropout.of_samples(i, i + 1) for i in range(len(masks))]
-        return torch.cat([local(*sample, mask, drop) for sample, mask, drop in zip(samples, masks, drops)], dim=1)
+        return torch.cat([local(*sample, rule=each) for sample, each in zip(samples, rules)], dim=1)
 
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=by_sample)
+
+
+def _local_attention(
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    *,
+    layout: SequenceLayout,
+    rule: AttentionRule,
+    key_layout: SequenceLayout | None,
+) -> Tensor:
+    """Attention of this rank's heads, after the all-to-all, around the ring."""
+    grid = layout.grid
+    longest = max(layout.seq_length, (key_layout or layout).seq_length)
+    kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, v_SBHD.size(3))
+    if rule.gather_keys and grid.ring.size > 1:
+        source = GatherSource(layout, rule.mask, key_layout)
+    else:
+        source = RingSource(ring_plan(layout, rule.mask, key_layout=key_layout), grid.ring)
+    sinks = rule.local_sinks(q_SBHD, grid.ulysses)
+    return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks)

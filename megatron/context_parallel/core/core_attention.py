@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.layout.documents import Samples, samples
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, Window
@@ -128,20 +128,13 @@ class ContextParallelAttention(MegatronModule):
         rotary = self.settings.rotary
         if rotary is not None:
             query, key = rotary.rotate(query, key, rotary.angles(seen.ends))
-        out = attention(
+        out = attention_by_rule(
             query,
             key,
             value,
             layout=self.settings.layout_of(seen),
-            mask=self.settings.masks_of(seen, rule.mask),
-            kernel=rule.kernel,
-            scale=rule.scale,
-            alibi_slopes=rule.alibi_slopes,
-            mask_cpu_threshold=rule.mask_cpu_threshold,
-            dropout=self.dropout_of(seen),
-            gather_keys=rule.gather_keys,
-            softcap=rule.softcap,
-            sinks=self.sinks(query.device),
+            rule=replace(rule, dropout=self.dropout_of(seen), sinks=self.sinks(query.device)),
+            masks=self.settings.masks_of(seen, rule.mask),
         )
         return out.flatten(2)
 

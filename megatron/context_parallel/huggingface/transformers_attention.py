@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.context_parallel.attention.tile import AttentionRule
-from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.huggingface.rank_batch import Part
 from megatron.context_parallel.positions.position_dropout import Dropout
 
@@ -112,10 +112,8 @@ class Shared:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         rule = self.rule(call, q.size(0))
         q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
-        out = attention(
-            q, k, v, layout=self.part.layout, mask=self.part.masks(call.window), kernel=rule.kernel,
-            scale=rule.scale, softcap=rule.softcap, sinks=rule.sinks, dropout=rule.dropout,
-        )  # fmt: skip
+        masks = self.part.masks(call.window)
+        out = attention_by_rule(q, k, v, layout=self.part.layout, rule=rule, masks=masks)
         return out.transpose(0, 1).contiguous()  # some models take a view of it
 
 

@@ -178,7 +178,8 @@ def attend_tiles(
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
+    scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
+    call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
     for group in groups(tuple(tiles)):
         call.forward(group, out_SBHD, lse_SBH).run()
 
@@ -211,7 +212,8 @@ def attend_tiles_grad(
         delta_SBH: what :func:`delta` makes of the final output, fp32 [s, b, heads].
         dq, dk, dv: in the shapes of q, k, v.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
+    scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
+    call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
     for group in groups(tuple(tiles)):
         for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
             launch.run()
