@@ -186,13 +186,13 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: operator_with(attn_mask=PAIRS), "takes no attn_mask: give mask="),
-        (lambda: operator_with(dropout_p=0.1), "has no dropout_p"),
-        (lambda: layer_with({"dropout": 0.1}), "has no dropout_p"),
-        (lambda: layer_with({"add_bias_kv": True}), "key has 13 tokens, the layout gives a rank 12"),
-        (lambda: layer_with({"add_zero_attn": True}), "key has 13 tokens, the layout gives a rank 12"),
-        (lambda: layer_with(key_padding_mask=NONE), "takes no attn_mask: give mask="),
-        (lambda: layer_with(attn_mask=~PAIRS), "takes no attn_mask: give mask="),
+        (lambda: operator_with(attn_mask=PAIRS), "does not support attn_mask: give mask="),
+        (lambda: operator_with(dropout_p=0.1), "does not support dropout_p"),
+        (lambda: layer_with({"dropout": 0.1}), "does not support dropout_p"),
+        (lambda: layer_with({"add_bias_kv": True}), "key has 13 tokens, but the layout gives each rank 12"),
+        (lambda: layer_with({"add_zero_attn": True}), "key has 13 tokens, but the layout gives each rank 12"),
+        (lambda: layer_with(key_padding_mask=NONE), "does not support attn_mask: give mask="),
+        (lambda: layer_with(attn_mask=~PAIRS), "does not support attn_mask: give mask="),
         (lambda: layer_with(mask=cp.Causal(), need_weights=True), "pass need_weights=False"),
         (flex, "flex_attention over ranks: call scaled_dot_product_attention, and give mask="),
         *(

@@ -38,25 +38,25 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention over the whole sequence, each rank with its own tokens.
+    """Exact attention over the complete sequence; each rank passes the tokens that it holds.
 
     Args:
-        q: [s_local, b, heads, d]; k: [s_local, b, kv_heads, d]; v: the same, or heads of another size; kv_heads divides
-            heads (GQA, MQA). Tokens are those of ``layout.positions``.
-        layout: who holds which tokens.
-        mask: which keys a query attends to; a sequence has one for each sample of the batch.
-        key_layout: who holds which keys, where they are another sequence (cross-attention); default ``layout``.
+        q: [s_local, b, heads, d]; k: [s_local, b, kv_heads, d]; v: like k, but its head size may differ; kv_heads
+            divides heads (GQA, MQA). Tokens are those of ``layout.positions``.
+        layout: which rank holds which tokens.
+        mask: which keys a query attends to; one mask, or a sequence with one for each sample of the batch.
+        key_layout: layout of the keys if they come from another sequence (cross-attention); default ``layout``.
         kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys, softcap, sinks: see
             :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
 
     Returns:
-        [s_local, b, heads, d], heads of v's size, in the dtype of q; 0 for a query that attends to nothing. Under
-        autocast q, k and v are cast first, as those of ``scaled_dot_product_attention`` are.
+        [s_local, b, heads, head size of v], in the dtype of q; 0 for a query that attends to nothing. Under autocast
+        q, k and v are cast first, as ``scaled_dot_product_attention`` does.
 
     Raises:
-        ValueError: the Ulysses degree does not divide the heads, the tokens are not the layout's, or q, k and v have
-            different dtypes.
-        KernelUnavailable: the kernel cannot run here.
+        ValueError: the Ulysses degree does not divide the heads, the number of tokens is not the layout's, or q, k and
+            v have different dtypes.
+        KernelUnavailable: the kernel cannot run on this machine.
     """
     rule = AttentionRule(
         kernel=kernel,
@@ -92,18 +92,18 @@ def attention_by_rule(
     for part, x, name in ((layout, q, "q"), (key_layout or layout, k, "k")):
         if part.chunks > 1:
             raise ValueError(
-                f"the layout has {part.chunks} chunks, which only ChunkedLayer reads: make it with chunks=1"
+                f"the layout has {part.chunks} chunks, which only ChunkedLayer can use: make the layout with chunks=1"
             )
         if x.size(0) != part.local_length:
-            raise ValueError(f"{name} has {x.size(0)} tokens, the layout gives a rank {part.local_length}")
+            raise ValueError(f"{name} has {x.size(0)} tokens, but the layout gives each rank {part.local_length}")
         if part.grid != layout.grid:
-            raise ValueError("the layouts of queries and keys are of different grids: make both on the same one")
+            raise ValueError("the layouts of queries and keys have different grids: use one grid for both")
     if len(masks) not in (1, q.size(1)):
-        raise ValueError(f"{len(masks)} masks for {q.size(1)} samples: give one, or one a sample")
+        raise ValueError(f"{len(masks)} masks for {q.size(1)} samples: pass one mask, or one for each sample")
     rules = [replace(rule, mask=mask) for mask in masks]
     if len(rules) > 1 and rule.dropout is not None:
         rules = [replace(each, dropout=rule.dropout.of_samples(i, i + 1)) for i, each in enumerate(rules)]
-    local = partial(_local_attention, layout=layout, key_layout=key_layout)
+    local = partial(local_attention, layout=layout, key_layout=key_layout)
 
     def by_sample(*qkv: Tensor) -> Tensor:
         if len(rules) == 1:
@@ -114,16 +114,16 @@ def attention_by_rule(
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=by_sample)
 
 
-def _local_attention(
+def local_attention(
     q_SBHD: Tensor,
     k_SBHD: Tensor,
     v_SBHD: Tensor,
     *,
     layout: SequenceLayout,
     rule: AttentionRule,
-    key_layout: SequenceLayout | None,
+    key_layout: SequenceLayout | None = None,
 ) -> Tensor:
-    """Attention of this rank's heads, after the all-to-all, around the ring."""
+    """Attention of this rank's heads over the ring, between Ulysses' two all-to-alls."""
     grid = layout.grid
     longest = max(layout.seq_length, (key_layout or layout).seq_length)
     kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, v_SBHD.size(3))

@@ -144,7 +144,7 @@ def drop(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
         ValueError: the samples are others.
     """
     if len(dropout.samples) != x.size(1):
-        raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {x.size(1)}: name each")
+        raise ValueError(f"dropout names {len(dropout.samples)} samples, but the batch has {x.size(1)}: name each")
     return _Drop.apply(x, dropout, at) if dropout.threshold else x
 
 
