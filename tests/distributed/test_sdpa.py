@@ -220,7 +220,7 @@ def node_elsewhere(where):
     [
         ("outside", "runs outside of it: call it within a context"),
         ("full", "a call has is_causal=True, but context_parallel has mask=Full"),
-        ("longer", "attention has 24 tokens, but the layout gives each rank 48"),
+        ("longer", "attention of 24 tokens, but each rank has 48 in the layout"),
         ("another grid", "compiled for ulysses=1 runs with ulysses=2"),
         ("too late", "runs after 1024 other context_parallel"),
     ],
@@ -255,7 +255,7 @@ def twice():
 @pytest.mark.parametrize(
     "settings, call, told",
     [
-        ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "does not support attn_mask: give mask= to context_parallel"),
+        ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "does not support attn_mask: give mask="),
         ({}, {"dropout_p": 0.1}, "does not support dropout_p"),
         ({"mask": cp.Full()}, {"is_causal": True}, "a call has is_causal=True, but context_parallel has mask=Full"),
         ({}, {"length": 48}, "query has 48 tokens, but the layout gives each rank 24"),

@@ -136,7 +136,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, uly
     """out; then for the backward pass the meaning's number, lse and, with Ulysses, this rank's heads of q, k, v, out."""
     meaning = _meaning(ulysses)
     if q.size(0) != (length := meaning.layout.local_length):  # in a graph of another context
-        raise ValueError(f"attention has {q.size(0)} tokens, but the layout gives each rank {length}")
+        raise ValueError(f"attention of {q.size(0)} tokens, but each rank has {length} in the layout")
     axis = meaning.layout.grid.ulysses
     here = [x.contiguous() for x in sequence_to_heads(q, k, v, axis)] if axis.size > 1 else [q, k, v]
     out, lse = attend_all(*here, *meaning.tiles(here[0], here[2], is_causal, scale))

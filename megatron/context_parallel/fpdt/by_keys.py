@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops by keys: a key chunk stays while its query chunks come; on a ring, the key chunks of all ranks in turn."""
+"""The loops by keys: the outer loop is over key chunks (on a ring, of all ranks), the inner over query chunks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             for query, kept in zip(queries, shelf.walk([_forward_names(query) for query in queries])):
                 q = kept["q", query]
                 result = Accumulator(q, run.work.value_dim, kept.get(("sum", query)), kept.get(("sum_lse", query)))
-                found = run.tiles.of_block(query, key, block)
-                attend_chunks(found, q, block.k, block.v, kernel=run.work.kernel, result=result)
-                # Wide from the start: the shelf writes later sums into the first one's place.
+                computed = run.tiles.of_block(query, key, block)
+                attend_chunks(computed, q, block.k, block.v, kernel=run.work.kernel, result=result)
+                # In the sum's dtype from the start, because the shelf writes later sums in the same memory.
                 shelf.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
                 shelf.put(("sum_lse", query), result.lse_SBH)
         if not run.saving:
@@ -46,7 +46,7 @@ def _forward_names(query: int) -> list[tuple]:
 
 
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
-    """Key chunks from first to last: under a causal mask a chunk's queries are done when its keys are."""
+    """Key chunks from first to last: under a causal mask a chunk's queries are finished when its keys are."""
     shelf, last, chunks = run.shelf, run.tiles.last_keys(), run.chunks
     outs = shelf.walk([[("out", chunk), *[("lse", chunk)] * (run.work.sinks is not None)] for chunk in chunks])
     for chunk, x, dy_chunk, there in zip(chunks, run.x.walk(run.spans), dy.walk(run.spans), outs):
@@ -54,7 +54,7 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
         run.work.add_sinks_grad(dout, there["out", chunk], there.get(("lse", chunk)))
         shelf.put(("dout", chunk), dout)
         delta = run.work.kernel.delta(there["out", chunk], dout)
-        if delta is not None:  # then nobody asks for out any more
+        if delta is not None:  # then out is not needed any more
             shelf.put(("delta", chunk), delta)
             shelf.drop(("out", chunk))
         run.dx.write(run.spans[chunk], residual)
@@ -69,7 +69,7 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 
 
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
-    """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the shelf's."""
+    """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the sums on the shelf."""
     k, v = run.work.unpacked(kv)
     own = KeyGradients(k, v, ((0, k.size(0)),))
     for block in run.tiles.source(key).blocks(k, v, own):
@@ -81,11 +81,11 @@ def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
 
 
 def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
-    """A query chunk and a key chunk: a function of its own, so that they are let go before the next ones are there."""
+    """The gradients of one pair of chunks. As a separate function it frees its tensors before the next ones are loaded."""
     q, dout, lse = (there.pop((name, query)) for name in ("q", "dout", "lse"))
     out, delta = (there.pop((name, query), None) for name in ("out", "delta"))
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
     dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
-    found = run.tiles.of_block(query, key, block)
-    attend_chunks_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
-    run.shelf.put(("dq", query), dq.finish().to(dq.sum_dtype))  # wide, as the forward pass's sums
+    computed = run.tiles.of_block(query, key, block)
+    attend_chunks_grad(computed, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
+    run.shelf.put(("dq", query), dq.finish().to(dq.sum_dtype))  # in the sum's dtype, as in the forward pass

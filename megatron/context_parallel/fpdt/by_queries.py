@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops by queries: a query chunk stays while its key chunks come; on a ring, forward, those of all ranks."""
+"""The loops by queries: the outer loop is over query chunks, the inner over key chunks (on a ring, of all ranks)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
     """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
     shelf, chunks = run.shelf, run.chunks
     needs = [run.tiles.keys_of(query) for query in chunks]
-    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after which it can be computed
+    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after whose projection it can be computed
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
         fresh = {("q", chunk): q, ("kv", chunk): kv}
@@ -25,7 +25,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             shelf.put(("q", chunk), q)
         del q, kv
         for query in queries:
-            keys = sorted(needs[query], key=lambda key: key != chunk)  # what is here first, while others come
+            keys = sorted(needs[query], key=lambda key: key != chunk)  # first the one on the device, while others load
             q = shelf.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
             for key, there in zip(keys, shelf.walk([[("kv", key)] for key in keys], fresh)):
@@ -37,7 +37,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
 
 
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
-    """Query chunks from last to first: under a causal mask a chunk's keys are done when its queries are."""
+    """Query chunks from last to first: under a causal mask a chunk's keys are finished when its queries are."""
     shelf, queries = run.shelf, run.chunks[::-1]
     needs = [run.tiles.keys_of(query) for query in run.chunks]
     done = [min([key, *(query for query in queries if key in needs[query])]) for key in run.chunks]
@@ -58,9 +58,10 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 def _query_grads(
     run: ChunkPass, query: int, x: Tensor, dy: Tensor, there: dict, keys: list[int], *, last: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dq of a query chunk, and the gradient of x beside attention; dk and dv of its keys are added to the shelf's.
+    """(dq of a query chunk, dk and dv of the same chunk or None, gradient of x that does not go through attention).
 
-    With ``last``, its own dk and dv, which nobody adds to any more, are returned and not put away.
+    dk and dv of the other keys are added to the sums on the shelf. ``last``: dk and dv of this chunk are complete now;
+    they are returned and not stored.
     """
     shelf = run.shelf
     keys = sorted(keys, key=lambda key: key == query)  # its own last
