@@ -133,7 +133,7 @@ def node(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, is_causal: bool, sca
 
 @torch.library.custom_op("megatron_longcontext::attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, ulysses: int) -> list[Tensor]:
-    """out; then for the backward pass the meaning's number, lse and, with Ulysses, this rank's heads of q, k, v, out."""
+    """out; and for backward: the meaning's number, lse and, with Ulysses, this rank's heads of q, k, v and out."""
     meaning = _meaning(ulysses)
     if q.size(0) != (length := meaning.layout.local_length):  # in a graph of another context
         raise ValueError(f"attention of {q.size(0)} tokens, but each rank has {length} in the layout")

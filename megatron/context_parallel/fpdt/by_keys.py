@@ -69,7 +69,7 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 
 
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
-    """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the sums on the shelf."""
+    """dk and dv of a key chunk; dq of this rank's query chunks that meet it is added to the sums on the shelf."""
     k, v = run.work.unpacked(kv)
     own = KeyGradients(k, v, ((0, k.size(0)),))
     for block in run.tiles.source(key).blocks(k, v, own):
@@ -81,7 +81,7 @@ def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
 
 
 def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
-    """The gradients of one pair of chunks. As a separate function it frees its tensors before the next ones are loaded."""
+    """The gradients of one pair of chunks; a separate function, so that its tensors are freed before the next pair."""
     q, dout, lse = (there.pop((name, query)) for name in ("q", "dout", "lse"))
     out, delta = (there.pop((name, query), None) for name in ("out", "delta"))
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}

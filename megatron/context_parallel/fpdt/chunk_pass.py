@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One pass of a chunked layer over its chunks: the parts that both loop orders share (FPDT paper, 4.1 and 4.2).
 
-*By queries* (by_queries.py): the outer loop is over query chunks, and keys are loaded. *By keys* (by_keys.py): the outer
-loop is over key chunks, and queries are loaded. By queries is better if there are few key heads (GQA). By keys is the
-paper's order for the backward pass; in it a key chunk goes around a ring once for all query chunks.
+*By queries* (by_queries.py): the outer loop is over query chunks, and keys are loaded. *By keys* (by_keys.py): the
+outer loop is over key chunks, and queries are loaded. By queries is better if there are few key heads (GQA). By keys is
+the paper's order for the backward pass; in it a key chunk goes around a ring once for all query chunks.
 """
 
 from __future__ import annotations

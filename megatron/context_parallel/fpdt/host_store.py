@@ -80,7 +80,7 @@ class HostPool:
         return host.untyped_storage().data_ptr()
 
     def _block(self, size: int) -> np.ndarray:
-        """A block of this size. If the pool may not grow, a larger idle block; if there is none, idle ones are freed."""
+        """A block of this size; if the pool may not grow, a larger idle one. Without that, idle blocks are freed."""
         full = self.allocated + size > MOST * max(self.peak, self.in_use + size)
         if full and not self._free.get(size):
             larger = [other for other, free in self._free.items() if free and size < other <= MOST * size]
@@ -178,7 +178,7 @@ class Offload:
         self._let_go(0)
 
     def _let_go(self, count: int) -> None:
-        """The same for all but the last ``count`` copies. A late wait costs nothing, because the copy is done by then."""
+        """The same for all but the last ``count`` copies, which need no wait yet."""
         while len(self._leaving) > count:
             self.streams.wait(COMPUTE, self._leaving[0][1])
             self._leaving.popleft()
