@@ -226,13 +226,13 @@ def agree(
     """
     if rank == 0:
         start = uuid.uuid4().hex
-        room = dist.PrefixStore(start, store)
+        entries = dist.PrefixStore(start, store)
         store.set("start", start)
-        plan = _lead(room, ranks, timeout, mine)
+        plan = _lead(entries, ranks, timeout, mine)
     else:
-        room, plan = _follow(store, rank, ranks, timeout, mine)
+        entries, plan = _follow(store, rank, ranks, timeout, mine)
     if "late" in plan or "refused" in plan:
-        _wait_for_readers(room, rank, plan.get("readers", []))
+        _wait_for_readers(entries, rank, plan.get("readers", []))
         raise RuntimeError(plan["late"]) if "late" in plan else Unusable(plan["refused"])
     if plan["names"]:
         environment.setdefault(GLOO, ",".join(plan["names"]))
@@ -240,22 +240,22 @@ def agree(
             environment.setdefault(NCCL, f"={','.join(plan['names'])}")
     if plan["several"]:
         if "to" in plan:
-            room.set(f"link/{rank}", json.dumps(try_link(room, rank, plan["at"], *plan["to"])))
+            entries.set(f"link/{rank}", json.dumps(try_link(entries, rank, plan["at"], *plan["to"])))
         if rank == 0:
-            links = _gathered(room, "link", plan["firsts"], timedelta(seconds=4 * CONNECT))
+            links = _gathered(entries, "link", plan["firsts"], timedelta(seconds=4 * CONNECT))
             wrong = [link[side] for side in ("connect", "accept") for link in links.values() if link[side]]
             wrong += [f"rank {first} ended while it connected" for first in plan["firsts"] if first not in links]
-            room.set("verdict", wrong[0] if wrong else "")
-        room.wait(["verdict"], timedelta(seconds=6 * CONNECT))
-        if verdict := room.get("verdict").decode():
-            _wait_for_readers(room, rank, plan.get("readers", []))
+            entries.set("verdict", wrong[0] if wrong else "")
+        entries.wait(["verdict"], timedelta(seconds=6 * CONNECT))
+        if verdict := entries.get("verdict").decode():
+            _wait_for_readers(entries, rank, plan.get("readers", []))
             raise Unusable(verdict)
     return plan["line"]
 
 
-def _lead(room: dist.Store, ranks: int, timeout: timedelta, mine: Place) -> dict[str, Any]:
+def _lead(entries: dist.Store, ranks: int, timeout: timedelta, mine: Place) -> dict[str, Any]:
     """Rank 0: wait for the others, choose, and answer each of them. Returns the plan of rank 0."""
-    came = _gathered(room, "place", range(1, ranks), timeout)
+    came = _gathered(entries, "place", range(1, ranks), timeout)
     nonces = {rank: raw.pop("nonce") for rank, raw in came.items()}
     missing = [str(rank) for rank in range(1, ranks) if rank not in came]
     places = [mine, *(Place(**raw) for raw in came.values())]
@@ -269,7 +269,7 @@ def _lead(room: dist.Store, ranks: int, timeout: timedelta, mine: Place) -> dict
     except Unusable as refusal:
         plans = [{"refused": str(refusal)} for _ in places]
     for rank, plan in zip(came, plans[1:]):
-        room.set(f"plan/{nonces[rank]}", json.dumps(plan))
+        entries.set(f"plan/{nonces[rank]}", json.dumps(plan))
     return {**plans[0], "readers": list(came)}
 
 
@@ -299,42 +299,42 @@ def _follow(
     store: dist.Store, rank: int, ranks: int, timeout: timedelta, mine: Place
 ) -> tuple[dist.Store, dict[str, Any]]:
     """Another rank: report what it sees. Returns (the store of this start, the plan from rank 0)."""
-    nonce, start, room = uuid.uuid4().hex, "", store
+    nonce, start, entries = uuid.uuid4().hex, "", store
     poll = max(POLL, ranks / 1000)  # the store answers a few thousand requests in a second
     end = time.monotonic() + timeout.total_seconds() + 2 * poll + LATE
     while True:
         latest = store.get("start").decode()
         if latest != start:  # the first value may be that of an earlier start
-            start, room = latest, dist.PrefixStore(latest, store)
-            room.set(f"place/{rank}", json.dumps({**asdict(mine), "nonce": nonce}))
+            start, entries = latest, dist.PrefixStore(latest, store)
+            entries.set(f"place/{rank}", json.dumps({**asdict(mine), "nonce": nonce}))
         try:
-            room.wait([f"plan/{nonce}"], timedelta(seconds=poll))
-            return room, json.loads(room.get(f"plan/{nonce}"))
+            entries.wait([f"plan/{nonce}"], timedelta(seconds=poll))
+            return entries, json.loads(entries.get(f"plan/{nonce}"))
         except dist.DistStoreError:
             if time.monotonic() > end:
                 raise RuntimeError(f"timed out after {timeout.total_seconds():.0f} s: rank 0 did not answer") from None
 
 
-def _gathered(room: dist.Store, key: str, ranks: Iterable[int], timeout: timedelta) -> dict[int, dict[str, Any]]:
+def _gathered(entries: dist.Store, key: str, ranks: Iterable[int], timeout: timedelta) -> dict[int, dict[str, Any]]:
     """By rank, the entries of all ranks that have written one within the time."""
     keys = {rank: f"{key}/{rank}" for rank in ranks}
     try:
-        room.wait(list(keys.values()), timeout)
+        entries.wait(list(keys.values()), timeout)
     except dist.DistStoreError:
-        keys = {rank: name for rank, name in keys.items() if room.check([name])}
-    return {rank: json.loads(room.get(name)) for rank, name in keys.items()}
+        keys = {rank: name for rank, name in keys.items() if entries.check([name])}
+    return {rank: json.loads(entries.get(name)) for rank, name in keys.items()}
 
 
-def _wait_for_readers(room: dist.Store, rank: int, readers: Iterable[int]) -> None:
+def _wait_for_readers(entries: dist.Store, rank: int, readers: Iterable[int]) -> None:
     """Let rank 0 end last, because the store may be in its process."""
     if rank == 0:
         with suppress(dist.DistStoreError):
-            room.wait([f"read/{reader}" for reader in readers], timedelta(seconds=LATE))
+            entries.wait([f"read/{reader}" for reader in readers], timedelta(seconds=LATE))
     else:
-        room.set(f"read/{rank}", "")
+        entries.set(f"read/{rank}", "")
 
 
-def try_link(room: dist.Store, rank: int, at: str, to: int, address: str, where: str) -> dict[str, str]:
+def try_link(entries: dist.Store, rank: int, at: str, to: int, address: str, where: str) -> dict[str, str]:
     """Connect to the first rank of the next node, while that of the previous node connects to this one.
 
     Args:
@@ -345,17 +345,17 @@ def try_link(room: dist.Store, rank: int, at: str, to: int, address: str, where:
         The problem of the outgoing ("connect") and of the incoming connection ("accept"); empty if there is none.
     """
     token, wrong = f"{rank} {uuid.uuid4().hex}".encode(), {"connect": "", "accept": ""}
-    room.set(f"token/{to}", token)
+    entries.set(f"token/{to}", token)
     try:
         server = socket.create_server((at, 0), family=socket.AF_INET6 if ":" in at else socket.AF_INET)
     except OSError as error:
         wrong["connect"] = f"rank {rank} cannot listen at {at}: {error.strerror or error}; give another {FLAG}"
         for key, value in ((f"port/{rank}", "0"), (f"tried/{rank}", wrong["connect"])):
-            room.set(key, value)
+            entries.set(key, value)
         return wrong
     with server:
-        room.set(f"port/{rank}", str(server.getsockname()[1]))
-        port = int(room.get(f"port/{to}"))
+        entries.set(f"port/{rank}", str(server.getsockname()[1]))
+        port = int(entries.get(f"port/{to}"))
         try:
             with socket.create_connection((address, port), CONNECT) as out:
                 out.sendall(token)
@@ -365,10 +365,10 @@ def try_link(room: dist.Store, rank: int, at: str, to: int, address: str, where:
                     f"rank {rank} at {at} cannot connect to rank {to} on {where}: {error.strerror or error}; give "
                     f"another {FLAG}, or open the firewall between the nodes"
                 )
-        room.set(f"tried/{rank}", wrong["connect"])
-        expected = room.get(f"token/{rank}")
+        entries.set(f"tried/{rank}", wrong["connect"])
+        expected = entries.get(f"token/{rank}")
         before = expected.decode().split()[0]
-        if room.get(f"tried/{before}"):
+        if entries.get(f"tried/{before}"):
             return wrong  # the previous rank could not connect
         server.settimeout(LATE)
         try:

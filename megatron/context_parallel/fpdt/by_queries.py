@@ -12,7 +12,7 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:
     """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
-    shelf, chunks = run.shelf, run.chunks
+    store, chunks = run.store, run.chunks
     needs = [run.tiles.keys_of(query) for query in chunks]
     ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after whose projection it can be computed
     for chunk, x in enumerate(run.x.walk(run.spans)):
@@ -20,36 +20,36 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
         fresh = {("q", chunk): q, ("kv", chunk): kv}
         queries = [query for query in chunks if ready[query] == chunk]
         if chunk + 1 < len(chunks) or run.saving:
-            shelf.put(("kv", chunk), kv)
+            store.put(("kv", chunk), kv)
         if run.saving or queries != [chunk]:
-            shelf.put(("q", chunk), q)
+            store.put(("q", chunk), q)
         del q, kv
         for query in queries:
             keys = sorted(needs[query], key=lambda key: key != chunk)  # first the one on the device, while others load
-            q = shelf.load([("q", query)], fresh)[0].wait()
+            q = store.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
-            for key, there in zip(keys, shelf.walk([[("kv", key)] for key in keys], fresh)):
+            for key, there in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
                 for block in run.tiles.source(key, query).blocks(*run.work.unpacked(there["kv", key])):
                     attend_chunks(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:
-                shelf.drop(("q", query))
+                store.drop(("q", query))
 
 
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
     """Query chunks from last to first: under a causal mask a chunk's keys are finished when its queries are."""
-    shelf, queries = run.shelf, run.chunks[::-1]
+    store, queries = run.store, run.chunks[::-1]
     needs = [run.tiles.keys_of(query) for query in run.chunks]
     done = [min([key, *(query for query in queries if key in needs[query])]) for key in run.chunks]
     spans = [run.spans[query] for query in queries]
-    saved = shelf.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
+    saved = store.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
     for query, x, dy_chunk, there in zip(queries, run.x.walk(spans), dy.walk(spans), saved):
         finished = [chunk for chunk in run.chunks if done[chunk] == query]
         dq, dkv, residual = _query_grads(run, query, x, dy_chunk, there, needs[query], last=query in finished)
         if query in finished:
             run.finish_grad(query, x, dq, dkv, residual)
         else:
-            shelf.put(("dq", query), dq)
+            store.put(("dq", query), dq)
             run.dx.write(run.spans[query], residual)
         del dq, dkv, residual
         run.finish_waiting([chunk for chunk in finished if chunk != query])
@@ -60,12 +60,12 @@ def _query_grads(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(dq of a query chunk, dk and dv of the same chunk or None, gradient of x that does not go through attention).
 
-    dk and dv of the other keys are added to the sums on the shelf. ``last``: dk and dv of this chunk are complete now;
+    dk and dv of the other keys are added to the sums in the store. ``last``: dk and dv of this chunk are complete now;
     they are returned and not stored.
     """
-    shelf = run.shelf
+    store = run.store
     keys = sorted(keys, key=lambda key: key == query)  # its own last
-    coming = shelf.walk([[("kv", key), ("dkv", key)] for key in keys])
+    coming = store.walk([[("kv", key), ("dkv", key)] for key in keys])
     q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
     dout, residual = run.work.output_grad(out, x, dy, query)
     run.work.add_sinks_grad(dout, out, lse)
@@ -79,8 +79,8 @@ def _query_grads(
         if last and key == query:
             own = dkv.packed()
         else:
-            shelf.put(("dkv", key), dkv.packed())
-    shelf.drop(("out", query), ("lse", query))
+            store.put(("dkv", key), dkv.packed())
+    store.drop(("out", query), ("lse", query))
     if last and own is None:
-        own = shelf.pop(("dkv", query))
+        own = store.pop(("dkv", query))
     return dq.finish(), own, residual

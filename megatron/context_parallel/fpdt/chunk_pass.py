@@ -18,7 +18,7 @@ from megatron.context_parallel.attention.merge import Accumulator
 from megatron.context_parallel.attention.ring import KeyBlock, RingSource
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
-from megatron.context_parallel.fpdt.host_store import HiddenStates, Shelf
+from megatron.context_parallel.fpdt.host_store import HiddenStates, ChunkStore
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import place
@@ -78,7 +78,7 @@ class ChunkPass:
     Attributes:
         work: the functions of one chunk, without attention.
         tiles: which chunks meet.
-        shelf: stored chunks and sums, by name: ("q", "kv", "out", "lse", "dout", "delta", "dq", "dkv" or "sum", chunk).
+        store: stored chunks and sums, by name: ("q", "kv", "out", "lse", "dout", "delta", "dq", "dkv" or "sum", chunk).
         x, dx: the layer's input and its gradient; ``spans``: each chunk's rows of them.
         saving: whether a backward pass follows.
     """
@@ -92,26 +92,26 @@ class ChunkPass:
         self.dx: HiddenStates | None = None
         # Without a backward pass chunks stay on the device, which saves the copies. With streamed hidden states device
         # memory is scarce, and they are offloaded.
-        self.shelf = Shelf(layer.offload if saving or layer.streamed else None)
+        self.store = ChunkStore(layer.offload if saving or layer.streamed else None)
 
     def finish(self, query: int, result: Accumulator, x: Tensor | None, y: HiddenStates | None) -> None:
         """A query chunk has met all its keys. ``x``: its input, if it is still on the device."""
         out, lse = result.finish(self.work.sinks)
         if self.saving:
-            self.shelf.put(("out", query), out)
-            self.shelf.put(("lse", query), lse)
+            self.store.put(("out", query), out)
+            self.store.put(("lse", query), lse)
         if y is not None:
             self.work.output(out, self.x.read(self.spans[query]) if x is None else x, query, y)
 
     def finish_grad(self, chunk: int, x: Tensor, dq: Tensor | None, dkv: Tensor | None, residual: Tensor) -> None:
         """A chunk's gradients are complete. dq is None for queries without keys, dkv for keys without queries."""
         self.dx.write(self.spans[chunk], residual + self.work.project_grad(x, dq, dkv, chunk))
-        self.shelf.drop(*((name, chunk) for name in ("kv", "dkv", "q", "dq")))
+        self.store.drop(*((name, chunk) for name in ("kv", "dkv", "q", "dq")))
 
     def finish_waiting(self, chunks: list[int], fresh: Mapping[tuple, Tensor] = {}) -> None:
-        """Finish chunks whose gradients are stored on the shelf or still on the device (``fresh``)."""
+        """Finish chunks whose gradients are stored in the store or still on the device (``fresh``)."""
         spans = [self.spans[chunk] for chunk in chunks]
-        waiting = self.shelf.walk([[("dq", chunk), ("dkv", chunk)] for chunk in chunks], fresh)
+        waiting = self.store.walk([[("dq", chunk), ("dkv", chunk)] for chunk in chunks], fresh)
         for chunk, x, there in zip(chunks, self.x.walk(spans), waiting):
             dq, dkv = there.pop(("dq", chunk), None), there.pop(("dkv", chunk), None)
             self.finish_grad(chunk, x, dq, dkv, self.dx.read(self.spans[chunk]))

@@ -70,7 +70,7 @@ class _Chunked(torch.autograd.Function):
             _forward(run, y)
         if training:
             if layer.recompute:
-                run.shelf = None
+                run.store = None
             run.x = None  # saved by save_for_backward, so that hooks see it
             ctx.layer, ctx.autocast, ctx.random = layer, run.work.autocast, run.work.random
             ctx.save_for_backward(x, keep(run))

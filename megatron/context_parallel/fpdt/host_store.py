@@ -2,7 +2,7 @@
 """Offloading to host memory (FPDT paper, section 4.2).
 
 :class:`HostPool` allocates host memory once and reuses it. :class:`Offload` copies between the device and such buffers;
-the copies overlap with compute. On top of these, :class:`Shelf` keeps chunks by name, :class:`HiddenStates` keeps one
+the copies overlap with compute. On top of these, :class:`ChunkStore` keeps chunks by name, :class:`HiddenStates` keeps one
 long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autograd saves. Each loads data one step before
 its use (the double buffer). They also work without host memory.
 
@@ -218,7 +218,7 @@ class Loading:
 Item, Coming, There = TypeVar("Item"), TypeVar("Coming"), TypeVar("There")
 
 
-class Shelf:
+class ChunkStore:
     """Tensors by name, kept in host memory or, without ``offload``, on the device."""
 
     def __init__(self, offload: Offload | None) -> None:

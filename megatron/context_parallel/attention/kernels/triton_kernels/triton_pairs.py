@@ -104,11 +104,11 @@ def marked(bits, row, words, first, exists, STEP: tl.constexpr):
     """
     column = tl.arange(0, STEP)[None, :] + (first & 31)
     at = bits + (row * words + (first >> 5))
-    found = tl.load(at, mask=exists, other=0)[:, None]
+    word = tl.load(at, mask=exists, other=0)[:, None]
     for index in tl.static_range(1, STEP // 32):
         further = tl.load(at + index, mask=exists & ((first >> 5) + index < words + row * 0), other=0)
-        found = tl.where(column >= 32 * index, further[:, None], found)
-    return ((found >> (column & 31)) & 1) != 0
+        word = tl.where(column >= 32 * index, further[:, None], word)
+    return ((word >> (column & 31)) & 1) != 0
 
 
 @triton.jit
