@@ -13,11 +13,11 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.host_store import (
+    ChunkStore,
     HiddenStates,
     HostPool,
     Offload,
     SavedInHost,
-    ChunkStore,
     is_host_buffer,
 )
 from megatron.context_parallel.layout.grid import abstract_grid

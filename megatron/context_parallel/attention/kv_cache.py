@@ -2,7 +2,7 @@
 """The key/value cache for generation: distributed over the grid, with attention of one new token to all of it.
 
 Heads are distributed over the Ulysses ranks and the sequence over the ring: a prompt by its layout, decoded tokens in
-turns. In decoding no keys are sent. Every rank has the new token's query and attends to the keys that it keeps; one
+turn. In decoding no keys are sent. Every rank has the new token's query and attends to the keys that it keeps; one
 all-gather then merges the partial results by their lse in fp32 (fp64 for fp64), as FlashDecoding merges its splits.
 The tiles, and therefore masks and ALiBi, are those of training (layout/tiles.py).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""USP: Ulysses around Ring (USP paper, algorithm 1). Pure Ulysses, pure Ring and one process are its grid shapes."""
+"""USP: Ulysses around Ring (USP paper, algorithm 1). Ulysses alone, Ring alone and one process are special cases."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megatron.context_parallel.attention.merge import Accumulator
 from megatron.context_parallel.attention.ring import KeyBlock, RingSource
 from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
-from megatron.context_parallel.fpdt.host_store import HiddenStates, ChunkStore
+from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import place
@@ -78,7 +78,7 @@ class ChunkPass:
     Attributes:
         work: the functions of one chunk, without attention.
         tiles: which chunks meet.
-        store: stored chunks and sums, by name: ("q", "kv", "out", "lse", "dout", "delta", "dq", "dkv" or "sum", chunk).
+        store: chunks and sums by name: ("q", "kv", "out", "lse", "dout", "delta", "dq", "dkv" or "sum", chunk).
         x, dx: the layer's input and its gradient; ``spans``: each chunk's rows of them.
         saving: whether a backward pass follows.
     """
@@ -109,7 +109,7 @@ class ChunkPass:
         self.store.drop(*((name, chunk) for name in ("kv", "dkv", "q", "dq")))
 
     def finish_waiting(self, chunks: list[int], fresh: Mapping[tuple, Tensor] = {}) -> None:
-        """Finish chunks whose gradients are stored in the store or still on the device (``fresh``)."""
+        """Finish chunks whose gradients are in the store or still on the device (``fresh``)."""
         spans = [self.spans[chunk] for chunk in chunks]
         waiting = self.store.walk([[("dq", chunk), ("dkv", chunk)] for chunk in chunks], fresh)
         for chunk, x, there in zip(chunks, self.x.walk(spans), waiting):
