@@ -7,7 +7,7 @@ pass draw the same numbers again, and nothing depends on the grid, on chunks or 
 
 Row and column each have a 64-bit key, by SplitMix64 (Steele et al., OOPSLA 2014). The combined keys of a pair are
 hashed again and give four elements 15 bits each. An element is dropped if its bits are below a threshold. Probabilities
-are therefore multiples of 1/32768, and kept elements are scaled by the rounded probability.
+are therefore multiples of 1/32768, and kept elements are divided by the rounded probability of keeping them.
 """
 
 from __future__ import annotations
