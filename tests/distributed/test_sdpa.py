@@ -268,7 +268,7 @@ def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, told):
 
 
 def test_one_context_at_a_time(pool):
-    with pytest.raises(RankError, match="there is a context_parallel already"):
+    with pytest.raises(RankError, match="a context_parallel context is already active"):
         pool.run(twice, 2)
 
 

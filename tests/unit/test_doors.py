@@ -206,7 +206,7 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
         (lambda: mask_of_transformers(use_vmap=True), "this model is distributed over ranks: call it as"),
         (lambda: chunked_layer(streamed=True), "give offload="),
         (lambda: chunked_layer(RING, rule=cp.AttentionRule(gather_keys=True)), "gather_keys=True with a layer in"),
-        (lambda: chunked_layer(ffn_pieces=2), "there is none: give ffn="),
+        (lambda: chunked_layer(ffn_pieces=2), "ffn_by_rows and ffn_pieces need an ffn: give ffn="),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(call, words):

@@ -175,8 +175,8 @@ POSITIONS = torch.arange(LENGTH)[None]
         ({"attention_mask": POSITIONS.ge(5).long()}, "neither all ones nor padding on the right"),
         ({"attention_mask": torch.zeros_like(POSITIONS)}, "neither all ones nor padding on the right"),
         ({"attention_mask": POSITIONS.lt(40).long()}, "labels at padding count in the loss: set them to -100"),
-        ({"attention_mask": POSITIONS.ge(0), "position_ids": POSITIONS % 24}, "see each other whose position_ids"),
-        ({"attention_mask": POSITIONS.lt(40), "position_ids": POSITIONS % 24}, "give the padding positions"),
+        ({"attention_mask": POSITIONS.ge(0), "position_ids": POSITIONS % 24}, "joins documents"),
+        ({"attention_mask": POSITIONS.lt(40), "position_ids": POSITIONS % 24}, "leave attention_mask out"),
     ],
 )
 def test_batches_that_are_refused(change, says):
@@ -214,7 +214,7 @@ def test_masks_are_taken_for_what_they_are():
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
             made = mask_interface(mask_function=function, **options)  # models make some that no attention uses
-            says = "a rule of its own" if function is causal_mask_function else "neither causal nor a causal sliding"
+            says = "adds to its causal mask" if function is causal_mask_function else "neither causal nor"
             with pytest.raises(ValueError, match=says):
                 attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
 

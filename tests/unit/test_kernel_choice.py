@@ -143,7 +143,7 @@ def test_auto_on_the_cpu():
         ("cudnn", {}, "needs a GPU"),
         ("flash_attn", {}, "needs a GPU"),
         ("flash", dict(needs_mask=True), "does not support masks"),
-        ("flash", dict(needs_softcap=True), "has no soft-cap"),
+        ("flash", dict(needs_softcap=True), "does not support a soft-cap"),
         ("cudnn", dict(needs_value_dim=True), "does not support value heads of another size"),
         ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, triton, math"),
     ],
