@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism for any PyTorch program: Ulysses, Ring and their grid (USP), exact and load-balanced.
+"""Context parallelism for PyTorch programs: Ulysses, Ring and their combination (USP), exact and load-balanced.
 
 import megatron.context_parallel as cp
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions in plain numbers, without torch: what the heart does and the closed forms count.
+"""Decisions that context_parallel and formulas share, in plain Python without torch.
 
-division.py divides heads, FPDT's pieces and lengths; kernels.py says which attention kernel a GPU runs. Both sides ask
-the same function, and a planner starts without importing torch.
+division.py divides heads, FPDT's pieces and lengths; ring_work.py counts what the ranks of a ring compute and send;
+kernels.py says which attention kernel a GPU runs. The planner starts without importing torch.
 """

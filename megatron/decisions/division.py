@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How work is divided, decided once for the heart and for the formulas.
+"""How work is divided, for context_parallel and for the formulas.
 
-Heads over Ulysses ranks (DeepSpeed-Ulysses paper, section 3.1), also with fewer key/value heads; the loops and the
-pieces of FPDT; what a sequence's length must be a multiple of.
+Heads over Ulysses ranks (DeepSpeed-Ulysses paper, section 3.1), also with fewer key/value heads; the order of FPDT's
+loops; the unit of sequence lengths.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, lcm
 
-# Which way FPDT's loops go, and how many of its pieces are taken together.
-
-
-IN_FLIGHT = 2  # device tensors on their way to the host that may wait for their copy: bounds the memory they hold
-PARTS = 4  # of a product that is added to a sum
+IN_FLIGHT = 2  # device tensors whose copies to the host may be unfinished: limits the memory that they hold
+PARTS = 4  # of a product that is added to a wider sum
 
 
 def goes_by_keys(heads: int, kv_heads: int, itemsize: int) -> bool:
-    """Whether the backward loop by keys moves fewer bytes to and from the host than the one by queries.
+    """Whether FPDT's backward loop by keys copies fewer bytes to and from the host than the loop by queries.
 
-    A tile by queries moves k, v and their fp32 gradients, in and out; by keys it moves q, out, dout and dq.
+    By queries, each tile copies k, v and their fp32 gradients, in and out; by keys, q, out, dout and dq.
     """
     return heads * (3 * itemsize + 8) < kv_heads * (2 * itemsize + 16)
 
 
 def pieces_together(rows: int, hidden_size: int, itemsize: int) -> int:
-    """How many chunks, of so many rows of logits each, are put together: the gradients of their logits take at most a
-    quarter of the weight's fp32 sum (2,048 rows in bf16 at a hidden size of 4,096)."""
+    """How many chunks of the loss, with ``rows`` rows of logits each, are added to the weight's gradient together.
+
+    The gradients of their logits then take at most a quarter of the weight's fp32 sum (2,048 rows in bf16 at a hidden
+    size of 4,096).
+    """
     return max(1, hidden_size // itemsize // rows)
 
 
@@ -40,9 +40,9 @@ HeadSpans = list[tuple[int, int]]
 class HeadPlan:
     """Which heads each Ulysses rank computes, and which key/value heads it gets for them."""
 
-    q_heads: int  # query heads a rank
-    kv_heads: tuple[tuple[int, ...], ...]  # by rank: key/value heads it is sent
-    kv_index: tuple[tuple[int, ...], ...]  # by rank: which of those each local key/value head is
+    q_heads: int  # query heads of each rank
+    kv_heads: tuple[tuple[int, ...], ...]  # by rank: the key/value heads that are sent to it
+    kv_index: tuple[tuple[int, ...], ...]  # by rank: for each local key/value head, its index among those
 
     @property
     def q_spans(self) -> HeadSpans:
@@ -50,19 +50,19 @@ class HeadPlan:
 
     @property
     def kv_spans(self) -> HeadSpans:
-        return [(heads[0], heads[-1] + 1) for heads in self.kv_heads]  # they lie side by side
+        return [(heads[0], heads[-1] + 1) for heads in self.kv_heads]  # they are consecutive
 
     def needs_expansion(self, rank: int) -> bool:
-        """Whether local query heads fall unevenly on the received key/value heads."""
+        """Whether received key/value heads must be repeated, because they serve unequal numbers of query heads."""
         return self.kv_index[rank] != tuple(range(len(self.kv_heads[rank])))
 
 
 @lru_cache(maxsize=256)
 def head_plan(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
-    """Deal ``heads`` query heads and ``kv_heads`` key/value heads over ``ranks``.
+    """Distribute ``heads`` query heads and ``kv_heads`` key/value heads over ``ranks``.
 
     Raises:
-        ValueError: heads cannot be dealt evenly.
+        ValueError: heads cannot be distributed evenly.
     """
     if heads % ranks:
         usable = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -73,7 +73,7 @@ def head_plan(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of the {kv_heads} key/value heads")
     local, group = heads // ranks, heads // kv_heads
-    each = gcd(group, local)  # query heads a local key/value head serves
+    each = gcd(group, local)  # query heads of each local key/value head
     sent, index = [], []
     for rank in range(ranks):
         wanted = [q // group for q in range(rank * local, (rank + 1) * local, each)]
@@ -83,14 +83,11 @@ def head_plan(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     return HeadPlan(local, tuple(sent), tuple(index))
 
 
-# What a sequence's length must be a multiple of, and which windows are too narrow for tiles.
-
-
 NARROW = 32
-"""Bands of fewer keys than this are not worth the two triangles they would be cut in: such tiles get a mask."""
+"""Bands with fewer keys are not cut into two triangles, which would be too small; their tiles get a mask."""
 
 
 def length_unit(ulysses: int, ring: int, balance: str, tensor: int = 1) -> int:
-    """Sequence lengths must be multiples of this. ``tensor`` counts only under TP sequence parallelism."""
+    """Sequence lengths must be multiples of this. ``tensor``: TP size under TP sequence parallelism, else 1."""
     blocks = 2 * ring if balance == "zigzag" and ring > 1 else ring
     return lcm(blocks, ulysses * ring * tensor)

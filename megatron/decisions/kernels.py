@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention kernel is the fastest on which GPU, the order in which ``auto`` tries them, and where it can run.
+"""The order in which ``auto`` tries attention kernels on each GPU, fastest first, and where each kernel can run.
 
-What decides, until a table of our own measurements does:
+The order comes from published measurements; our own should replace them:
 
-- Hopper: flash-attn 3 and cuDNN are written for it and run 1.6 to 1.75 times as fast as FlashAttention-2, which knows
-  none of its instructions (FlashAttention-3 paper, figure 5).
-- Blackwell's data-centre GPUs: cuDNN is as fast as FlashAttention-4 (flash-attention pull request 2605); what the
-  package calls version 2 has nothing of theirs.
-- Ampere, Ada and Blackwell's other GPUs: FlashAttention-2; cuDNN gets 0.82 to 1.0 of it (Hugging Face's transformers,
-  pull request 48163: A100, A10G, L40S, RTX PRO 6000).
-- Many tiles, of many shapes: Triton's kernel does them in one launch. cuDNN plans on the host for each new shape.
+- Hopper: flash-attn 3 and cuDNN use its new instructions and are 1.6 to 1.75 times as fast as FlashAttention-2
+  (FlashAttention-3 paper, figure 5).
+- Blackwell's data-centre GPUs: cuDNN is as fast as FlashAttention-4 (flash-attention pull request 2605); version 2 of
+  the package does not use their new instructions.
+- Ampere, Ada and Blackwell's other GPUs: FlashAttention-2; cuDNN has 0.82 to 1.0 of its speed (Hugging Face's
+  transformers, pull request 48163: A100, A10G, L40S, RTX PRO 6000).
+- Many tiles of different shapes: Triton's kernel needs one launch, while cuDNN makes a plan for each new shape.
 """
 
 from __future__ import annotations
 
-HOPPER, BLACKWELL = (9,), (10, 11)  # major versions; 12 has the instructions of 8 for this
+HOPPER, BLACKWELL = (9,), (10, 11)  # major versions of the compute capability; 12 is treated like 8
 LARGEST_HEAD = 256  # of Triton's kernel
 SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
 
@@ -22,12 +22,12 @@ SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN
 def preferred(
     capability: tuple[int, int] | None, *, flash_attn: int | None = None, many_tiles: bool = False
 ) -> tuple[str, ...]:
-    """Names of kernels, best first, whether or not they can run; the slow ones that can everything come last.
+    """Names of kernels, best first, whether or not they can run; slow kernels with all features come last.
 
     Args:
         capability: of the GPU; None: a CPU.
         flash_attn: version of the package that would run on it; None: not installed.
-        many_tiles: the mask makes many small tiles, or tiles of many shapes: windows, documents, block-sparse.
+        many_tiles: whether the mask gives many small tiles or tiles of many shapes (windows, documents, block-sparse).
     """
     if capability is None:
         return ("cpu", "triton", "math", "flash_attn", "cudnn", "flash")
@@ -75,9 +75,9 @@ def too_old(capability: tuple[int, int]) -> str | None:
 
 
 def plain_kernel(capability: tuple[int, int], attention_kernel: str, head_dim: int) -> str | None:
-    """The kernel that runs plain tiles of bf16: ``attention_kernel`` where it can, else what ``auto`` takes.
+    """The kernel for plain tiles in bf16: ``attention_kernel`` if it can run, else the choice of ``auto``, or None.
 
-    ``flash_attn`` says that the package is installed, of the version that suits the GPU. None: no kernel can.
+    ``flash_attn`` means that the package is installed, in the version for this GPU.
     """
     version = {"flash_attn": 3 if capability == (9, 0) else 2}.get(attention_kernel)
     usable = [kernel for kernel in preferred(capability, flash_attn=version) if not lacks(kernel, capability, head_dim)]

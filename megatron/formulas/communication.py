@@ -6,10 +6,10 @@ Left out: scalars, such as the loss and the gradient norm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.decisions.division import head_plan
+from megatron.decisions.ring_work import key_blocks_by_queries, ring_blocks
 from megatron.formulas.flops import passes_of
 from megatron.formulas.parameters import StageParameters, model_states, numel, shard_numel, stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
@@ -35,7 +35,7 @@ def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, sta
 
     Args:
         itemsize: bytes of the compute dtype.
-        stage: pipeline stage. Of Ulysses ranks it is the first, of a ring the busiest (:func:`ring_blocks_sent`).
+        stage: pipeline stage. Of Ulysses ranks it is the first, of a ring the busiest (:func:`ring_blocks`).
     """
     return dict(_sent(workload, strategy, itemsize, stage))
 
@@ -103,51 +103,18 @@ def _ulysses(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)
 
 
-@dataclass(frozen=True)
-class RingBlocks:
-    """Blocks, of the keys of one rank, that pass by in a layer's pass, and gradients of such blocks."""
-
-    keys: int
-    grads: float
-    last_grads: float  # of these, what travels home when all tiles are done
-
-
-def ring_blocks_sent(strategy: Strategy, causal: bool) -> RingBlocks:
-    """Of the busiest rank: on a zigzag ring rank 1, which sends most. On a contiguous causal one the last, which
-    computes most; it sends no keys, and waits for all that are sent to it.
-
-    On a zigzag ring the last block to come by is rank 0's, of which only the early half is seen.
-    """
-    ring = strategy.ring
-    last = 0.5 if causal and strategy.balance == "zigzag" else 1.0
-    return RingBlocks(ring - 1, ring - 2 + last, last) if ring > 1 else RingBlocks(0, 0.0, 0.0)
-
-
-def ring_keys_by_queries(strategy: Strategy, causal: bool, chunks: int) -> int:
-    """Blocks of keys that pass by in a forward pass where the keys of all ranks meet one of ``chunks`` query chunks
-    after another (fpdt/by_queries.py), of the rank that `ring_blocks_sent` means.
-
-    On a causal zigzag ring, in halves of blocks: for a chunk of the early half rank 1 passes on rank 0's and its own,
-    unless it is the last rank; for one of the late half R - 1 early ones and R - 1 late ones.
-    """
-    ring = strategy.ring
-    if ring == 1 or not causal or strategy.balance == "contiguous":
-        return chunks * (ring - 1)
-    early = chunks // 2
-    return early * (ring > 2) + (chunks - early) * (ring - 1)
-
-
 def _ring(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     """Keys and values that travel on, in the backward pass with their fp32 gradients: once a pass, but for forward
     passes by queries."""
     if strategy.ring == 1:
         return 0
-    shape, blocks = workload.shape, ring_blocks_sent(strategy, workload.causal)
+    shape, blocks = workload.shape, ring_blocks(strategy.ring, strategy.balance, workload.causal)
     plan = head_plan(shape.heads // strategy.tensor, max(shape.kv_heads // strategy.tensor, 1), strategy.ulysses)
     block = 2 * len(plan.kv_index[0]) * shape.head_dim * strategy.micro_batch * (workload.seq_length // strategy.ring)
     forward = blocks.keys
     if strategy.fpdt_chunk and strategy.fpdt_offload:
-        forward = ring_keys_by_queries(strategy, workload.causal, chunks_of(workload, strategy).attention)
+        chunks = chunks_of(workload, strategy).attention
+        forward = key_blocks_by_queries(strategy.ring, strategy.balance, workload.causal, chunks)
     keys = passes_of(workload, strategy).attention * forward + blocks.keys
     layer = keys * block * itemsize + int(blocks.grads * block * WIDE)
     return layer * strategy.most_layers(shape.layers) * _micro_batches(workload, strategy)

@@ -105,10 +105,3 @@ def step_flops(workload: Workload, strategy: Strategy) -> Flops:
         gemm=batch * gemm,
         attention=batch * pairs * (run.attention + 2.5),
     )
-
-
-def busiest_ring_rank(strategy: Strategy, causal: bool) -> float:
-    """Attention of the ring rank that computes most, over the mean: of a contiguous causal ring the last rank's."""
-    if not causal or strategy.balance == "zigzag":
-        return 1.0
-    return (2 * strategy.ring - 1) / strategy.ring

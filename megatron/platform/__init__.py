@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between a GPU, a CPU and a simulated cluster, and nothing else."""
+"""The differences between a GPU, a CPU and a simulated cluster."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.platform import cpu
 
 @dataclass(frozen=True)
 class Platform:
-    """Where tensors live and how processes talk. Made by :func:`select`, or for a simulation.
+    """The device of tensors and the backend of torch.distributed. Made by :func:`select`, or for a simulation.
 
     Attributes:
-        simulated: what runs is a simulation of this platform, on fake tensors.
+        simulated: whether it is simulated, with fake tensors.
     """
 
     name: str
@@ -33,16 +33,16 @@ class Platform:
 
 
 class PlatformUnavailable(ValueError):
-    """The device that was asked for is not there."""
+    """The requested device is not available."""
 
 
 def select(device: str = "auto", local_rank: int = 0, backend: str | None = None) -> Platform:
-    """Choose the device of this process and make megatron-core ready for it.
+    """Choose the device of this process and prepare megatron-core for it.
 
     Args:
-        device: ``auto`` (a GPU where there is one), ``cpu`` or ``cuda``.
-        local_rank: index of this process on its node; picks the GPU.
-        backend: torch.distributed backend; default nccl on GPUs, gloo on a CPU.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
+        local_rank: index of this process on its node; selects the GPU.
+        backend: torch.distributed backend; default: nccl on GPUs, gloo on a CPU.
 
     Raises:
         PlatformUnavailable: ``cuda`` without a GPU, or nccl on a CPU.

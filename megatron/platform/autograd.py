@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How operations with a backward pass of their own behave under PyTorch's autocast and its ways to differentiate."""
+"""Autocast, torch.func and second derivatives, for operations with a custom backward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-# What PyTorch's autocast means for operations that compute by themselves.
-#
-# Inside an operation of ours autocast is off: it computes in the dtypes that it is given. On its way in, tensors are
-# cast as PyTorch's operator of the same name would cast them. A user's function that is called within an operation
-# runs under the autocast of the forward pass, and again under the same one where the backward pass repeats it.
+# Autocast casts the inputs of our operations like those of PyTorch's operators. Inside an operation it is off. A user's
+# function that an operation calls runs under the autocast state of the forward pass, also when the backward pass runs
+# it again.
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,10 +21,10 @@ DEVICES = ("cpu", "cuda")
 
 
 def autocast_inputs(*tensors: Tensor, device: torch.device | None = None) -> tuple[Tensor, ...]:
-    """The tensors as autocast hands them to a matrix product: in its dtype where it is on; float64 stays.
+    """The tensors cast as autocast casts them for a matrix product, if it is on; float64 stays.
 
     Args:
-        device: where the product is computed; default: where the first tensor is.
+        device: of the product; default: that of the first tensor.
     """
     kind = (device or tensors[0].device).type
     if kind not in DEVICES or not torch.is_autocast_enabled(kind):
@@ -36,7 +34,7 @@ def autocast_inputs(*tensors: Tensor, device: torch.device | None = None) -> tup
 
 
 def without_autocast(function: F) -> F:
-    """Autocast does not reach into ``function``."""
+    """Decorator: autocast is off inside ``function``."""
 
     @wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -52,10 +50,10 @@ def without_autocast(function: F) -> F:
 
 
 class SameAutocast:
-    """The autocast state of where it is made; calling it gives a context with that state.
+    """The autocast state at its construction; calling it gives a context with that state.
 
-    Weights that autocast has cast are not kept: those that a forward pass without gradients casts would have none in
-    the backward pass.
+    Autocast's cache of cast weights is off, because weights that were cast without gradients would have none in the
+    backward pass.
     """
 
     def __init__(self) -> None:
@@ -80,29 +78,27 @@ def refuse_transforms(who: str) -> None:
         ValueError: a transform of torch.func is active.
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise ValueError(f"{who} over ranks or in chunks takes no transforms of torch.func: use torch.autograd.grad")
+        raise ValueError(f"{who} over ranks or in chunks does not support torch.func: use torch.autograd.grad")
 
 
 def once_differentiable(who: str) -> Callable[[F], F]:
-    """For a backward pass that has none itself: what goes back through its gradients raises an error.
+    """Decorator for a backward pass that cannot be differentiated: a second derivative raises an error.
 
-    PyTorch's decorator of this name looks at the gradients that come in alone. Where those are constant, and the saved
-    tensors are not, a second derivative would lack a term.
+    PyTorch's decorator of this name looks only at the incoming gradients. If these are constant and the saved tensors
+    are not, a second derivative would lack a term without an error.
     """
 
     def decorate(backward: F) -> F:
         @wraps(backward)
         def once(ctx: Any, *grads: Tensor) -> Any:
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                results = backward(ctx, *grads)
             if not torch.is_grad_enabled():
-                return found
+                return results
             message = f"{who} has no second derivative: call backward or torch.autograd.grad without create_graph"
-            refuse = torch._C._functions.DelayedError(message, len(found))
-            return tuple(
-                x if x is None or made is None else made
-                for x, made in zip(found, refuse(*(None if x is None else x.detach().requires_grad_() for x in found)))
-            )
+            refuse = torch._C._functions.DelayedError(message, len(results))
+            guarded = refuse(*(None if x is None else x.detach().requires_grad_() for x in results))
+            return tuple(x if x is None or y is None else y for x, y in zip(results, guarded))
 
         return once
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run megatron-core on a CPU.
 
-megatron-core is written for GPUs: it asks ``torch.cuda.current_device()``, makes tensors on ``"cuda"`` and compares
-type names with ``"torch.cuda.FloatTensor"``. On a CPU the functions of the modules below are compiled again with these
-*words* exchanged (``torch.cuda`` -> ``torch.cpu``, ``"cuda"`` -> ``"cpu"``, ``"torch.cuda.FloatTensor"`` ->
-``"torch.FloatTensor"``). Nothing outside megatron-core is touched, nothing is wrapped, and a step costs nothing more.
+megatron-core is written for GPUs: it calls ``torch.cuda.current_device()``, makes tensors on ``"cuda"`` and compares
+type names with ``"torch.cuda.FloatTensor"``. On a CPU these words are replaced in the code objects of the modules below
+(``torch.cuda`` -> ``torch.cpu``, ``"cuda"`` -> ``"cpu"``, ``"torch.cuda.FloatTensor"`` -> ``"torch.FloatTensor"``).
+Nothing outside megatron-core is changed, nothing is wrapped, and there is no cost at run time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WORDS = {
 
 
 def run_core_on_cpu() -> None:
-    """Exchange the words in megatron-core's modules, once a process."""
+    """Replace the words in megatron-core's modules, once in each process."""
     from megatron.core import jit
 
     jit.disable_jit_fuser()  # torch.compile needs a C++ compiler and pays off on GPUs only
@@ -85,7 +85,7 @@ def _exchange_in_module(module: types.ModuleType) -> None:
 
 
 def _exchange_in_function(member: Any) -> None:
-    """Exchange the words in a function, also behind staticmethod, property and decorators."""
+    """Replace the words in a function, also inside staticmethod, property and decorators."""
     for attribute in ("__func__", "fget", "fset", "__wrapped__"):
         inner = getattr(member, attribute, None)
         if inner is not None:
@@ -124,7 +124,7 @@ def _use_cpu_random_state() -> None:
 
     def add(tracker: core_random.CudaRNGStatesTracker, name: str, seed: int) -> None:
         if name in tracker.states_ or seed in tracker.seeds_:
-            raise ValueError(f"random state {name} (seed {seed}) is already there")
+            raise ValueError(f"random state {name} (seed {seed}) already exists")
         tracker.seeds_.add(seed)
         tracker.states_[name] = torch.Generator().manual_seed(seed).get_state()
         tracker._is_initialized = True
@@ -132,7 +132,7 @@ def _use_cpu_random_state() -> None:
     core_random._get_cuda_rng_state = get_state
     core_random._set_cuda_rng_state = set_state
     core_random.CudaRNGStatesTracker.add = add
-    # Inside a fork core warns when the CPU's state has moved; here that is the point of the fork.
+    # Core warns if the CPU's random state has changed within a fork of the state; here this is intended.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulation may stand in for, marked where it is defined.
+"""Functions that a simulation may replace, marked where they are defined.
 
-A function that carries :func:`replaceable` can be replaced for a while by :func:`replaced`. No other function of this
-program is exchanged from outside. :func:`patched` does the same for other libraries, which have no such marks, and
-:func:`patched_items` for tables of sizes that depend on the device.
+A function with the decorator :func:`replaceable` can be replaced temporarily by :func:`replaced`. No other function of
+this program is replaced from outside. :func:`patched` does the same for other libraries, and :func:`patched_items` for
+tables of sizes that depend on the device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ R = TypeVar("R")
 
 
 class Replaceable(Generic[P, R]):
-    """A function or a method that :func:`replaced` may exchange.
+    """A function or a method that :func:`replaced` may replace.
 
     Attributes:
-        function: as it was written.
-        current: what a call runs.
+        function: the original.
+        current: the function that a call runs.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -38,16 +38,16 @@ class Replaceable(Generic[P, R]):
 
 
 def replaceable(function: Callable[P, R]) -> Replaceable[P, R]:
-    """Decorator: ``function`` is one that a simulation may replace."""
+    """Decorator: a simulation may replace ``function``."""
     return Replaceable(function)
 
 
 @contextmanager
 def replaced(hook: Replaceable[P, R], make: Callable[[Callable[P, R]], Callable[P, R]]) -> Iterator[None]:
-    """Within, calls of ``hook`` run what ``make`` returns.
+    """In this context calls of ``hook`` run the function that ``make`` returns.
 
     Args:
-        make: takes what a call has run so far, which the new function may call.
+        make: gets the function that a call has run so far, which the new function may call.
     """
     before = hook.current
     hook.current = make(before)
@@ -59,10 +59,10 @@ def replaced(hook: Replaceable[P, R], make: Callable[[Callable[P, R]], Callable[
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, attribute ``name`` of a module or class of another library is ``value``.
+    """In this context attribute ``name`` of a module or class of another library is ``value``.
 
     Raises:
-        ValueError: ``owner`` is part of this program, whose functions say themselves that they are replaceable.
+        ValueError: ``owner`` is part of this program, where functions must be marked as replaceable.
     """
     module = owner.__module__ if isinstance(owner, type) else owner.__name__
     if module.startswith("megatron.") and not module.startswith("megatron.core"):
@@ -78,7 +78,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def patched_items(table: MutableMapping[str, Any], items: dict[str, Any]) -> Iterator[None]:
-    """Within, ``table`` holds ``items`` and nothing else."""
+    """In this context ``table`` holds only ``items``."""
     before = dict(table)
     table.clear()
     table.update(items)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process this is, and whether another one still runs.
+"""Identify processes, check whether they still run, and end them.
 
-A process number says little: numbers are used again, two hosts may have one name, and a container counts on its own.
-A process is the same one if the boot of its machine, its PID namespace, its number and its start time are all equal.
+A PID does not identify a process: PIDs are used again, two hosts may have the same name, and each container has its own
+PIDs. Two processes are the same if the boot id of the machine, the PID namespace, the PID and the start time are equal.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Process:
-    """One process of one machine.
+    """A process on a machine.
 
     Attributes:
-        host: name of its machine, for messages only: two machines may have the same.
-        boot: id of its machine's boot; empty where the system has none.
-        namespace: the PID namespace that ``pid`` is counted in; empty where the system has none.
-        pid: its number.
-        started: when it began, in clock ticks since the boot.
+        host: name of its machine, only for messages.
+        boot: boot id of its machine; empty if the system has none.
+        namespace: its PID namespace; empty if the system has none.
+        pid: its PID in this namespace.
+        started: its start time, in clock ticks since the boot.
     """
 
     host: str
@@ -45,15 +45,13 @@ class Process:
 
 
 def this_process() -> Process:
-    """The calling process; a fork is another one."""
+    """The calling process."""
     return Process(socket.gethostname(), _boot(), _namespace(), os.getpid(), started(os.getpid()) or 0)
 
 
 def is_alive(process: Process) -> bool | None:
-    """Whether a process still runs; None where this cannot be seen from here (another machine or container,
-    or a hidden process of another user).
-
-    A process that has ended and was not waited for (a zombie) does not run.
+    """Whether a process still runs; None if this process cannot see it (another machine or container, or a hidden
+    process of another user). A zombie does not run.
     """
     if not process.boot or process.boot != _boot():
         return None
@@ -66,9 +64,9 @@ def is_alive(process: Process) -> bool | None:
 
 
 def kill(process: Process) -> bool:
-    """End a process by SIGKILL, where it surely is that one: same boot, PID namespace and start time.
+    """Send SIGKILL to a process, if boot id, PID namespace and start time are those of ``process``.
 
-    Returns whether it was sent a signal; nothing is sent where the system cannot hold on to a process (pidfd, Linux).
+    Returns whether the signal was sent. It is never sent on systems without pidfd (other than Linux).
     """
     if not hasattr(os, "pidfd_open") or not is_alive(process):
         return False
@@ -77,7 +75,7 @@ def kill(process: Process) -> bool:
     except OSError:
         return False
     try:
-        if not is_alive(process):  # the number may have gone to another process just before the handle was made
+        if not is_alive(process):  # another process may have got the PID just before the handle was made
             return False
         signal.pidfd_send_signal(handle, signal.SIGKILL)
         return True
@@ -88,9 +86,9 @@ def kill(process: Process) -> bool:
 
 
 def started(pid: int) -> int | None:
-    """When a process began, in clock ticks since the boot; None of one that does not run."""
+    """The start time of a process, in clock ticks since the boot; None if it does not run."""
     try:
-        # The name, in parentheses, may hold anything; fields 3 (state) and 22 (start time) follow it.
+        # The name, in parentheses, may contain any characters; fields 3 (state) and 22 (start time) follow it.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
@@ -98,7 +96,7 @@ def started(pid: int) -> int | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether a process of another user is there that /proc does not show (its mount option hidepid)."""
+    """Whether there is a process of another user that /proc hides (mount option hidepid)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -123,12 +121,12 @@ def _namespace() -> str:
         return ""
 
 
-# No process stays behind: workers go when their launcher is gone, and what a worker started goes with the worker.
+# A worker ends when its launcher has ended, and the processes that a worker started end with it.
 #
-# torchrun starts each worker in a session of its own, so that a killed torchrun leaves them waiting for each other,
-# with the memory of their GPUs. The launcher is watched from a thread, every second: Linux' parent-death signal
-# would also come when the *thread* that started a process ends, as launchers have threads of their own. Forks of a
-# worker (data loader) get that signal, where the main thread forks.
+# torchrun starts each worker in a new session. If torchrun is killed, they would wait for each other and keep their GPU
+# memory. Therefore a thread checks the launcher every second. Linux' parent-death signal is not used for this, because
+# it is also sent when the *thread* that started a process ends, and launchers use threads. Forks of a worker (data
+# loader) get that signal if the main thread forks.
 
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -136,11 +134,11 @@ SECONDS = 1.0
 
 
 def follow_launcher(launched: bool, parent: Callable[[], int] = os.getppid) -> None:
-    """End this process and all that it started when its launcher is gone; its forks end with it.
+    """End this process and its descendants when its launcher has ended; its forks end with it.
 
     Args:
-        launched: whether a launcher waits for this process; one started by hand may outlive its shell.
-        parent: whose number tells.
+        launched: whether a launcher waits for this process. A process started by hand may outlive its shell.
+        parent: returns the PID of the parent.
     """
     if sys.platform == "linux":
         os.register_at_fork(before=_note_thread, after_in_child=_end_with_parent)
@@ -151,12 +149,12 @@ def follow_launcher(launched: bool, parent: Callable[[], int] = os.getppid) -> N
 def _watch(parent: Callable[[], int], first: int) -> None:
     while parent() == first:
         time.sleep(SECONDS)
-    print("error: the launcher is gone, so this process ends as well", file=sys.stderr, flush=True)
+    print("error: the launcher has ended, so this process ends as well", file=sys.stderr, flush=True)
     end_now()
 
 
 def end_now() -> None:
-    """End this process and its descendants at once, nothing saved."""
+    """End this process and its descendants immediately, without saving anything."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

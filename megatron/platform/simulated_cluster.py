@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated cluster: any rank of a world of any size, in this one process.
+"""A simulated cluster: any rank of a world of any size, in a single process.
 
-Collectives of the fake process group return at once and move nothing, so shapes, plans and sizes are real and contents
-are not. With :func:`fake_tensors`, tensors have shapes and no memory either.
+Collectives of the fake process group return immediately and send nothing: shapes, plans and sizes are real, but the
+contents are not. With :func:`fake_tensors`, tensors have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.platform.hooks import patched
 
-# Answers to operations on fake tensors whose like has been seen before.
+# A cache for operations on fake tensors.
 #
 # A long sequence in chunks calls the same few operations on the same few shapes a million times, and PyTorch's fake
-# tensors take a tenth of a millisecond for each, also where they remember it. What an operation returns depends on the
-# shapes, strides, dtypes and numbers that it is given, so it is worked out once. What does more than return tensors is
-# asked each time.
+# tensors need 0.1 ms for each, even with their own cache. The result of an operation depends only on the shapes,
+# strides, dtypes and numbers of its arguments. Operations that do more than return tensors are not cached.
 
 
 UNKNOWN = object()
-"""In place of what an operation returns: it has to be called."""
+"""In place of a result: the operation has to be called."""
 
-CHANGES_TENSORS = ("resize_", "set_", "lift", "_resize")  # beginnings of names: shapes and storages of what is given
+CHANGES_TENSORS = ("resize_", "set_", "lift", "_resize")  # prefixes of operations that change shapes or storages
 SLICE = torch.ops.aten.slice.Tensor
 NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 Recipe = Callable[[Sequence[Any]], Any]
-"""What an operation returns, given all of its arguments in their order."""
+"""Makes the result of an operation from all of its arguments, in their order."""
 
 
 class Unknown(Exception):
-    """What an operation is given cannot be looked up."""
+    """The arguments of an operation cannot be a key of the cache."""
 
 
 class Remembered:
-    """
+    """The cache.
+
     Args:
-        mode: whose tensors are answered for, and who is asked about what is new.
+        mode: the mode of the fake tensors, which computes new results.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._recipes: dict[tuple, Recipe | None] = {}
-        self._slices: dict[tuple, New] = {}  # of each row of a long tensor another: by their sizes alone
+        self._slices: dict[tuple, New] = {}  # slices of a tensor at different rows, by their sizes only
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What the operation returns, or ``UNKNOWN``."""
+        """The result of the operation, or ``UNKNOWN``."""
         if not only_returns(func):
             return UNKNOWN
         if func is SLICE and not kwargs and (cut := Cut.of(*args)) is not None:
@@ -72,7 +72,7 @@ class Remembered:
         return UNKNOWN if recipe is None else recipe((*args, *kwargs.values()) if kwargs else args)
 
     def keep(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Remember that the operation has returned ``out``."""
+        """Store the result ``out`` of the operation."""
         if not only_returns(func):
             return
         try:
@@ -88,35 +88,35 @@ class Remembered:
     def _key(self, func: Any, args: tuple, kwargs: dict) -> tuple:
         """
         Raises:
-            Unknown: among what is given is something that cannot be compared.
+            Unknown: an argument cannot be compared.
         """
-        begins = may_view(func)  # where tensors begin in their memory then matters, too
+        begins = may_view(func)  # then storage offsets matter as well
         key = func, torch.get_default_dtype(), self._described(args, begins)
         return (*key, tuple(kwargs), self._described(kwargs.values(), begins)) if kwargs else key
 
     def _described(self, things: Any, begins: bool) -> tuple:
-        """All that an answer can depend on, of what an operation is given; 1, 1.0 and True differ.
+        """The properties of arguments on which a result can depend; 1, 1.0 and True differ.
 
         Raises:
-            Unknown: there is something else among them.
+            Unknown: an argument is of another kind.
         """
-        found: list[Any] = []
+        properties: list[Any] = []
         for x in things:
             kind = type(x)
             if kind is FakeTensor:
                 if x.constant is not None or x.fake_mode is not self.mode or x.layout is not torch.strided:
                     raise Unknown
-                found += (x.shape, x.stride(), x.storage_offset() if begins else 0, x.dtype, x.fake_device)
+                properties += (x.shape, x.stride(), x.storage_offset() if begins else 0, x.dtype, x.fake_device)
             elif kind in NUMBERS:
-                found += (kind, x)
+                properties += (kind, x)
             elif kind is list or kind is tuple:
-                found += (kind, self._described(x, begins))
+                properties += (kind, self._described(x, begins))
             else:
                 raise Unknown
-        return tuple(found)
+        return tuple(properties)
 
     def _recipe(self, out: Any, given: Sequence[Any], views: bool) -> Recipe | None:
-        """How to make ``out`` again; None where that cannot be told from what was ``given``."""
+        """How to make ``out`` again from the arguments ``given``; None if this is not possible."""
         if isinstance(out, Tensor):
             return self._tensor_recipe(out, given, views)
         if type(out) not in (tuple, list) or not all(isinstance(x, Tensor | int | None) for x in out):
@@ -131,7 +131,7 @@ class Remembered:
     def _tensor_recipe(self, out: Tensor, given: Sequence[Any], views: bool) -> Recipe | None:
         """
         Args:
-            views: what is returned may be a view of something ``given``.
+            views: whether the result may be a view of an argument.
         """
         for place, x in enumerate(given):
             if x is out:
@@ -162,8 +162,8 @@ class Cut(NamedTuple):
     """A slice of a fake tensor.
 
     Attributes:
-        key: all that its shape and strides depend on.
-        offset: where in the storage it begins.
+        key: everything that determines its shape and strides.
+        offset: its storage offset.
     """
 
     key: tuple
@@ -171,7 +171,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Cut | None:
-        """None for what is no ordinary fake tensor."""
+        """The slice, or None if ``x`` is not an ordinary fake tensor."""
         if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided:
             return None
         stride, (first, stop, _) = x.stride(), slice(start, end, step).indices(x.shape[dim])
@@ -183,8 +183,7 @@ class New:
     """Makes fake tensors like ``like``.
 
     Args:
-        of: the place, among what the operation is given, of the tensor that the new one is a view of; None: it has
-            memory of its own.
+        of: the index of the argument of which the new tensor is a view; None: it has its own storage.
     """
 
     def __init__(self, mode: FakeTensorMode, like: FakeTensor, of: int | None) -> None:
@@ -194,20 +193,20 @@ class New:
             self.attributes = dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), self.device)))
 
     def __call__(self, given: Sequence[Any]) -> Tensor:
-        with torch._C._DisableTorchDispatch():  # nobody counts what stands behind a fake tensor
+        with torch._C._DisableTorchDispatch():  # dispatch modes must not count the meta tensor inside a fake tensor
             behind = torch.empty_strided(*self.size, dtype=self.dtype, device="meta")
             if self.of is not None:
                 behind.set_(given[self.of].untyped_storage(), self.offset, *self.size)
             return self._before(behind)
 
     def over(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
-        """One that begins ``offset`` elements into ``storage``, which is a tensor's or a meta device's own."""
+        """A tensor at ``offset`` elements in ``storage``."""
         with torch._C._DisableTorchDispatch():
             behind = torch.empty(0, dtype=self.dtype, device="meta").set_(storage, offset, *self.size)
             return self._before(behind)
 
     def _before(self, behind: Tensor) -> Tensor:
-        # As FakeTensor's constructor does, which takes four times as long.
+        # Like FakeTensor's constructor, which takes four times as long.
         new = Tensor._make_subclass(
             FakeTensor, behind, False, dispatch_device=True, device_for_backend_keys=self.device
         )
@@ -218,7 +217,7 @@ class New:
 
 @cache
 def only_returns(func: Any) -> bool:
-    """Whether an operation returns new tensors, views or some that it is given, and does nothing beside."""
+    """Whether an operation only returns new tensors, views or its arguments, without other effects."""
     if func.namespace != "aten":
         return False
     name = func._schema.name.removeprefix("aten::")
@@ -228,13 +227,13 @@ def only_returns(func: Any) -> bool:
 
 @cache
 def may_view(func: Any) -> bool:
-    """Whether an operation may return a view of what it is given."""
+    """Whether an operation may return a view of an argument."""
     name = func._schema.name.removeprefix("aten::")
     return name in ("_unsafe_view", "_reshape_alias") or any(x.alias_info is not None for x in func._schema.returns)
 
 
 Answer = Callable[[Any, tuple, dict], Any]
-"""What an operation returns, given its arguments; :data:`UNKNOWN` where it has to be called."""
+"""Gives the result of an operation from its arguments, or :data:`UNKNOWN` if it has to be called."""
 
 CPU = torch.device("cpu")
 IN_PLACE = frozenset(
@@ -249,17 +248,17 @@ IN_PLACE = frozenset(
 
 @contextmanager
 def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be rank ``rank`` of ``world_size``: within, ``cp.initialize_grid(...)`` yields that rank's real grid.
+    """A context in which this process is rank ``rank`` of ``world_size``, with that rank's real grid:
 
         with simulated_world(16384, rank=77):
             grid = cp.initialize_grid(tensor=8, ulysses=8, ring=4, pipeline=4)
 
-    Objects that ranks exchange are this rank's own. On leaving, torch.distributed and megatron-core are as before: not
-    initialized; so are the random states.
+    If ranks gather objects, each of them is this rank's own. At the end torch.distributed and megatron-core are not
+    initialized, as before, and the random states are restored.
 
     Raises:
         ValueError: there is no such rank.
-        RuntimeError: this process already is part of a world, real or simulated.
+        RuntimeError: this process is already part of a world, real or simulated.
     """
     from megatron.core import parallel_state, rerun_state_machine
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -268,17 +267,17 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
         raise ValueError(f"a world of {world_size} has no rank {rank}")
     if dist.is_initialized() or parallel_state.is_initialized():
         raise RuntimeError(
-            "this process is part of a torch.distributed world already: simulate in a process of its own"
+            "this process is already part of a torch.distributed world: run the simulation in another process"
         )
     random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = dict(vars(parallel_state))  # core keeps its groups in this module; destroy_model_parallel forgets some
     create_group = parallel_state.create_group
 
     def create_own_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
-        """core makes every group of the world on every rank; only those with this rank in them are ever looked at."""
+        """Core creates every group of the world on every rank, but uses only those that contain this rank."""
         if rank not in ranks:
             return None
-        options["backend"] = None  # core would have real gloo groups beside the others
+        options["backend"] = None  # core would also create real gloo groups
         return create_group(ranks, **options)
 
     def all_gather_object(objects: list, mine: Any, group: Any = None) -> None:
@@ -300,14 +299,13 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = False) -> Iterator[Answer]:
-    """Within, every tensor that is made has a shape and no memory; programs run, numbers read from tensors are made up.
+    """A context in which new tensors have a shape and no memory. Programs run; numbers read from tensors are made up.
 
-    Yields what answers operations, for a dispatch mode on top of this that would ask at once: :data:`UNKNOWN` is to be
-    called as it is.
+    Yields the function that gives results, for a dispatch mode on top of this one.
 
     Args:
         waited: called with the number of a collective (1, 2, ... in the order of their starts) when it is waited for.
-        gloo: simulate what gloo does beside: it reduces a copy of the whole in place of a scatter.
+        gloo: simulate that gloo reduces a copy of the complete tensor for a reduce-scatter.
     """
     from megatron.core.utils import local_multi_tensor_l2_norm
     from torch._C._distributed_c10d import FakeWork
@@ -328,7 +326,7 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
     make_mesh = DeviceMesh.from_group
 
     def from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with _disable_current_modes():  # it looks its own rank up in a tensor of ranks
+        with _disable_current_modes():  # it reads its own rank from a tensor of ranks
             return make_mesh(*args, **kwargs)
 
     with ExitStack() as stack:
@@ -343,7 +341,7 @@ def fake_tensors(waited: Callable[[int], None] | None = None, *, gloo: bool = Fa
 
 
 def outside_fakes(function: Callable) -> Callable:
-    """``function``, of tensors that are real within :func:`fake_tensors` too, and stay so."""
+    """``function`` for real tensors within :func:`fake_tensors`."""
 
     def run(*args: Any) -> Any:
         with _disable_current_modes():
@@ -353,16 +351,16 @@ def outside_fakes(function: Callable) -> Callable:
 
 
 class Collectives(TorchDispatchMode):
-    """Answers what fake tensors cannot: collectives, and numbers read from tensors (1, or 0 of fp16's overflow).
+    """Gives the results that fake tensors cannot: collectives, and numbers read from tensors (1, or 0 for overflow).
 
     Args:
-        remembered: answers all else, as far as it can.
+        remembered: the cache for all other operations.
     """
 
     def __init__(self, remembered: Remembered) -> None:
         super().__init__()
         self.remembered = remembered
-        # By address of the work, which stays until it is waited for: number, bytes of a reduce-scatter, the work.
+        # By id of the work, which is kept until it is waited for: (number, bytes of a reduce-scatter, the work).
         self.started: dict[int, tuple[int, int, Any]] = {}
         self.count = 0
         self._overflow: set[int] = set()
@@ -376,17 +374,17 @@ class Collectives(TorchDispatchMode):
         return out
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What an operation returns; ``UNKNOWN``: fake tensors know, or a subclass of tensors among the arguments."""
+        """The result of an operation, or ``UNKNOWN`` if it must be called."""
         kind = _kind(func)
         if kind == "device":
-            return CPU  # all of them
+            return CPU  # of all tensors
         if kind == "in place":
-            return args[0]  # nothing changes, and fake tensors would take their time to find out
+            return args[0]  # shapes do not change, and calling it would be slow
         if kind == "collective":
             return self._collective(func, args)
         if kind == "number":
             return self._number(args[0])
-        if kind == "detach" and type(args[0]) is Tensor:  # not a fake: recompute keeps it so
+        if kind == "detach" and type(args[0]) is Tensor:  # a real tensor stays real for recompute
             return outside_fakes(func)(*args)
         if kind == "overflow":
             self._overflow.add(args[1].untyped_storage()._cdata)
@@ -413,7 +411,7 @@ class Collectives(TorchDispatchMode):
 
 @cache
 def _kind(func: Any) -> str:
-    """What :class:`Collectives` does about an operation."""
+    """How :class:`Collectives` handles an operation."""
     if func is torch.ops.prim.device.default:
         return "device"
     if func is torch.ops.aten.detach.default:
@@ -428,12 +426,12 @@ def _kind(func: Any) -> str:
 
 
 def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):  # noqa: ANN001, ANN202
-    """Core's, without a tensor made from a list of numbers."""
+    """Like core's, without making a tensor from a list of numbers."""
     return torch.stack([torch.norm(tensor) for tensor in tensor_lists[0]]).norm().view(1), None
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply`` in place: PyTorch's would swap fake parameters, which have weak references."""
+    """``nn.Module._apply`` in place; PyTorch's would swap fake parameters, which fails because of weak references."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for parameter in module._parameters.values():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work beside compute: streams, events and copies to and from the host. All that the heart knows of them is here.
+"""Streams, events and copies to and from the host, which overlap with compute.
 
-There are three streams. Compute is whatever the calling thread launches; what is stored to the host and what is loaded
-from it are copied by one stream each. A stream does its work in order; streams are ordered with each other by events
-alone. :class:`Streams` is a CPU's, which does everything at once; :class:`CudaStreams` a GPU's. The dry run has streams
-that take simulated time, and the tests have streams that copy at the worst legal moment (docs/inside/host-copies.md).
+There are three streams: compute is the current stream of the calling thread; one stream copies to the host, and one
+from it. A stream does its work in order; only events order streams with each other. :class:`Streams` is for a CPU,
+where each call is complete when it returns, and :class:`CudaStreams` for a GPU. The dry run has streams with simulated
+time, and the tests have streams that copy at the worst legal moment (docs/inside/host-copies.md).
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Small tensors made in host memory, and their way to a GPU, for which nobody waits.
-
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """``x`` on ``device``; from host memory to a GPU through a pinned buffer, without waiting for the copy.
 
-    PyTorch's pinned allocator hands a buffer out again only once the copies from it are done: block after block is made
-    in host memory while the ones before travel. ``torch.tensor(.., device=..)`` and a plain ``x.to(device)`` wait until
-    the GPU has done all that it was asked before.
+    PyTorch's pinned allocator reuses a buffer only after the copies from it are done. In contrast,
+    ``torch.tensor(.., device=..)`` and a plain ``x.to(device)`` wait until the GPU has finished all earlier work.
     """
     if x.device == device:
         return x
@@ -36,14 +33,14 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 COMPUTE, STORES, LOADS = "compute", "stores", "loads"
 
 Event = Any
-"""What :meth:`Streams.record` returns; None is an event that has been."""
+"""What :meth:`Streams.record` returns; None is an event that has happened."""
 
 
 class Streams:
-    """A CPU's: a copy is done when the call returns, so that there is nothing to wait for.
+    """For a CPU: a copy is done when the call returns, and there is nothing to wait for.
 
     Attributes:
-        asynchronous: whether copies are done later, and events say when.
+        asynchronous: whether copies finish later, so that events are needed.
     """
 
     asynchronous = False
@@ -52,35 +49,35 @@ class Streams:
         self.device = device
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Device memory, for use on the compute stream from now on: what freed it may still be running there."""
+        """Device memory for the compute stream, where kernels that used this memory before may still be running."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def copy(self, stream: str, to: Tensor, source: Tensor) -> None:
-        """Have ``stream`` copy between the device and the host."""
+        """Copy between the device and the host, on ``stream``."""
         to.copy_(source)
 
     def record(self, stream: str) -> Event:
-        """An event that has been once ``stream`` has done all that it was given so far."""
+        """An event that happens when ``stream`` has finished all its work so far."""
         return None
 
     def wait(self, stream: str, event: Event) -> None:
-        """What ``stream`` is given from now on begins after ``event``. The host does not wait."""
+        """Let later work of ``stream`` start after ``event``. The host does not wait."""
 
     def hold(self, x: Tensor, stream: str) -> None:
-        """When device tensor ``x`` is let go, its memory stays until ``stream`` has done what it was given by then."""
+        """When device tensor ``x`` is freed, keep its memory until ``stream`` has finished its work up to then."""
 
     def synchronize(self) -> None:
-        """The host waits until all streams have done all that they were given."""
+        """The host waits until all streams have finished their work."""
 
     def pin(self, block: np.ndarray) -> None:
-        """Make host memory fit for copies that the host does not wait for."""
+        """Pin host memory, for copies for which the host does not wait."""
 
     def unpin(self, block: np.ndarray) -> None:
-        """Undo :meth:`pin`, before the memory goes back to the system."""
+        """Undo :meth:`pin`, before the memory is returned to the system."""
 
 
 class CudaStreams(Streams):
-    """A GPU's. Compute is the stream that is current in the calling thread."""
+    """For a GPU. Compute is the current stream of the calling thread."""
 
     asynchronous = True
 
@@ -106,7 +103,7 @@ class CudaStreams(Streams):
         torch.cuda.synchronize(self.device)
 
     def pin(self, block: np.ndarray) -> None:
-        # PyTorch's own pinned memory comes in powers of two, up to twice what is asked for.
+        # PyTorch's own pinned memory has sizes that are powers of two, up to twice the requested size.
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.ctypes.data, block.nbytes, 0))
 
     def unpin(self, block: np.ndarray) -> None:

@@ -191,7 +191,7 @@ def refuse_bad_inputs():
     q = torch.zeros(8, 1, 4, 8)
     with pytest.raises(ValueError, match="not a multiple of the 3"):
         cp.attention(q, q[:, :, :3], q[:, :, :3], layout=layout)
-    with pytest.raises(ValueError, match="the layout gives a rank 8"):
+    with pytest.raises(ValueError, match="the layout gives each rank 8"):
         cp.attention(q[:4], q, q, layout=layout)
     with pytest.raises(kernels.KernelUnavailable, match="cudnn"):
         cp.attention(q, q, q, layout=layout, kernel="cudnn")

@@ -160,10 +160,10 @@ def test_tokens_of_packed_sequences_may_come_without_a_batch_dimension():
     [
         ({}, {"attention_bias": torch.zeros(1)}, "attention_bias"),
         ({"attn_mask_type": "arbitrary"}, {}, "attn_mask_type=arbitrary"),
-        ({}, {"attention_mask": torch.ones(1, 1, 4, 4).bool()}, "masks are values"),
+        ({}, {"attention_mask": torch.ones(1, 1, 4, 4).bool()}, "pass masks as values"),
         ({"attn_mask_type": "padding"}, {}, "which tokens are padding"),
         ({"config": {"window_size": (4, 3)}}, {}, "looks ahead"),
-        ({"config": {"window_size": (4, 0)}, "settings": {"rule": {"mask": cp.Full()}}}, {}, "give one of them"),
+        ({"config": {"window_size": (4, 0)}, "settings": {"rule": {"mask": cp.Full()}}}, {}, "choose one of them"),
         ({"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
         ({"attention_type": "cross"}, {}, "cross"),
         ({"num_splits": 2}, {}, "num_splits"),

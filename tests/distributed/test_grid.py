@@ -124,8 +124,8 @@ def no_names():
 REFUSED = {
     ulysses_outside: "over the ranks [0, 2, 1, 3] cannot be one group in this order",
     ulysses_outside_and_flattened: "the group has to hold Ulysses x Ring, Ulysses innermost",
-    unknown_dim: "ulysses='ulysses' is no dim of the mesh, which has r, u",
-    no_names: "ulysses='u' is no dim of the mesh, which has no names",
+    unknown_dim: "ulysses='ulysses' is not a dim of the mesh, which has r, u",
+    no_names: "ulysses='u' is not a dim of the mesh, which has no names",
 }
 
 

@@ -313,9 +313,9 @@ def refusals():
     q, k, v, _ = (layout.shard(x) for x in inputs(4, 2, 2))
     with pytest.raises(ValueError, match="3 masks for 2 samples"):
         cp.attention(q, k, v, layout=layout, mask=[cp.Causal()] * 3)
-    with pytest.raises(ValueError, match="not one for each of 4 heads"):
+    with pytest.raises(ValueError, match="give one number for each of 4 heads"):
         cp.attention(q, k, v, layout=layout, alibi_slopes=alibi_slopes(2))
-    with pytest.raises(ValueError, match="sinks .* are not one for each of 4 heads"):
+    with pytest.raises(ValueError, match="sinks .* give one number for each of 4 heads"):
         cp.attention(q, k, v, layout=layout, sinks=torch.zeros(2))
     with pytest.raises(ValueError, match="softcap=0"):
         cp.attention(q, k, v, layout=layout, softcap=0.0)

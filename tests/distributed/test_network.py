@@ -71,7 +71,7 @@ def test_nodes_whose_names_lead_to_the_loopback_meet_all_the_same(network, tmp_p
 @pytest.mark.parametrize(
     "flags, variables, words",
     [
-        (f"{FLAG} eht0", {}, f"{FLAG} names 'eht0', and node0 has no network interface of that name .*eth0 "),
+        (f"{FLAG} eht0", {}, f"{FLAG} names 'eht0', but node0 has no network interface of that name .*eth0 "),
         ("", {GLOO: "lo"}, rf"rank 0 on node0 would listen at 127.0.0.1 \(lo, by {GLOO}\), .* give {FLAG} NAME"),
         (f"{FLAG} docker0", {}, r"rank 1 on node1 would listen at 172.17.0.1 \(docker0\), as rank 0 on node0 does"),
         (f"{FLAG} eth1", {}, r"rank 0 at 10.79.0.1 cannot connect to rank 1 on node1, eth1 \(10.79.0.2\): "),

@@ -218,11 +218,11 @@ def node_elsewhere(where):
 @pytest.mark.parametrize(
     "where, told",
     [
-        ("outside", "runs outside of it: call it within one"),
-        ("full", "a call says is_causal, and context_parallel has the mask Full"),
-        ("longer", "attention has 24 tokens, the layout gives a rank 48"),
-        ("another grid", "made for ulysses=1 runs with 2"),
-        ("too late", "came after 1024 other context_parallel"),
+        ("outside", "runs outside of it: call it within a context"),
+        ("full", "a call has is_causal=True, but context_parallel has mask=Full"),
+        ("longer", "attention of 24 tokens, but each rank has 48 in the layout"),
+        ("another grid", "compiled for ulysses=1 runs with ulysses=2"),
+        ("too late", "runs after 1024 other context_parallel"),
     ],
 )
 def test_a_node_that_has_lost_its_context(pool, where, told):
@@ -242,7 +242,7 @@ def groups_torn():
 
 
 def test_a_group_of_queries_is_not_torn(pool):
-    with pytest.raises(RankError, match="6 query heads and 3 key heads are cut 2 ways"):
+    with pytest.raises(RankError, match="6 query heads and 3 key heads are split into 2 shards"):
         pool.run(groups_torn, 4)
 
 
@@ -255,10 +255,10 @@ def twice():
 @pytest.mark.parametrize(
     "settings, call, told",
     [
-        ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "takes no attn_mask: give mask= to context_parallel"),
-        ({}, {"dropout_p": 0.1}, "has no dropout_p"),
-        ({"mask": cp.Full()}, {"is_causal": True}, "a call says is_causal, and context_parallel has the mask Full"),
-        ({}, {"length": 48}, "query has 48 tokens, the layout gives a rank 24"),
+        ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "does not support attn_mask: give mask="),
+        ({}, {"dropout_p": 0.1}, "does not support dropout_p"),
+        ({"mask": cp.Full()}, {"is_causal": True}, "a call has is_causal=True, but context_parallel has mask=Full"),
+        ({}, {"length": 48}, "query has 48 tokens, but the layout gives each rank 24"),
         ({}, {"few": True}, "2 query heads and 1 key heads need enable_gqa=True"),
     ],
 )
@@ -268,7 +268,7 @@ def test_what_it_does_not_take_is_refused_by_name(pool, settings, call, told):
 
 
 def test_one_context_at_a_time(pool):
-    with pytest.raises(RankError, match="there is a context_parallel already"):
+    with pytest.raises(RankError, match="a context_parallel context is already active"):
         pool.run(twice, 2)
 
 

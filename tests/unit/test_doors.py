@@ -186,13 +186,13 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: operator_with(attn_mask=PAIRS), "takes no attn_mask: give mask="),
-        (lambda: operator_with(dropout_p=0.1), "has no dropout_p"),
-        (lambda: layer_with({"dropout": 0.1}), "has no dropout_p"),
-        (lambda: layer_with({"add_bias_kv": True}), "key has 13 tokens, the layout gives a rank 12"),
-        (lambda: layer_with({"add_zero_attn": True}), "key has 13 tokens, the layout gives a rank 12"),
-        (lambda: layer_with(key_padding_mask=NONE), "takes no attn_mask: give mask="),
-        (lambda: layer_with(attn_mask=~PAIRS), "takes no attn_mask: give mask="),
+        (lambda: operator_with(attn_mask=PAIRS), "does not support attn_mask: give mask="),
+        (lambda: operator_with(dropout_p=0.1), "does not support dropout_p"),
+        (lambda: layer_with({"dropout": 0.1}), "does not support dropout_p"),
+        (lambda: layer_with({"add_bias_kv": True}), "key has 13 tokens, but the layout gives each rank 12"),
+        (lambda: layer_with({"add_zero_attn": True}), "key has 13 tokens, but the layout gives each rank 12"),
+        (lambda: layer_with(key_padding_mask=NONE), "does not support attn_mask: give mask="),
+        (lambda: layer_with(attn_mask=~PAIRS), "does not support attn_mask: give mask="),
         (lambda: layer_with(mask=cp.Causal(), need_weights=True), "pass need_weights=False"),
         (flex, "flex_attention over ranks: call scaled_dot_product_attention, and give mask="),
         *(
@@ -200,13 +200,13 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
             for name in sorted(INTERFACES["attention functions of transformers"][2])
         ),
         (lambda: attention_of_transformers(is_causal=False), "not causal"),
-        (lambda: attention_of_transformers(sliding_window=3), "a window of 3 tokens, and its mask one of None"),
+        (lambda: attention_of_transformers(sliding_window=3), "a window of 3 tokens, but its mask one of None"),
         (lambda: attention_of_transformers(new=1), "passes new to its attention"),
         (lambda: mask_of_transformers(new=1), "passes new to its masks"),
-        (lambda: mask_of_transformers(use_vmap=True), "this model is spread over ranks: call it with"),
+        (lambda: mask_of_transformers(use_vmap=True), "this model is distributed over ranks: call it as"),
         (lambda: chunked_layer(streamed=True), "give offload="),
         (lambda: chunked_layer(RING, rule=cp.AttentionRule(gather_keys=True)), "gather_keys=True with a layer in"),
-        (lambda: chunked_layer(ffn_pieces=2), "there is none: give ffn="),
+        (lambda: chunked_layer(ffn_pieces=2), "ffn_by_rows and ffn_pieces need an ffn: give ffn="),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(call, words):
@@ -224,8 +224,8 @@ def test_without_a_mask_one_process_gives_weights_as_ever():
     [
         *(({name: value}, {}, name) for name, value in (("neftune_noise_alpha", 5.0), ("use_liger_kernel", True),
           ("include_num_input_tokens_seen", "all"), ("label_smoothing_factor", 0.1))),
-        ({}, {"model_init": True}, "the Trainer's model is not the one of the context"),
-        ({}, {"another": True}, "the Trainer's model is not the one of the context"),
+        ({}, {"model_init": True}, "the Trainer and the context have different models"),
+        ({}, {"another": True}, "the Trainer and the context have different models"),
         ({}, {"compute_loss_func": len}, "compute_loss_func"),
     ],
 )  # fmt: skip

@@ -124,7 +124,7 @@ def test_hidden_states_by_position(monkeypatch):
     assert torch.equal(drop(x, dropout, at), y)
     assert torch.equal(drop(x[1:3, 1:], dropout.of_samples(1, 2), at[1:3]), y[1:3, 1:])
     assert drop(x, replace(dropout, probability=0.0), at) is x
-    with pytest.raises(ValueError, match="dropout names 2 samples, the batch has 1: name each"):
+    with pytest.raises(ValueError, match="dropout names 2 samples, but the batch has 1: name each"):
         drop(x[:, :1], dropout, at)
 
 
@@ -171,5 +171,5 @@ def test_kernels_against_the_definition(name, causal, masked, limit, monkeypatch
 def test_no_other_kernel_is_taken():
     here = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
     assert select("auto", **here, needs_dropout=True).name == "cpu"
-    with pytest.raises(KernelUnavailable, match="has no attention dropout by position; .* cpu, math"):
+    with pytest.raises(KernelUnavailable, match="does not support attention dropout by position; .* cpu, math"):
         select("flash_attn", **here, needs_dropout=True)

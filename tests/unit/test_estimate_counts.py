@@ -5,20 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron.context_parallel.attention.ring_plan import ring_plan
-from megatron.context_parallel.layout.grid import Axis, Grid
-from megatron.context_parallel.layout.masks import Causal, Full
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import count
-from megatron.formulas.communication import ring_blocks_sent, ring_keys_by_queries, sent_bytes
-from megatron.formulas.flops import busiest_ring_rank, step_flops
-from megatron.formulas.host_bytes import forward_loads
+from megatron.decisions.ring_work import busiest_share
+from megatron.formulas.communication import sent_bytes
+from megatron.formulas.flops import step_flops
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.operations import Segment
@@ -94,7 +88,7 @@ def check(workload: Workload, strategy: Strategy) -> None:
     logits, told = computed("gemm", "logits"), step_flops(workload, strategy)
     gemm = computed("gemm") - logits + logits / strategy.pipeline  # one stage has them
     assert strategy.ranks * gemm == pytest.approx(told.gemm, rel=1e-12)
-    share = busiest_ring_rank(strategy, workload.causal)
+    share = busiest_share(strategy.ring, strategy.balance, workload.causal)
     assert strategy.ranks * computed("attention") == pytest.approx(told.attention * share, rel=1e-12)
 
 
@@ -142,46 +136,3 @@ def test_any_step_sends_and_computes_what_the_formulas_say(shape: Shape, causal:
     assume(strategy.pipeline == 1 or strategy.zero < 2)
     assume(not strategy.fpdt_chunk or strategy.recompute != "selective")
     check(Workload(shape, 4096, 2 * strategy.data * strategy.micro_batch, causal), strategy)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("ring", [2, 3, 4, 8])
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_blocks_on_a_ring_are_those_of_its_plans(ring: int, chunks: int, balance: str, causal: bool) -> None:
-    """The most keys that a rank sends; gradients of rank 1 on a zigzag ring, of the last on a contiguous one."""
-    block, keys, grads = 240, [], []
-    for rank in range(ring):
-        grid = Grid(ring=Axis(ring, rank), context=Axis(ring))
-        layout = SequenceLayout(block * ring, grid, balance, chunks=chunks)
-        mask = Causal() if causal else Full()
-        plans = [ring_plan(layout, mask, chunk=chunk if chunks > 1 else None) for chunk in range(chunks)]
-        hops = [hop for plan in plans for hop in plan.hops]
-        keys.append(sum(count(hop.forward) for hop in hops))
-        grads.append(sum(count(hop.grads_out) for hop in hops))
-    told = ring_blocks_sent(Strategy(ring=ring, balance=balance), causal)
-    assert max(keys) == told.keys * block
-    assert grads[1 if balance == "zigzag" else -1] == told.grads * block
-    if balance == "zigzag":
-        assert keys[1] == max(keys)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("ring", [2, 3, 4])
-@pytest.mark.parametrize("chunks", [1, 2, 4, 5])
-def test_blocks_that_meet_query_chunks_are_those_of_the_plans(
-    ring: int, chunks: int, balance: str, causal: bool
-) -> None:
-    block, keys, met = 240, [], 0
-    for rank in range(ring):
-        layout = SequenceLayout(block * ring, Grid(ring=Axis(ring, rank), context=Axis(ring)), balance, chunks=chunks)
-        mask, pairs = Causal() if causal else Full(), list(product(range(chunks), repeat=2))
-        plans = [ring_plan(layout, mask, chunk=key, query_chunk=query) for query, key in pairs]
-        keys.append(sum(count(hop.forward) for plan in plans for hop in plan.hops))
-        met = sum(plan.needed for plan in plans)
-        assert sum(plan.pairs for plan in plans) == ring_plan(layout, mask).pairs
-    told = ring_keys_by_queries(Strategy(ring=ring, balance=balance), causal, chunks)
-    assert max(keys) == told * block == keys[1 if balance == "zigzag" else ring - 2]
-    loads = forward_loads(chunks, ring, early_half=causal and balance == "zigzag")
-    assert loads.keys == met - chunks

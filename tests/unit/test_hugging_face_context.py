@@ -72,13 +72,13 @@ def test_after_a_refusal_the_model_is_as_before():
 @pytest.mark.parametrize(
     "kind, sizes, says",
     [
-        ("bloom", {"n_head": 4}, "BloomForCausalLM computes attention on its own"),
-        ("falcon", {}, "FalconForCausalLM computes attention on its own"),
+        ("bloom", {"n_head": 4}, "BloomForCausalLM does not compute attention through"),
+        ("falcon", {}, "FalconForCausalLM does not compute attention through"),
         ("mamba", {}, "layers of the kind linear_attention"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the kind conv"),
-        ("roberta", {"is_decoder": True}, "RobertaForCausalLM counts positions otherwise than 0, 1, 2"),
-        ("marian", {"d_model": 32}, "MarianForCausalLM goes by a token's place in its input and not by position_ids"),
-        ("doge", {}, "DogeForCausalLM computes with its attention mask on its own"),
+        ("roberta", {"is_decoder": True}, "RobertaForCausalLM does not count positions as 0, 1, 2"),
+        ("marian", {"d_model": 32}, "MarianForCausalLM uses a token's index in its input in place of position_ids"),
+        ("doge", {}, "DogeForCausalLM uses the entries of its attention mask"),
         ("llama", {"output_attentions": True}, "output_attentions=True"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
     ],
@@ -112,14 +112,14 @@ def test_a_loss_of_its_own_is_found():
     own = tiny_model("llama")
     usual = own.loss_function
     own.loss_function = lambda *args, **kwargs: usual(*args, **kwargs) + 0.1
-    with pytest.raises(ValueError, match="computes a loss of its own"):
+    with pytest.raises(ValueError, match="computes another loss"):
         parallelize(own, GRID, seq_length=LENGTH)
 
 
 def test_other_refusals_at_start():
-    with pytest.raises(ValueError, match="Linear is no causal language model"):
+    with pytest.raises(ValueError, match="Linear is not a causal language model"):
         parallelize(torch.nn.Linear(2, 2), GRID, seq_length=LENGTH)
-    with pytest.raises(ValueError, match="LlamaModel is no causal language model"):
+    with pytest.raises(ValueError, match="LlamaModel is not a causal language model"):
         parallelize(model().model, GRID, seq_length=LENGTH)
     with pytest.raises(ValueError, match="tensor=2 with a model of transformers"):
         parallelize(model(), cp.abstract_grid(tensor=2), seq_length=LENGTH)
@@ -129,7 +129,7 @@ def test_other_refusals_at_start():
         empty = AutoModelForCausalLM.from_config(model().config)
     with pytest.raises(ValueError, match="no weights yet"):
         parallelize(empty, GRID, seq_length=LENGTH)
-    with parallelize(model(), GRID, seq_length=LENGTH), pytest.raises(ValueError, match="spread over ranks already"):
+    with parallelize(model(), GRID, seq_length=LENGTH), pytest.raises(ValueError, match="already distributed"):
         parallelize(model(), GRID, seq_length=LENGTH)
     with pytest.raises(ValueError, match="1 or more"):
         Fpdt(chunk_size=0)
@@ -148,7 +148,7 @@ def test_calls_that_are_refused():
         for call in (batch, own | {"labels": batch["labels"]}):
             with pytest.raises(ValueError, match=r"call it as model\(\*\*context.shard"):
                 model()(**call)
-        with pytest.raises(ValueError, match="spread over ranks"):
+        with pytest.raises(ValueError, match="distributed over ranks"):
             model().model(input_ids=batch["input_ids"])
         for name, value in {"output_attentions": True, "use_cache": True, "logits_to_keep": 3}.items():
             with pytest.raises(ValueError, match=f"{name} is not supported over ranks"):
@@ -167,16 +167,16 @@ POSITIONS = torch.arange(LENGTH)[None]
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"token_type_ids": POSITIONS}, "token_type_ids is not cut over ranks"),
+        ({"token_type_ids": POSITIONS}, "token_type_ids is not supported over ranks"),
         ({"input_ids": torch.zeros(1, LENGTH - 1, dtype=torch.int64)}, r"\[1, 47\] are not \[b, 48\]"),
-        ({"labels": POSITIONS[:, 1:]}, r"labels \[1, 47\] are not as input_ids"),
+        ({"labels": POSITIONS[:, 1:]}, r"labels \[1, 47\] must have the shape of input_ids"),
         ({"position_ids": torch.zeros(3, 1, LENGTH, dtype=torch.int64)}, "positions of several kinds"),
-        ({"cu_seq_lens_q": torch.tensor([0, 24, LENGTH])}, "cu_seq_lens_q parts documents otherwise"),
-        ({"attention_mask": POSITIONS.ge(5).long()}, "neither all ones nor padding at the right"),
-        ({"attention_mask": torch.zeros_like(POSITIONS)}, "neither all ones nor padding at the right"),
+        ({"cu_seq_lens_q": torch.tensor([0, 24, LENGTH])}, "cu_seq_lens_q and position_ids have different documents"),
+        ({"attention_mask": POSITIONS.ge(5).long()}, "neither all ones nor padding on the right"),
+        ({"attention_mask": torch.zeros_like(POSITIONS)}, "neither all ones nor padding on the right"),
         ({"attention_mask": POSITIONS.lt(40).long()}, "labels at padding count in the loss: set them to -100"),
-        ({"attention_mask": POSITIONS.ge(0), "position_ids": POSITIONS % 24}, "see each other whose position_ids"),
-        ({"attention_mask": POSITIONS.lt(40), "position_ids": POSITIONS % 24}, "give the padding positions"),
+        ({"attention_mask": POSITIONS.ge(0), "position_ids": POSITIONS % 24}, "joins documents"),
+        ({"attention_mask": POSITIONS.lt(40), "position_ids": POSITIONS % 24}, "leave attention_mask out"),
     ],
 )
 def test_batches_that_are_refused(change, says):
@@ -214,7 +214,7 @@ def test_masks_are_taken_for_what_they_are():
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
             made = mask_interface(mask_function=function, **options)  # models make some that no attention uses
-            says = "a rule of its own" if function is causal_mask_function else "neither causal nor a causal sliding"
+            says = "adds to its causal mask" if function is causal_mask_function else "neither causal nor"
             with pytest.raises(ValueError, match=says):
                 attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
 

@@ -51,7 +51,7 @@ def test_what_the_user_names_is_taken():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ([{}, {"wanted": "eht0", "by": FLAG}], f"{FLAG} names 'eht0', and node2 has no network interface of that name"),
+        ([{}, {"wanted": "eht0", "by": FLAG}], f"{FLAG} names 'eht0', but node2 has no network interface of that name"),
         ([{"wanted": "lo", "by": GLOO}] * 2, f"rank 0 on node1 would listen at 127.0.0.1 (lo, by {GLOO})"),
         ([{}, {"wanted": "lo", "by": GLOO}], f"rank 1 on node2 would listen at 127.0.0.1 (lo, by {GLOO})"),
         (
@@ -160,7 +160,7 @@ def test_a_refusal_comes_to_all_ranks():
 
 def test_a_rank_that_does_not_come_is_named_to_the_others():
     said, _ = on_all([node(1), None, node(1)], dist.HashStore(), seconds=1.0)
-    assert [str(one) for one in said] == ["timed out after 1 s: rank 1 did not come", "None"] + [str(said[0])]
+    assert [str(one) for one in said] == ["timed out after 1 s: rank 1 did not arrive", "None"] + [str(said[0])]
 
 
 def test_an_answer_to_an_earlier_start_is_not_taken(monkeypatch):

@@ -142,9 +142,9 @@ def test_auto_on_the_cpu():
         ("flash", {}, "needs a GPU"),
         ("cudnn", {}, "needs a GPU"),
         ("flash_attn", {}, "needs a GPU"),
-        ("flash", dict(needs_mask=True), "takes no mask"),
-        ("flash", dict(needs_softcap=True), "has no soft-cap"),
-        ("cudnn", dict(needs_value_dim=True), "takes no value heads of another size"),
+        ("flash", dict(needs_mask=True), "does not support masks"),
+        ("flash", dict(needs_softcap=True), "does not support a soft-cap"),
+        ("cudnn", dict(needs_value_dim=True), "does not support value heads of another size"),
         ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, triton, math"),
     ],
 )
@@ -158,7 +158,7 @@ def test_refusals(name, options, reason):
 
 
 def test_no_kernel_at_all():
-    with pytest.raises(KernelUnavailable, match="no kernel takes torch.int32 on cpu; .*: none"):
+    with pytest.raises(KernelUnavailable, match="no kernel supports torch.int32 on cpu; .*: none"):
         select("auto", device="cpu", dtype=torch.int32, head_dim=64)
     with pytest.raises(KernelUnavailable, match='kernel="cpu": needs tensors on the CPU; .*: math'):
         select("cpu", device="meta", dtype=torch.float32, head_dim=64)

@@ -130,7 +130,7 @@ def test_where_documents_end():
     assert document_ends(tokens, eod=7) == (7,)
     assert restart(torch.tensor([0, 1, 2, 4, 5, 6]), (2, 5, 6, 7)).tolist() == [0, 1, 0, 2, 0, 0]
     assert document_rows(torch.tensor([[2, 7, 7], [1, 4, 7]])) == [(2, 7), (1, 4, 7)]
-    with pytest.raises(ValueError, match="masks are values such as cp.Documents"):
+    with pytest.raises(ValueError, match="pass masks as values such as cp.Documents"):
         document_rows(torch.ones(1, 1, 7, 7, dtype=torch.bool))
 
 

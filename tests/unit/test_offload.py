@@ -13,11 +13,11 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.host_store import (
+    ChunkStore,
     HiddenStates,
     HostPool,
     Offload,
     SavedInHost,
-    Shelf,
     is_host_buffer,
 )
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -69,19 +69,19 @@ def test_buffers_survive_autograd_and_come_back():
 
 
 @pytest.mark.parametrize("offload", [None, Offload(CPU)], ids=["device", "host"])
-def test_a_shelf_keeps_adds_and_walks(offload):
-    shelf = Shelf(offload)
+def test_a_chunk_store_keeps_adds_and_walks(offload):
+    store = ChunkStore(offload)
     for index in range(3):
-        shelf.put(("a", index), torch.full((2,), float(index)))
-    shelf.put(("sum", 1), torch.tensor([10.0]))
+        store.put(("a", index), torch.full((2,), float(index)))
+    store.put(("sum", 1), torch.tensor([10.0]))
     items = [[("a", index), ("sum", index)] for index in (2, 1, 0)]
     seen = []
-    for there in shelf.walk(items, fresh={("a", 0): torch.full((2,), 7.0)}):
+    for there in store.walk(items, fresh={("a", 0): torch.full((2,), 7.0)}):
         seen.append({name: tensor.tolist() for name, tensor in there.items()})
     assert seen == [{("a", 2): [2.0, 2.0]}, {("a", 1): [1.0, 1.0], ("sum", 1): [10.0]}, {("a", 0): [7.0, 7.0]}]
-    shelf.put(("sum", 1), torch.tensor([11.0]))
-    assert shelf.pop(("sum", 1)).tolist() == [11.0] and ("sum", 1) not in shelf
-    shelf.drop(*(("a", index) for index in range(3)))
+    store.put(("sum", 1), torch.tensor([11.0]))
+    assert store.pop(("sum", 1)).tolist() == [11.0] and ("sum", 1) not in store
+    store.drop(*(("a", index) for index in range(3)))
     assert offload is None or offload.pool.in_use == 0
 
 

@@ -73,7 +73,7 @@ def test_a_machine_that_names_its_kernel(gpu, kernel, many, chosen):
 @pytest.mark.parametrize(
     "name, head, how, says",
     [
-        ("flash", 64, MASK, "takes no mask.*can run there: triton, math"),
+        ("flash", 64, MASK, "does not support masks.*can run there: triton, math"),
         ("cudnn", 256, {}, "at most 128"),
         ("cpu", 64, {}, "needs tensors on the CPU"),
         ("fa4", 64, {}, "no such kernel"),

@@ -194,8 +194,8 @@ def _why_not(kernel: TritonKernel) -> str | None:
     "change, reason",
     [
         ({"hk": 3}, "does not fit k"),
-        ({"softcap": 0.0}, "a soft-cap is above 0"),
-        ({"slopes": (1.0, 1.0, 1.0)}, "not one for each of 2 heads"),
+        ({"softcap": 0.0}, "the soft-cap must be above 0"),
+        ({"slopes": (1.0, 1.0, 1.0)}, "give one number for each of 2 heads"),
         ({"dropout": Dropout(0.1, 1, samples=(0, 1))}, "dropout names 2 samples"),
     ],
     ids=str,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, written once, over tiles: a source brings key blocks, a kernel computes tiles, results add up.
+"""Attention over tiles: a source gives key blocks, a kernel computes tiles, and the results are merged.
 
 Plain attention, the ring, gathered keys and FPDT's chunks differ only in where key blocks come from. Outputs are merged
-with the true lse of every tile; the backward pass of a tile gets the *final* out and lse, so the gradients of tiles
-simply add up.
+by the true lse of every tile. The backward pass of a tile gets the *final* out and lse, so that the gradients of tiles
+can be added.
 
-Read on in ring.py and ring.py (where blocks come from), tile.py (how one tile is computed), merge.py (how results add
-up).
+See ring.py for the sources of blocks, tile.py for the computation of one tile, and merge.py for the merging.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ def tiled_attention(
     kernel: TileKernel,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to every key that its source brings.
+    """Attention of this rank's queries to all keys that ``source`` gives.
 
     Args:
-        q_SBHD: [s, b, heads, d]; k_SBHD: [s, b, kv_heads, d], kv_heads divides heads; v_SBHD: the same, or heads of
-            another size.
-        source: where key blocks come from; its plan says which tiles to compute.
+        q_SBHD: [s, b, heads, d]; k_SBHD: [s, b, kv_heads, d], kv_heads divides heads; v_SBHD: like k, but its head size
+            may differ.
+        source: gives key blocks with the tiles to compute.
         kernel: computes one tile.
-        sinks: fp32 [heads], one more score of each query of a head.
+        sinks: fp32 [heads], one additional score for each query of a head.
 
     Returns:
-        out [s, b, heads, d], heads of v's size, same dtype as q; 0 for queries without any key.
+        out [s, b, heads, head size of v], in the dtype of q; 0 for queries without any key.
     """
     return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, source, kernel)
 
@@ -114,7 +113,7 @@ def attend_grad(
     Args:
         dout_SBHD: gradient of the final output, [s, b, heads, d].
         out_SBHD, lse_SBH: the *final* ones, of all tiles of these queries.
-        delta_SBH: of ``kernel.delta``, whose kernel then has no use for ``out``; else None.
+        delta_SBH: from ``kernel.delta``, for kernels that use it in place of ``out``; else None.
     """
     if kernel.at_once:
         _attend_grad_at_once(
@@ -136,18 +135,18 @@ def _attend_grad_at_once(
     dq: GradientSum,
     dkv: KeyGradients | KeyBlock,
 ) -> None:
-    """Of all tiles in one call, into the sums themselves where keys and their gradients lie alike.
+    """The gradients of all tiles in one call, added directly to the sums if their rows have the same order as the keys.
 
-    On a ring they need not: rows of keys go on that are needed later, rows of gradients that were needed before.
+    On a ring they may differ: a block holds the keys that are needed later, and the gradients of keys used before.
     """
     q, k, v = qkv
-    apart = {dkv.at(tile.k)[0] - tile.k[0] for tile in tiles}
-    if len(apart) == 1:
-        (moved,) = apart
+    offsets = {dkv.at(tile.k)[0] - tile.k[0] for tile in tiles}
+    if len(offsets) == 1:
+        (offset,) = offsets
         first, stop = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
         if first:
             tiles = tuple(replace(tile, k=(tile.k[0] - first, tile.k[1] - first)) for tile in tiles)
-        dk, dv = (total[first + moved : stop + moved] for total in dkv.sums())
+        dk, dv = (total[first + offset : stop + offset] for total in dkv.sums())
         kernel.attend_grad(tiles, (q, k[first:stop], v[first:stop]), *final, (dq.sum(), dk, dv))
         return
     fresh = KeyGradients(k, v, ((0, k.size(0)),))
@@ -158,9 +157,9 @@ def _attend_grad_at_once(
 
 
 def sinks_grad(sinks: Tensor, dout_SBHD: Tensor, out_SBHD: Tensor, lse_SBH: Tensor) -> Tensor:
-    """The gradient of ``sinks`` [heads] that some queries give, fp32 (fp64), from their *final* ``out`` and ``lse``.
+    """These queries' part of the gradient of ``sinks`` [heads], fp32 (fp64), from the *final* ``out`` and ``lse``.
 
-    A sink's share p of a softmax multiplies no value, so ``d sink = -p * delta``, where delta is the row sum of
+    A sink's share p of a softmax multiplies no value. Therefore ``d sink = -p * delta``, where delta is the row sum of
     dout * out.
     """
     wide = lse_SBH.dtype

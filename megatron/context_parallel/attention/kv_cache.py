@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values that stay where they were computed, dealt over the grid; and one new token attending to all of them.
+"""The key/value cache for generation: distributed over the grid, with attention of one new token to all of it.
 
-Heads are dealt over the Ulysses ranks, the sequence over the ring: a prompt as its layout has it, decoded tokens in
-turns. For a new token keys do not travel, its query is on every rank already: each rank attends to what it keeps, and
-the partial results meet once, merged by their lse in fp32 (fp64 for fp64), as FlashDecoding merges its splits and the
-ring its tiles. The tiles, and so masks and ALiBi, are those of training (layout/tiles.py).
+Heads are distributed over the Ulysses ranks and the sequence over the ring: a prompt by its layout, decoded tokens in
+turn. In decoding no keys are sent. Every rank has the new token's query and attends to the keys that it keeps; one
+all-gather then merges the partial results by their lse in fp32 (fp64 for fp64), as FlashDecoding merges its splits.
+The tiles, and therefore masks and ALiBi, are those of training (layout/tiles.py).
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.attention.attend import attend, tiled_attention
+from megatron.context_parallel.attention.attend import attend
 from megatron.context_parallel.attention.merge import Accumulator
-from megatron.context_parallel.attention.ring import GatherSource, RingSource
-from megatron.context_parallel.attention.ring_plan import ring_plan
 from megatron.context_parallel.attention.tile import AttentionRule
 from megatron.context_parallel.attention.ulysses import head_plan, ulysses_attention
+from megatron.context_parallel.attention.usp import local_attention
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, joined
 from megatron.context_parallel.layout.tiles import Tile, tiles
 
 TURN = 16
-"""So many decoded tokens in a row are kept by one ring rank, the next ones by the next: few spans, even caches."""
+"""Consecutive decoded tokens that one ring rank keeps before it is the next one's turn: few spans, even caches."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class CachePlan:
     """Which ring rank keeps the keys and values of which tokens.
 
     Attributes:
-        layout: of the prompts, each filled up on the right to its length. What follows a prompt is attended to by
-            nobody: under a causal mask not by the prompt, and what is decoded overwrites it.
-        lengths: tokens of each sample's prompt; equal lengths side by side.
-        decoded: most tokens after a prompt that are kept.
+        layout: of the prompts, each padded on the right to its length. No query attends to the padding: the causal mask
+            hides it from the prompt, and decoded tokens overwrite it.
+        lengths: tokens of each sample's prompt; samples of equal length are next to each other.
+        decoded: the largest number of tokens after a prompt that are kept.
     """
 
     layout: SequenceLayout
@@ -48,13 +47,13 @@ class CachePlan:
     decoded: int
 
     def groups(self) -> list[tuple[slice, int]]:
-        """Samples whose prompts are of one length, and that length."""
-        found, first = [], 0
+        """Samples whose prompts have the same length, and that length."""
+        groups, first = [], 0
         for length, samples in groupby(self.lengths):
             size = len(list(samples))
-            found.append((slice(first, first + size), length))
+            groups.append((slice(first, first + size), length))
             first += size
-        return found
+        return groups
 
     def home(self, step: int) -> tuple[int, int]:
         """The ring rank that keeps the ``step``-th decoded token, and the token's number among those it keeps."""
@@ -73,21 +72,21 @@ class CachePlan:
         return tuple(span for span in spans if span[0] < span[1])
 
     def spans(self, length: int, decoded: int, ring: int) -> Spans:
-        """Positions of a sample's rows on ring rank ``ring`` once so many tokens have been decoded."""
+        """Positions of a sample's rows on ring rank ``ring`` after ``decoded`` decoded tokens."""
         turns: list[Span] = []
         for first in range(ring * TURN, decoded, TURN * self.layout.grid.ring.size):
             turns.append((length + first, length + min(first + TURN, decoded)))
         return joined((*self.prompt_spans(length, ring), *turns))
 
     def rows(self, ring: int) -> int:
-        """Rows that a sample's cache has on ring rank ``ring``."""
+        """Rows of one sample's cache on ring rank ``ring``."""
         return count(self.prompt_spans(max(self.lengths), ring)) + self.kept(self.decoded, ring)
 
 
 class LayerCache:
     """Keys and values of one layer that this rank keeps: [rows, b, kv heads of this rank, d] each.
 
-    A sample's rows are its prompt's, then at once those of its decoded tokens.
+    A sample's rows are those of its prompt, followed directly by those of its decoded tokens.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -96,13 +95,13 @@ class LayerCache:
         self.v: Tensor | None = None
 
     def fill(self, k_SBHD: Tensor, v_SBHD: Tensor) -> None:
-        """Take what is kept of the prompts' keys and values [rows of the ring rank, b, heads, d]."""
+        """Store this rank's part of the prompts' keys and values [rows of the ring rank, b, heads, d]."""
         kept, rows = count(self.plan.prompt_spans(max(self.plan.lengths), self.ring)), self.plan.rows(self.ring)
         self.k, self.v = (x.new_empty((rows, *x.shape[1:])) for x in (k_SBHD, v_SBHD))
         self.k[:kept], self.v[:kept] = k_SBHD[:kept], v_SBHD[:kept]
 
     def append(self, k_SBHD: Tensor, v_SBHD: Tensor, step: int) -> None:
-        """Take the ``step``-th decoded token [1, b, heads, d], if it is this rank's to keep."""
+        """Store the ``step``-th decoded token [1, b, heads, d], if this rank keeps it."""
         ring, place = self.plan.home(step)
         if ring != self.ring:
             return
@@ -112,52 +111,41 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on this rank."""
+        """Bytes on this rank."""
         return 0 if self.k is None else self.k.nbytes + self.v.nbytes
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, rule: AttentionRule) -> Tensor:
-    """Attention over the prompts, as ``cp.attention``; what this rank gets of keys and values stays in ``cache``.
+    """Attention over the prompts like ``cp.attention``; ``cache`` keeps this rank's part of the keys and values.
 
     Args:
         q: [s_local, b, heads, d], tokens of the plan's layout; k, v: the same with kv_heads.
-        rule: a causal one, whose dropout is not looked at.
+        rule: with a causal mask and without dropout.
 
     Returns:
-        [s_local, b, heads, d], heads of v's size.
+        [s_local, b, heads, head size of v].
     """
     layout = cache.plan.layout
 
     def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor) -> Tensor:
         cache.fill(k_SBHD, v_SBHD)
-        if rule.gather_keys and layout.grid.ring.size > 1:
-            source = GatherSource(layout, rule.mask)
-        else:
-            source = RingSource(ring_plan(layout, rule.mask), layout.grid.ring)
-        return tiled_attention(
-            q_SBHD,
-            k_SBHD,
-            v_SBHD,
-            source=source,
-            kernel=rule.tile_kernel(q_SBHD, layout.grid.ulysses, layout.seq_length, v_SBHD.size(3)),
-            sinks=rule.local_sinks(q_SBHD, layout.grid.ulysses),
-        )
+        return local_attention(q_SBHD, k_SBHD, v_SBHD, layout=layout, rule=rule)
 
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=local)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step: int, rule: AttentionRule) -> Tensor:
-    """Attention of the ``step``-th decoded token of each sample to its prompt and to what was decoded, itself included.
+    """Attention of the ``step``-th decoded token of each sample to its prompt and to all decoded tokens so far.
 
-    All ranks of ``grid.context`` call it with the same tensors, and get the same result: one all-gather of
-    ``b * heads * (d + 1)`` numbers in fp32 from each ring.
+    All ranks of ``grid.context`` call it with the same tensors and get the same result. It needs one all-gather, of
+    ``b * heads * (d + 1)`` fp32 numbers from each ring rank.
 
     Args:
-        q: [1, b, heads, d]; k, v: [1, b, kv_heads, d], or heads of v of another size; k and v are kept by one ring.
-        rule: a causal one, whose dropout is not looked at.
+        q: [1, b, heads, d]; k, v: [1, b, kv_heads, d], where v's head size may differ; one ring rank keeps k and v.
+        rule: with a causal mask and without dropout.
 
     Returns:
-        [1, b, heads, d], heads of v's size, in the dtype of q.
+        [1, b, heads, head size of v], in the dtype of q.
     """
     grid = cache.plan.layout.grid
     q_here, k_here, v_here = _heads_of_rank(q, k, v, grid.ulysses.size, grid.ulysses.rank)
@@ -165,10 +153,10 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
     longest = max(cache.plan.lengths) + step + 1
     kernel = rule.tile_kernel(q_here, grid.ulysses, longest, v.size(3))
     outs, lses = [], []
-    for samples, found in step_tiles(cache.plan, grid.ring.rank, step, rule.mask):
+    for samples, own in step_tiles(cache.plan, grid.ring.rank, step, rule.mask):
         result = Accumulator(q_here[:, samples], v.size(3))
-        if found:
-            attend(found, q_here[:, samples], cache.k[:, samples], cache.v[:, samples], kernel=kernel, result=result)
+        if own:
+            attend(own, q_here[:, samples], cache.k[:, samples], cache.v[:, samples], kernel=kernel, result=result)
         out, lse = result.sums()
         outs.append(out)
         lses.append(lse)
@@ -185,19 +173,19 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
     return total.finish(rule.sinks)[0]
 
 
-@lru_cache(maxsize=4)  # one a step, for all layers
+@lru_cache(maxsize=4)  # the layers of a step share one entry
 def step_tiles(plan: CachePlan, ring: int, step: int, mask: Mask) -> list[tuple[slice, tuple[Tile, ...]]]:
     """For each group of samples, the tiles between its ``step``-th decoded token and what ring rank ``ring`` keeps."""
-    compute = tiles.__wrapped__  # its own memory is for tiles that come again, which those of a step never do
-    found = []
+    uncached = tiles.__wrapped__  # the tiles of a step never occur again
+    groups = []
     for samples, length in plan.groups():
         query = ((length + step, length + step + 1),)
-        found.append((samples, compute(query, plan.spans(length, step + 1, ring), mask)))
-    return found
+        groups.append((samples, uncached(query, plan.spans(length, step + 1, ring), mask)))
+    return groups
 
 
 def _heads_of_rank(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What Ulysses rank ``rank`` would be sent of tensors [s, b, heads, d] that are here as a whole."""
+    """The heads that the all-to-all would send to Ulysses rank ``rank``, of complete tensors [s, b, heads, d]."""
     if ranks == 1:
         return q, k, v
     plan = head_plan(q.size(2), k.size(2), ranks)
@@ -208,5 +196,5 @@ def _heads_of_rank(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> tu
 
 
 def cached_heads(heads: int, kv_heads: int, ulysses: int, rank: int = 0) -> int:
-    """Key/value heads that Ulysses rank ``rank`` keeps, where a TP rank has ``heads`` and ``kv_heads``."""
+    """Key/value heads that Ulysses rank ``rank`` keeps if a TP rank has ``heads`` and ``kv_heads``."""
     return kv_heads if ulysses == 1 else len(head_plan(heads, kv_heads, ulysses).kv_index[rank])

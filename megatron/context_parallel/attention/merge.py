@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the results of tiles come together, in fp32 (fp64 for fp64): outputs by their lse, gradients by addition."""
+"""Merging the results of tiles in fp32 (fp64 for fp64): outputs by their lse, gradients by addition."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from megatron.context_parallel.attention.kernels.base import accumulation_dtype
 from megatron.context_parallel.layout.spans import Span, Spans, count, place
 
-# Keys and values, or their gradients, as one tensor: what travels, waits in host memory and comes back together.
+# Keys and values, or their gradients, are sent and offloaded as one tensor.
 
 
 def packed(k_SBHD: Tensor, v_SBHD: Tensor) -> Tensor:
-    """[s, b, heads, key size + value size]: the heads may be of different sizes."""
+    """[s, b, heads, key head size + value head size]."""
     return torch.cat((k_SBHD, v_SBHD), dim=-1)
 
 
 def unpacked(kv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
-    """Views of the keys, whose heads have ``key_dim`` entries, and of the values in what :func:`packed` gave."""
+    """Views of the keys, whose head size is ``key_dim``, and of the values in the result of :func:`packed`."""
     return kv[..., :key_dim], kv[..., key_dim:]
 
 
@@ -28,7 +28,7 @@ class Accumulator:
     def __init__(
         self, q_SBHD: Tensor, value_dim: int, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None
     ) -> None:
-        """``out_SBHD, lse_SBH``: what an earlier accumulator for these queries had so far; they are written to."""
+        """``out_SBHD, lse_SBH``: sums of an earlier accumulator for these queries, which are updated in place."""
         self.shape, self.dtype, self.device = (*q_SBHD.shape[:3], value_dim), q_SBHD.dtype, q_SBHD.device
         self.sum_dtype = accumulation_dtype(q_SBHD.dtype)
         self.out_SBHD, self.lse_SBH = out_SBHD, lse_SBH
@@ -40,13 +40,13 @@ class Accumulator:
             self.out_SBHD, self.lse_SBH = tile_out, tile_lse
             return
         out, lse = (x[rows[0] : rows[1]] for x in self.sums())
-        # Where neither side has attended to anything both lse are -inf, and nothing changes.
+        # If neither side has attended to any key, both lse are -inf and the output stays as it is.
         share = torch.sigmoid(tile_lse - lse).nan_to_num_(0.0)
         out -= share.unsqueeze(-1) * (out - tile_out)
         lse.copy_(torch.logaddexp(lse, tile_lse))
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """What there is so far, in fp32 (fp64), to be added to in place: out, and lse, 0 and -inf at first."""
+        """out and lse so far, in fp32 (fp64), to be updated in place; 0 and -inf at first."""
         if self.out_SBHD is None:
             self._start()
         self.out_SBHD = self.out_SBHD.to(self.sum_dtype)
@@ -56,7 +56,7 @@ class Accumulator:
         """out [s, b, h, d] in the inputs' dtype, lse [s, b, h]; 0 and -inf for queries without any key.
 
         Args:
-            sinks: [h], one more score of every query, of a key whose value is 0; see ``AttentionRule``.
+            sinks: [h], one additional score for every query; see ``AttentionRule``.
         """
         if self.out_SBHD is None:
             self._start()
@@ -72,12 +72,12 @@ class Accumulator:
 
 
 class GradientSum:
-    """Adds up the gradients that tiles give for the rows of one block.
+    """The sum of the tiles' gradients for the rows of one block.
 
     Args:
-        like_SBHD: the block; b, heads, d, dtype and device count.
+        like_SBHD: the block, for b, heads, d, dtype and device.
         rows: how many rows are kept.
-        total_SBHD: the sum so far, fp32 (fp64), which is added to in place; None: nothing yet.
+        total_SBHD: the sum so far, fp32 (fp64), which is updated in place; None: nothing yet.
     """
 
     def __init__(self, like_SBHD: Tensor, rows: int, total_SBHD: Tensor | None = None) -> None:
@@ -85,19 +85,19 @@ class GradientSum:
         self.sum_dtype = accumulation_dtype(like_SBHD.dtype)
 
     def add(self, rows: Span, grad_SBHD: Tensor) -> None:
-        """Add the gradient of some rows. The first one, if it is of all rows, becomes the sum: nothing is zeroed."""
+        """Add the gradient of some rows. If the first one is of all rows, it becomes the sum, and nothing is zeroed."""
         if self.total is None and rows == (0, self.rows):
             self.total = grad_SBHD
         else:
             self.sum()[rows[0] : rows[1]] += grad_SBHD
 
     def sum(self) -> Tensor:
-        """What there is so far, in fp32 (fp64), to be added to in place."""
+        """The sum so far, in fp32 (fp64), to be updated in place."""
         self.total = self.finish().to(self.sum_dtype)
         return self.total
 
     def finish(self) -> Tensor:
-        """The sum [rows, b, heads, d], 0 where no tile was; in the dtype of a tile if there was just one."""
+        """The sum [rows, b, heads, d], 0 in rows without a tile; in the tile's dtype if there was only one."""
         if self.total is None:
             self.total = self.like.new_zeros((self.rows, *self.like.shape[1:]), dtype=self.sum_dtype)
         return self.total
@@ -107,7 +107,7 @@ class KeyGradients:
     """dk and dv of a key block.
 
     Args:
-        k_SBHD, v_SBHD: its keys and values; b, heads, sizes, dtype and device count.
+        k_SBHD, v_SBHD: its keys and values, for b, heads, sizes, dtype and device.
         rows: the rows of the block that are kept.
         total: the sum so far, fp32 (fp64), packed: [kept rows, b, heads, sizes]; None: nothing yet.
     """
@@ -118,21 +118,21 @@ class KeyGradients:
         self.dk, self.dv = (GradientSum(x, count(rows), part) for x, part in zip((k_SBHD, v_SBHD), parts))
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        """Add gradients of ``rows``, which lie within one run of the kept ones."""
+        """Add gradients of ``rows``, which are within one span of the kept ones."""
         at = self.at(rows)
         self.dk.add(at, dk_SBHD)
         self.dv.add(at, dv_SBHD)
 
     def at(self, rows: Span) -> Span:
-        """Where gradients of ``rows`` lie in the sums."""
+        """Where the gradients of ``rows`` are in the sums."""
         return place(rows, self.rows)
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """dk and dv so far, in fp32 (fp64), to be added to in place."""
+        """dk and dv so far, in fp32 (fp64), to be updated in place."""
         return unpacked(self.packed(), self.key_dim)
 
     def packed(self) -> Tensor:
-        """The sums, fp32 (fp64) [kept rows, b, heads, sizes], to be sent or put away."""
+        """The sums, fp32 (fp64) [kept rows, b, heads, sizes], to be sent or offloaded."""
         if self.total is None:
             if self.dk.total is None:
                 shape = (*self.dk.like.shape[1:3], self.key_dim + self.dv.like.size(3))

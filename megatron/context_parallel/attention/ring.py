@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring attention: keys and values rotate, queries stay (USP paper, section 2; ring attention, arXiv 2310.01889).
 
-:class:`RingSource` brings key blocks to attend.py. What is sent, and what is computed, was decided in ring_plan.py;
-here it is put in order (:func:`schedule`), and each transfer travels beside the tiles of a block.
+:class:`RingSource` gives key blocks to attend.py. ring_plan.py decides what is sent and computed; :func:`schedule` puts
+it in order. Each transfer overlaps with the computation of a block's tiles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.context_parallel.layout.tiles import Tile, tiles
 
 @dataclass(frozen=True)
 class Message:
-    """Rows of some block, by their numbers at home, that travel between this rank and ``peer``; none: no message."""
+    """Rows of a block, numbered as on its home rank, sent to or received from ``peer``; without rows, no message."""
 
     rows: Spans
     peer: int
@@ -36,16 +36,16 @@ class Message:
 class Step:
     """One hop of one rank: its tiles, and the messages around them.
 
-    ``keys_out`` and ``keys_in`` start before the tiles and travel beside them. The other three start once the tiles
-    have added to the block's gradients, and travel beside the tiles of the next step.
+    ``keys_out`` and ``keys_in`` start before the tiles and overlap with them. The other three start after the tiles
+    have added to the block's gradients, and overlap with the tiles of the next step.
 
     Attributes:
-        hop: the block that is here, and its tiles.
-        keys_out: that block, to the next rank.
+        hop: the current block and its tiles.
+        keys_out: the current block, to the next rank.
         keys_in: the next step's block.
-        grads_out: gradients of that block, to the next rank or to the block's home.
+        grads_out: gradients of the current block, to the next rank or to the block's home.
         grads_home: gradients of this rank's own block, from the last rank that added to them.
-        grads_in: gradients of the next step's block, so far.
+        grads_in: the gradients of the next step's block that other ranks have added so far.
     """
 
     hop: Hop
@@ -57,7 +57,7 @@ class Step:
 
 
 def schedule(plan: RingPlan, *, grads: bool) -> list[Step]:
-    """A plan in the order in which it is carried out; with ``grads``, those travel too."""
+    """The steps of a plan, in order. ``grads``: gradients of the blocks are sent as well."""
     last_rank, own_rows = plan.grads_home
     nothing = Message((), plan.rank)
     return [
@@ -75,13 +75,13 @@ def schedule(plan: RingPlan, *, grads: bool) -> list[Step]:
 
 @dataclass
 class KeyBlock:
-    """Keys and values as they come by, with the tiles to compute on them.
+    """The keys and values of one hop, with the tiles to compute on them.
 
     Attributes:
         k, v: [rows, b, heads, d].
-        hop: whose rows they are, and the tiles.
-        kv: the same packed, of a block that has travelled.
-        grads: where gradients of the block add up.
+        hop: which rows they are, and the tiles.
+        kv: k and v packed in one tensor, if the block was received.
+        grads: sums of the block's gradients.
     """
 
     k: Tensor
@@ -95,7 +95,7 @@ class KeyBlock:
         return self.hop.tiles
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
-        """Add gradients of rows that are counted, as those of tiles are, within what is held."""
+        """Add gradients; ``rows`` count within the held rows, as those of tiles do."""
         first = 0
         for start, stop in positions_of([rows], self.hop.held):
             part = slice(first, first + stop - start)
@@ -103,7 +103,7 @@ class KeyBlock:
             first = part.stop
 
     def at(self, rows: Span) -> Span:
-        """Where gradients of such rows lie in the sums."""
+        """Where the gradients of ``rows``, counted within the held rows, are in the sums."""
         return self.grads.at(*positions_of([rows], self.hop.held))
 
     def sums(self) -> tuple[Tensor, Tensor]:
@@ -111,14 +111,14 @@ class KeyBlock:
         return self.grads.sums()
 
     def pick(self, wanted: Spans) -> Tensor:
-        """Rows of keys and values, packed; where it can be, a view."""
+        """Rows of keys and values, packed; a view where possible."""
         spans = [slice(*place(span, self.hop.held)) for span in wanted]
         parts = [packed(self.k[at], self.v[at]) if self.kv is None else self.kv[at] for at in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class RingSource:
-    """Where key blocks come from and where their gradients go, on a ring (of one rank: this rank's own memory).
+    """Key blocks of a ring, and the way back for their gradients. On a ring of one rank nothing is sent.
 
     Args:
         plan: what to compute and to send.
@@ -129,11 +129,11 @@ class RingSource:
         self.plan, self.axis = plan, axis
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
-        """Every block this rank needs, its own first. While the caller computes on one, the next one travels.
+        """Every block this rank needs, its own first. While the caller computes on one, the next one is received.
 
-        With ``own``, the caller adds the gradients of its tiles to each block before asking for the next. They are
-        summed in fp32 (fp64) and travel on with their block; once the last block is done, ``own`` has those of ``k``
-        and ``v``, from all ranks.
+        With ``own``, the caller adds the gradients of its tiles to each block before it asks for the next. They are
+        summed in fp32 (fp64) and sent on with their block. After the last block, ``own`` has the gradients of ``k`` and
+        ``v`` from all ranks.
         """
         kv, row = None, (*k.shape[1:3], k.size(3) + v.size(3))
         coming = home = (), None
@@ -160,7 +160,7 @@ class RingSource:
         _add_rows(own, *home)
 
     def _pass_on(self, block: KeyBlock, step: Step, row: tuple[int, ...]) -> tuple[_Transfer, Tensor]:
-        """Start sending a block to the next rank and receiving the next step's, which is there after the wait."""
+        """Start to send a block to the next rank and to receive the next step's block, which is complete after wait."""
         moving = _Transfer(self.axis)
         if step.keys_out.rows:
             moving.send(block.pick(step.keys_out.rows), step.keys_out)
@@ -170,7 +170,7 @@ class RingSource:
 
 
 def _add_rows(grads: KeyGradients | None, rows: Spans, arrived: Tensor | None) -> None:
-    """Add gradients of ``rows``, one after another, that have arrived."""
+    """Add received gradients, which hold ``rows`` one after another."""
     first = 0
     for start, stop in rows:
         grads.add((start, stop), *unpacked(arrived[first : first + stop - start], grads.key_dim))
@@ -178,11 +178,11 @@ def _add_rows(grads: KeyGradients | None, rows: Spans, arrived: Tensor | None) -
 
 
 class _Transfer:
-    """Sends and receives that travel together while the caller computes.
+    """Sends and receives that run together while the caller computes.
 
-    Receives are posted before sends, whatever the order of calls. gloo tells a peer "ready to receive" over the same
-    connection that carries our data: posted after a large send, that word waits behind it, and a link between two
-    ranks carries one direction at a time. NCCL groups the operations of a batch, so their order does not matter there.
+    Receives are posted before sends, whatever the order of calls. gloo sends its "ready to receive" message over the
+    same connection as the data. Posted after a large send, that message would wait behind it, and a link between two
+    ranks would carry one direction at a time. NCCL groups the operations of a batch; there the order does not matter.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -195,7 +195,7 @@ class _Transfer:
         self.sends.append(self._operation(dist.isend, x.contiguous(), message))
 
     def receive(self, message: Message, like: Tensor, row: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for packed rows of the shape ``row``, which is filled once :meth:`wait` returns."""
+        """A tensor for packed rows of the shape ``row``; filled when :meth:`wait` returns."""
         x = like.new_empty((count(message.rows), *row), dtype=dtype)
         if message.rows:
             self.receives.append(self._operation(dist.irecv, x, message))
@@ -214,17 +214,14 @@ class _Transfer:
         self.receives, self.sends, self.works = [], [], []
 
 
-# All keys at once: every rank of a ring gathers them, and their gradients are reduced and scattered (Llama 3, 3.3.2).
-#
-# One message a layer each way in place of a ring's many, nothing of it behind computation, and memory for the keys and
-# values of all ring ranks. It pays where keys are few (GQA) and hops are slow; tiles, and so results, are the ring's.
-
-
 class GatherSource:
-    """The keys of a whole sequence as one block, the ranks' parts one after the other.
+    """All keys at once: an all-gather over the ring, and a reduce-scatter of their gradients (Llama 3, section 3.3.2).
+
+    Each layer needs one message in each direction. None overlaps with computation, and each rank needs memory for the
+    keys and values of all ring ranks. This pays off where keys are few (GQA) and hops are slow.
 
     Args:
-        layout: of the queries; its ring is gathered over.
+        layout: of the queries; keys are gathered over its ring.
         mask: which keys a query attends to.
         key_layout: of the keys, in cross-attention; default ``layout``.
     """
@@ -235,14 +232,14 @@ class GatherSource:
         self.tiles = tiles(layout.ring_spans(self.axis.rank), spans, mask)
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
-        """The one block; with ``own``, which then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
+        """The one block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
         kv, rows = packed(k, v), ((0, self.axis.size * k.size(0)),)
-        whole = kv.new_empty((rows[0][1], *kv.shape[1:]))
-        dist.all_gather_into_tensor(whole, kv, group=self.axis.group)
+        gathered = kv.new_empty((rows[0][1], *kv.shape[1:]))
+        dist.all_gather_into_tensor(gathered, kv, group=self.axis.group)
         grads = None if own is None else KeyGradients(k, v, rows)
         nothing = {"forward": (), "grads_in": (), "grads_out": (), "grads_to": self.axis.rank}
         hop = Hop(source=self.axis.rank, held=rows, tiles=self.tiles, **nothing)
-        yield KeyBlock(*unpacked(whole, k.size(3)), hop, whole, grads)
+        yield KeyBlock(*unpacked(gathered, k.size(3)), hop, gathered, grads)
         if own is not None:
             total = grads.packed()
             mine = total.new_empty((k.size(0), *total.shape[1:]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank of a ring computes and sends at each hop, derived from the tiles.
 
-A block carries on only the rows that some later rank on its way needs, its gradient only the rows that some rank has
-touched, and what nobody needs is never sent.
+Of a block, only the rows that a later rank on its path needs are sent on. Of its gradient, only the rows to which some
+rank has added are sent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Hop:
     source: int
     held: Spans  # rows of the block that arrive here
     tiles: tuple[Tile, ...]  # what this rank computes with them; key rows count within ``held``
-    forward: Spans  # rows that go on to the next rank
-    grads_in: Spans  # rows whose gradients arrive from the rank before
-    grads_out: Spans  # rows whose gradients leave ...
-    grads_to: int  # ... for this rank: the next one, or the block's home
+    forward: Spans  # rows that are sent on to the next rank
+    grads_in: Spans  # rows whose gradients arrive from the previous rank
+    grads_out: Spans  # rows whose gradients this rank sends
+    grads_to: int  # to which rank: the next one, or the block's home
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """All hops of one rank. ``hops[0]`` is its own block. ``needed``: whether any rank needs anything of any block."""
+    """All hops of one rank; ``hops[0]`` is its own block. ``needed``: whether any rank needs any row of any block."""
 
     rank: int
     next: int
@@ -57,15 +57,15 @@ def ring_plan(
     key_layout: SequenceLayout | None = None,
     query_chunk: int | None = None,
 ) -> RingPlan:
-    """The plan of ring rank ``rank`` (default: this one): its queries against everybody's keys.
+    """The plan of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
 
-    Keys go round in the direction that sends fewer rows: upwards for a contiguous causal ring, which then never wraps
-    around; downwards for zigzag, where after the wrap only half a block is needed.
+    Keys travel in the direction that sends fewer rows: upwards on a contiguous causal ring, where they then never wrap
+    around; downwards for zigzag, where after wrapping around only half a block is needed.
 
     Args:
-        chunk: only the keys of this chunk of every rank travel (FPDT); default the whole blocks.
-        key_layout: of the keys, in cross-attention; default ``layout``.
-        query_chunk: only the queries of this chunk of every rank meet them; default all.
+        chunk: only the keys of this chunk of every rank (FPDT); default: all.
+        key_layout: layout of the keys in cross-attention; default ``layout``.
+        query_chunk: only the queries of this chunk of every rank; default: all.
     """
     ring, key_layout = layout.grid.ring, key_layout or layout
     queries, keys = _blocks(layout, query_chunk), _blocks(key_layout, chunk)
@@ -81,30 +81,30 @@ def _blocks(layout: SequenceLayout, chunk: int | None) -> Blocks:
     return tuple(spans(rank) for rank in range(layout.grid.ring.size))
 
 
-@lru_cache(maxsize=4096)  # of each pair of chunks one; with packed documents, each batch has plans of its own
+@lru_cache(maxsize=4096)  # one plan for each pair of chunks; packed documents need new plans for each batch
 def _plan(queries: Blocks, keys: Blocks, mask: Mask, length: int, rank: int) -> RingPlan:
     size, needed = len(keys), _needed(queries, keys, mask, length)
-    ways = {step: [_Way(needed[home], home, step) for home in range(size)] for step in (1, -1)}
-    step = min(ways, key=lambda step: sum(way.sent for way in ways[step]))
+    paths = {step: [_Path(needed[home], home, step) for home in range(size)] for step in (1, -1)}
+    step = min(paths, key=lambda step: sum(path.sent for path in paths[step]))
     hops = []
     for hop in range(size):
         home = (rank - step * hop) % size
-        way = ways[step][home]
-        held = way.carried[hop] if hop else ((0, count(keys[home])),)
-        found = tiles(queries[rank], keys[home], mask) if way.stops[hop] else ()
-        active = 0 < hop <= way.last
+        path = paths[step][home]
+        held = path.carried[hop] if hop else ((0, count(keys[home])),)
+        computed = tiles(queries[rank], keys[home], mask) if path.stops[hop] else ()
+        active = 0 < hop <= path.last
         hops.append(
             Hop(
                 source=home,
                 held=held,
-                tiles=tuple(replace(tile, k=place(tile.k, held)) for tile in found),
-                forward=way.carried[hop + 1],
-                grads_in=way.touched[hop - 1] if active else (),
-                grads_out=way.touched[hop] if active else (),
-                grads_to=(rank + step) % size if hop < way.last else home,
+                tiles=tuple(replace(tile, k=place(tile.k, held)) for tile in computed),
+                forward=path.carried[hop + 1],
+                grads_in=path.touched[hop - 1] if active else (),
+                grads_out=path.touched[hop] if active else (),
+                grads_to=(rank + step) % size if hop < path.last else home,
             )
         )
-    own = ways[step][rank]
+    own = paths[step][rank]
     return RingPlan(
         rank=rank,
         next=(rank + step) % size,
@@ -116,14 +116,20 @@ def _plan(queries: Blocks, keys: Blocks, mask: Mask, length: int, rank: int) -> 
     )
 
 
-class _Way:
-    """A block's way around the ring: rows at each stop. ``needed`` are those of the block that each rank needs."""
+class _Path:
+    """A block's path around the ring, with the rows at each stop.
+
+    Args:
+        needed: by rank, the rows of the block that it needs.
+        home: the rank that holds the block.
+        step: 1 or -1, the direction.
+    """
 
     def __init__(self, needed: list[Spans], home: int, step: int) -> None:
         self.stops = [needed[(home + step * hop) % len(needed)] for hop in range(len(needed))]
-        # Arriving at a stop: all that is needed there or later. Last, nothing goes on.
+        # Rows that arrive at a stop: all that are needed there or later; after the last stop none.
         self.carried = [*accumulate(reversed(self.stops), union, initial=())][::-1]
-        # Whose gradients leave a stop: all that was needed there or before, home excepted.
+        # Rows whose gradients leave a stop: all that were needed there or before, without the home rank's.
         self.touched = [*accumulate(self.stops[1:], union, initial=())]
         self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])
@@ -133,9 +139,9 @@ def _needed(queries: Blocks, keys: Blocks, mask: Mask, length: int) -> list[list
     """By home, and by rank: the rows of the home's block that the rank needs."""
     held = sorted((*span, home, row) for home, spans in enumerate(keys) for row, span in numbered(spans))
     starts, stops = [item[0] for item in held], [item[1] for item in held]
-    found: list[list[list[Span]]] = [[[] for _ in queries] for _ in keys]
+    needed: list[list[list[Span]]] = [[[] for _ in queries] for _ in keys]
     for rank, q_spans in enumerate(queries):
         for first, end in reach(q_spans, mask, length):
             for start, stop, home, row in held[bisect_right(stops, first) : bisect_left(starts, end)]:
-                found[home][rank].append((row + max(first, start) - start, row + min(end, stop) - start))
-    return [[union(spans) for spans in by_rank] for by_rank in found]
+                needed[home][rank].append((row + max(first, start) - start, row + min(end, stop) - start))
+    return [[union(spans) for spans in by_rank] for by_rank in needed]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that call PyTorch's ``scaled_dot_product_attention``: over the grid while a context lasts, and unchanged.
+"""A context in which PyTorch's ``scaled_dot_product_attention`` runs over the grid, for unchanged programs.
 
-The operator itself is replaced, in PyTorch's dispatcher. So it does not matter who calls it, by which name, and in
-which thread: a backward pass that recomputes on a GPU has threads of its own. (The idea of a context around a program
-that knows nothing of it is that of PyTorch's ``context_parallel``, which replaces a name of a module.)
+The operator itself is replaced, in PyTorch's dispatcher. It therefore works for every caller, under every name and in
+every thread (a backward pass that recomputes on a GPU runs in its own threads). The idea of such a context is that of
+PyTorch's ``context_parallel``, which replaces a function in a module.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# Attention over the grid as a node in the graph of a compiler, which sees its shapes and not what is in it.
+# Attention over the grid as one opaque node in a compiled graph.
 #
-# A graph outlives the context that it was made in, and may serve another one: what is attended to is no argument of the
-# node. The node looks it up when it runs, and the backward pass finds it again by a number that the forward pass gave.
+# A graph may be used again in another context than the one it was compiled in. Therefore layout, mask and kernel are
+# not arguments of the node. It looks them up when it runs; the backward pass finds them by a number from the forward
+# pass.
 
 
 MARK = "ipu"
-"""A device that nobody has here. Autocast for it is on while a context lasts: nothing changes for other devices, but
-torch.compile guards on it, so that what was compiled outside of contexts is compiled anew within them."""
+"""A device type that is not in use. Autocast for it is on within a context. This changes nothing for other devices, but
+torch.compile guards on it, so that functions compiled outside of contexts are compiled again within them."""
 
-KEPT = 1024  # contexts of compiled graphs that a backward pass can still ask for
+KEPT = 1024  # contexts of compiled graphs that are kept for backward passes
 
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """What attention means while a context lasts; see ``context_parallel``."""
+    """Layout, mask and kernel of attention within a context; see ``context_parallel``."""
 
     layout: SequenceLayout
     mask: Mask | None
@@ -72,43 +73,43 @@ class Meaning:
         return next(_numbers)
 
     def rule(self, is_causal: bool) -> Mask:
-        """Of a call.
+        """The mask of a call.
 
         Raises:
-            ValueError: the call and the context say two things.
+            ValueError: the call and the context contradict each other.
         """
         if is_causal and isinstance(self.mask, Full):
-            raise ValueError("a call says is_causal, and context_parallel has the mask Full(): leave one out")
+            raise ValueError("a call has is_causal=True, but context_parallel has mask=Full(): leave one of them out")
         return self.mask if self.mask is not None else Causal() if is_causal else Full()
 
     def tiles(self, q_SBHD: Tensor, v_SBHD: Tensor, is_causal: bool, scale: float) -> tuple[RingSource, TileKernel]:
-        """Of this rank's heads: where key blocks come from, and what computes them."""
+        """For this rank's heads, after the all-to-all: the source of key blocks and the kernel."""
         grid, mask = self.layout.grid, self.rule(is_causal)
         rule = AttentionRule(mask, self.kernel, scale)
         kernel = rule.tile_kernel(q_SBHD, grid.ulysses, self.layout.seq_length, v_SBHD.size(3))
         return RingSource(ring_plan(self.layout, mask), grid.ring), kernel
 
 
-# Of the process, as the operator that is replaced is: a backward pass may run in a thread of its own.
+# Global, like the replaced operator, because a backward pass may run in another thread.
 _numbers = count(1)
 _meanings: OrderedDict[int, Meaning] = OrderedDict()  # by number
-_now: list[Meaning] = []  # one, while a context lasts
+_now: list[Meaning] = []  # one element within a context, else none
 
 
 def begin(meaning: Meaning) -> None:
-    """From now on nodes mean this."""
+    """Use ``meaning`` in the following forward passes."""
     torch.set_autocast_enabled(MARK, True)
     _now.append(meaning)
 
 
 def end() -> None:
-    """From now on forward passes mean nothing."""
+    """The context has ended."""
     torch.set_autocast_enabled(MARK, False)
     _now.clear()
 
 
 def keep(meaning: Meaning) -> None:
-    """For the backward pass of a graph that has run."""
+    """Keep ``meaning`` for the backward pass of a graph that has run."""
     _meanings[meaning.number] = meaning
     while len(_meanings) > KEPT:
         _meanings.popitem(last=False)
@@ -116,32 +117,34 @@ def keep(meaning: Meaning) -> None:
 
 def _meaning(ulysses: int) -> Meaning:
     if not _now:
-        raise RuntimeError("a graph made within context_parallel runs outside of it: call it within one")
-    if (found := _now[0].layout.grid.ulysses.size) != ulysses:
-        raise RuntimeError(f"a graph made for ulysses={ulysses} runs with {found}: torch.compiler.reset() before that")
+        raise RuntimeError("a graph compiled within context_parallel runs outside of it: call it within a context")
+    if (size := _now[0].layout.grid.ulysses.size) != ulysses:
+        raise RuntimeError(
+            f"a graph compiled for ulysses={ulysses} runs with ulysses={size}: call torch.compiler.reset() before"
+        )
     return _now[0]
 
 
 def node(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
-    """Differentiable attention [s_local, b, heads, d] that a graph holds as one node, and its backward pass as one."""
+    """Differentiable attention [s_local, b, heads, d]; one node in a graph, and one for the backward pass."""
     scale = q_SBHD.size(3) ** -0.5 if scale is None else scale
     return _forward(q_SBHD, k_SBHD, v_SBHD, is_causal, scale, _now[0].layout.grid.ulysses.size)[0]
 
 
 @torch.library.custom_op("megatron_longcontext::attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, ulysses: int) -> list[Tensor]:
-    """out; then for the backward pass: the number, lse, and, with Ulysses, q, k, v and out of this rank's heads."""
+    """out; and for backward: the meaning's number, lse and, with Ulysses, this rank's heads of q, k, v and out."""
     meaning = _meaning(ulysses)
     if q.size(0) != (length := meaning.layout.local_length):  # in a graph of another context
-        raise ValueError(f"attention has {q.size(0)} tokens, the layout gives a rank {length}")
+        raise ValueError(f"attention of {q.size(0)} tokens, but each rank has {length} in the layout")
     axis = meaning.layout.grid.ulysses
     here = [x.contiguous() for x in sequence_to_heads(q, k, v, axis)] if axis.size > 1 else [q, k, v]
     out, lse = attend_all(*here, *meaning.tiles(here[0], here[2], is_causal, scale))
     keep(meaning)
-    found = [torch.tensor(meaning.number), lse.contiguous()]
+    saved = [torch.tensor(meaning.number), lse.contiguous()]
     if axis.size == 1:
-        return [out.contiguous(), *found]
-    return [heads_to_sequence(out, axis).contiguous(), *found, *here, out.contiguous()]
+        return [out.contiguous(), *saved]
+    return [heads_to_sequence(out, axis).contiguous(), *saved, *here, out.contiguous()]
 
 
 @_forward.register_fake
@@ -188,10 +191,10 @@ def _backward(
     is_causal: bool,
     scale: float,
 ) -> list[Tensor]:
-    """dq, dk and dv of this rank's tokens; q, k, v and out are of its heads."""
+    """dq, dk and dv of this rank's tokens; q, k, v and out are those of its heads, after the all-to-all."""
     meaning = _meanings.get(int(number))
     if meaning is None:
-        raise RuntimeError(f"a backward pass came after {KEPT} other context_parallel: call it sooner")
+        raise RuntimeError(f"a backward pass runs after {KEPT} other context_parallel contexts: call it earlier")
     axis = meaning.layout.grid.ulysses
     grads = attend_all_grad(
         heads_to_sequence_grad(dout, axis), q, k, v, out, lse, *meaning.tiles(q, v, is_causal, scale)
@@ -218,33 +221,33 @@ def _(
 
 OPERATOR = "scaled_dot_product_attention"
 KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")  # inference mode has no autograd
-FIRST_OF_FLEX = "_validate_sdpa_input"  # what PyTorch's flex_attention calls before it compiles itself
+FIRST_OF_FLEX = "_validate_sdpa_input"  # PyTorch's flex_attention calls it before it compiles itself
 
 
 @contextmanager
 def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel: str = "auto") -> Iterator[None]:
-    """Let ``scaled_dot_product_attention`` attend over the whole sequence, of which each rank has its own tokens.
+    """Let ``scaled_dot_product_attention`` attend over the complete sequence, of which each rank has its tokens.
 
-    Tensors come as the program makes them: [b, heads, s_local, d] of the tokens of ``layout.positions``, keys and
-    values perhaps of fewer heads. DTensors may be cut over samples and heads. A backward pass that recomputes must lie
-    within the context too. All ranks of ``layout.grid.context`` make the same calls.
+    Tensors have PyTorch's shape [b, heads, s_local, d], for the tokens of ``layout.positions``; keys and values may
+    have fewer heads. DTensors may be sharded over samples and heads. A backward pass that recomputes must also run
+    within the context. All ranks of ``layout.grid.context`` make the same calls.
 
     Args:
-        layout: who holds which tokens. What else a program makes of positions (RoPE, learned ones) it must make of
-            ``layout.positions``.
-        mask: of every call; default: causal where the call says ``is_causal``, else full.
+        layout: which rank holds which tokens. The program must use ``layout.positions`` for everything else that
+            depends on positions (RoPE, learned positions).
+        mask: of every call; default: causal if the call has ``is_causal``, else full.
         kernel: see :func:`~megatron.context_parallel.attention.usp.attention`.
 
     Raises:
-        RuntimeError: there is such a context already.
-        ValueError: at a call that passes ``attn_mask`` or ``dropout_p``, or has other lengths than the layout's; at
-            attention of PyTorch's that does not call the operator: ``MultiheadAttention`` with ``need_weights``,
-            ``flex_attention``, ``varlen_attn``.
+        RuntimeError: such a context is already active.
+        ValueError: a call passes ``attn_mask`` or ``dropout_p``, or its lengths differ from the layout's; or the
+            program calls attention of PyTorch's that does not use the operator: ``MultiheadAttention`` with
+            ``need_weights``, ``flex_attention``, ``varlen_attn``.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
-        raise RuntimeError("there is a context_parallel already: one at a time")
+        raise RuntimeError("a context_parallel context is already active: only one is supported at a time")
     library = torch.library.Library("aten", "IMPL")
-    held = [Meaning(layout, mask, kernel)]  # emptied at the end: PyTorch keeps the last function it was given
+    held = [Meaning(layout, mask, kernel)]  # emptied at the end, because PyTorch keeps a reference to ``attend``
 
     def attend(
         query: Tensor,
@@ -258,32 +261,32 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         enable_gqa: bool = False,
     ) -> Tensor:
         if attn_mask is not None:
-            raise ValueError(f"{OPERATOR} over ranks takes no attn_mask: give mask= to context_parallel")
+            raise ValueError(f"{OPERATOR} over ranks does not support attn_mask: give mask= to context_parallel")
         if dropout_p:
-            raise ValueError(f"{OPERATOR} over ranks has no dropout_p: cp.attention(dropout=...) has, by position")
+            raise ValueError(f"{OPERATOR} over ranks does not support dropout_p: use cp.attention(dropout=...)")
         (meaning,) = held
         _check_shapes(meaning.layout, query, key, value, enable_gqa)
         rule = meaning.rule(is_causal)
-        cut = _cut_alike(query, key, value)
-        parts = (query, key, value) if cut is None else (x.to_local() for x in (query, key, value))
+        sharded = _as_sharded(query, key, value)
+        parts = (query, key, value) if sharded is None else (x.to_local() for x in (query, key, value))
         tokens_first = (x.permute(2, 0, 1, 3) for x in parts)
         if torch.compiler.is_compiling():
             out = node(*tokens_first, is_causal=is_causal, scale=scale)
         else:
             out = attention(*tokens_first, layout=meaning.layout, mask=rule, kernel=meaning.kernel, scale=scale)
         out = out.permute(1, 2, 0, 3)
-        return out if cut is None else _whole(out, cut)
+        return out if sharded is None else _to_dtensor(out, sharded)
 
     def batched(*_: Any, **__: Any) -> Tensor:
         refuse_transforms(OPERATOR)
 
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # layers of PyTorch's that would not call the operator
+    torch.backends.mha.set_fastpath_enabled(False)  # with it PyTorch's layers do not call the operator
     try:
         for name in KEYS:
             library.impl(OPERATOR, attend, name)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that vmap's own rule for it is overridden
+            warnings.simplefilter("ignore", UserWarning)  # "overriding a previously registered kernel", that of vmap
             library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
         begin(held[0])
         with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
@@ -297,7 +300,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Refuse PyTorch's other attention, which would see the tokens of this rank alone, and no mask of the context."""
+    """Refuse PyTorch's other attention functions, which would use this rank's tokens only and ignore the mask."""
     heads, flex = functional.multi_head_attention_forward, type(torch.ops.higher_order.flex_attention)
 
     @wraps(heads)
@@ -305,7 +308,7 @@ def _refused() -> Iterator[None]:
         call = signature(heads).bind(*args, **kwargs)
         call.apply_defaults()
         if call.arguments["need_weights"]:
-            raise ValueError("MultiheadAttention over ranks gives no weights: pass need_weights=False")
+            raise ValueError("MultiheadAttention over ranks cannot return weights: pass need_weights=False")
         return heads(*args, **kwargs)
 
     def flex_attention(*_: Any, **__: Any) -> Any:
@@ -316,15 +319,15 @@ def _refused() -> Iterator[None]:
 
     replaced = [
         (functional, heads.__name__, multi_head_attention),
-        (flex, "__call__", flex_attention),  # whoever imported the function, and when
+        (flex, "__call__", flex_attention),  # also for those who have imported the function before
     ]
-    if hasattr(torch.nn.attention.flex_attention, FIRST_OF_FLEX):  # so that no compiler puts its own lines around ours
+    if hasattr(torch.nn.attention.flex_attention, FIRST_OF_FLEX):  # else the compiler would wrap our message
         replaced.append((torch.nn.attention.flex_attention, FIRST_OF_FLEX, flex_attention))
     with ExitStack() as stack:
         for owner, name, function in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
-        if "torch.nn.attention.varlen" in sys.modules:  # a second to import
+        if "torch.nn.attention.varlen" in sys.modules:  # importing it would take a second
             library = torch.library.Library("torch_attn", "IMPL")
             stack.callback(library._destroy)
             for name in ("_varlen_attn", "_varlen_attn_out"):
@@ -336,18 +339,18 @@ def _refused() -> Iterator[None]:
 def _check_shapes(layout: SequenceLayout, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for x, name in ((query, "query"), (key, "key"), (value, "value")):
         if x.dim() != 4:
-            raise ValueError(f"{OPERATOR} over ranks wants [b, heads, s_local, d], and {name} is {list(x.shape)}")
+            raise ValueError(f"{OPERATOR} over ranks needs [b, heads, s_local, d], but {name} is {list(x.shape)}")
         if x.size(2) != layout.local_length:
             raise ValueError(
-                f"{OPERATOR}: {name} has {x.size(2)} tokens, the layout gives a rank {layout.local_length}; "
+                f"{OPERATOR}: {name} has {x.size(2)} tokens, but the layout gives each rank {layout.local_length}; "
                 "cp.attention(key_layout=...) attends to another sequence"
             )
     if query.size(1) != key.size(1) and not enable_gqa:
         raise ValueError(f"{OPERATOR}: {query.size(1)} query heads and {key.size(1)} key heads need enable_gqa=True")
 
 
-def _cut_alike(*tensors: Tensor) -> DTensor | None:
-    """The first of DTensors that are cut alike over samples and heads; None of other tensors."""
+def _as_sharded(*tensors: Tensor) -> DTensor | None:
+    """The first of the DTensors, which must have one sharding, over samples and heads; None for other tensors."""
     from torch.distributed.tensor import DTensor
 
     if not any(isinstance(x, DTensor) for x in tensors):
@@ -357,19 +360,21 @@ def _cut_alike(*tensors: Tensor) -> DTensor | None:
     placements = {x.placements for x in tensors}
     wrong = any(p.is_partial() or (p.is_shard() and p.dim not in (0, 1)) for each in placements for p in each)
     if len(placements) > 1 or wrong:
-        raise ValueError(f"{OPERATOR} over ranks: DTensors must all be cut alike, over samples (0) and heads (1)")
-    query, key = tensors[:2]
-    ways = prod(size for size, p in zip(query.device_mesh.shape, query.placements) if p.is_shard(1))
-    if query.size(1) != key.size(1) and key.size(1) % ways:  # a part of a group of queries would meet another key
         raise ValueError(
-            f"{OPERATOR} over ranks: {query.size(1)} query heads and {key.size(1)} key heads are cut {ways} ways, "
-            "which must divide the key heads"
+            f"{OPERATOR} over ranks: DTensors must all have the same sharding, over samples (0) and heads (1)"
+        )
+    query, key = tensors[:2]
+    shards = prod(size for size, p in zip(query.device_mesh.shape, query.placements) if p.is_shard(1))
+    if query.size(1) != key.size(1) and key.size(1) % shards:  # a group of query heads would miss its key head
+        raise ValueError(
+            f"{OPERATOR} over ranks: {query.size(1)} query heads and {key.size(1)} key heads are split into {shards} "
+            "shards, whose number must divide the key heads"
         )
     return query
 
 
-def _whole(local: Tensor, query: DTensor) -> DTensor:
-    """The output of which ``local`` is here, cut as ``query`` is, be the parts of one size or not."""
+def _to_dtensor(local: Tensor, query: DTensor) -> DTensor:
+    """The output as a DTensor with this rank's part ``local``, sharded like ``query``; shards may differ in size."""
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size([*query.shape[:3], local.size(3)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tile of attention on [s, b, heads, d] tensors: a kernel, and what the tile asks of it beside q, k and v."""
+"""One tile of attention on [s, b, heads, d] tensors: a kernel and its options (mask, bias, dropout, soft cap)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from megatron.platform.autograd import autocast_inputs, without_autocast
 from megatron.platform.streams import to_device
 
 MADE_AT_ONCE = 2048
-"""Queries, and keys, of the largest tile for which pairs are made one by one: masks of functions, biases, dropout."""
+"""Most queries, and most keys, of a tile that needs a tensor over its pairs (masks of functions, biases, dropout)."""
 
 
 @dataclass(frozen=True)
 class TileKernel:
-    """How tiles are computed: one by one, or, by a kernel that can (``at_once``), all of a key block's together.
+    """How tiles are computed: one by one, or all tiles of a key block together if the kernel can (``at_once``).
 
     Attributes:
         kernel: computes rectangles and causal squares.
         scale: factor on q @ k^T.
-        mask: asked about each pair of a masked tile; it need not know what no tile holds (``inside_tiles``).
-        slopes: ALiBi's, fp32 [heads], of the heads in q, where they are; None without ALiBi.
-        mask_in_host: masks of pairs are made in host memory, in blocks of rows, and moved; otherwise on the device, a
-            tile's (of :meth:`parts`) at once.
-        dropout: of the attention weights, for the samples and heads in q; None keeps all.
-        softcap: scores are capped at it; None leaves them.
+        mask: evaluated for each pair of a masked tile; already reduced to what matters within tiles (``inside_tiles``).
+        slopes: of ALiBi, fp32 [heads], for the heads in q and on their device; None without ALiBi.
+        mask_in_host: masks of pairs are made in host memory, in blocks of rows, and copied to the device; otherwise
+            they are made on the device, for one tile (of :meth:`parts`) at a time.
+        dropout: of the attention weights, for the samples and heads in q; None: no dropout.
+        softcap: upper bound of the scores; None: no bound.
     """
 
     kernel: Kernel | TilesKernel
@@ -67,14 +67,14 @@ class TileKernel:
         delta: Tensor,
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Adds the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are the final ones."""
+        """Add the gradients of tiles to the fp32 ``sums`` for q, k, v; ``lse`` and ``delta`` are the final ones."""
         final = {"dout": dout, "lse": lse, "delta_SBH": delta}
         into = dict(zip(("dq", "dk", "dv"), sums))
         self.kernel.attend_grad(computed, *qkv, **final, **into, **self._options())
 
     @without_autocast
     def delta(self, out: Tensor, dout: Tensor) -> Tensor | None:
-        """Row sums of ``dout * out``, once for all tiles of some queries; None where the kernel makes its own."""
+        """Row sums of ``dout * out``, once for all tiles of some queries; None if the kernel computes its own."""
         return self.kernel.delta(out, dout) if self.at_once else None
 
     def _options(self) -> dict[str, Any]:
@@ -82,9 +82,9 @@ class TileKernel:
         return {name: getattr(self, name) for name in names}
 
     def parts(self, computed: Iterable[Tile]) -> Iterator[Tile]:
-        """The tiles to call :meth:`forward` and :meth:`backward` with: smaller where pairs are looked at one by one."""
+        """The tiles for :meth:`forward` and :meth:`backward`; cut smaller if they need a tensor over their pairs."""
         for tile in computed:
-            if self._asks(tile):
+            if self._needs_pairs(tile):
                 yield from parts(tile, MADE_AT_ONCE)
             else:
                 yield tile
@@ -115,12 +115,12 @@ class TileKernel:
         )
         return [flip(grad).permute(2, 0, 1, 3) for grad in grads]
 
-    def _asks(self, tile: Tile) -> bool:
-        """Whether each pair of a tile has something of its own."""
+    def _needs_pairs(self, tile: Tile) -> bool:
+        """Whether the kernel needs a value for each (query, key) pair of the tile."""
         return tile.masked or self.slopes is not None or self.dropout is not None
 
     def _row_mask(self, tile: Tile, q: Tensor) -> RowMask | None:
-        if not self._asks(tile):
+        if not self._needs_pairs(tile):
             return None if self.softcap is None else RowMask(softcap=self.softcap)
         device, flip = q.device, tile.kind == "anticausal"
         allowed = bias = dropout = None
@@ -141,7 +141,7 @@ class TileKernel:
         if self.slopes is not None:
             wide = accumulation_dtype(q.dtype)
             slopes = -self.slopes.to(wide)[:, None, None]
-            first = tile.k_at[0][0]  # counted from here, positions are exact in fp32
+            first = tile.k_at[0][0]  # relative to it, positions are exact in fp32
             q_here = (positions(tile.q_at, device, flip) - first).to(wide)[:, None]
             k_here = (positions(tile.k_at, device, flip) - first).to(wide)
 
@@ -155,25 +155,25 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """What attention computes, whoever holds which tokens.
+    """What attention computes, independent of the layout.
 
     Attributes:
         mask: which keys a query attends to.
         kernel: ``auto``, ``flash_attn``, ``cudnn``, ``flash``, ``cpu``, ``triton`` or ``math``.
         scale: factor on q @ k^T; default ``d ** -0.5``.
-        alibi_slopes: fp32 [heads], of the heads before the all-to-all: ``slope * |distance|`` is taken from each score
-            (ALiBi, arXiv 2108.12409).
-        mask_cpu_threshold: masks that are asked about each pair (``MaskFunction``) are made in host memory, in blocks
-            of rows, where the sequence is longer than this (DeepSpeed4Science, figure 4).
-        dropout: of the attention weights, by position; its heads are those before the all-to-all. None, or a
-            probability of 0, keeps all.
-        gather_keys: ring ranks gather all keys at once (ring.py), in place of passing them on; not in chunks.
-        softcap: a score s becomes ``softcap * tanh(s / softcap)``, before ALiBi's share is taken from it (Gemma 2,
-            arXiv 2408.00118); None leaves it.
-        sinks: fp32 [heads], of the heads before the all-to-all: one more score in each softmax of a head, of a key that
-            every query sees and whose value is 0 (StreamingLLM, arXiv 2309.17453, learned as in gpt-oss). Each rank's
-            gradient is what its own queries and heads give: as of any weight that all ranks of the context-parallel
-            group hold, the sum over them is the whole gradient.
+        alibi_slopes: fp32 [heads], of the heads before the all-to-all: ``slope * |distance|`` is subtracted from each
+            score (ALiBi, arXiv 2108.12409).
+        mask_cpu_threshold: for longer sequences, masks that are evaluated for each pair (``MaskFunction``) are made in
+            host memory, in blocks of rows (DeepSpeed4Science, figure 4).
+        dropout: of the attention weights, by position, for the heads before the all-to-all. None or a probability of 0:
+            no dropout.
+        gather_keys: ring ranks all-gather the keys instead of passing them on (ring.py); not supported in chunks.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)``, before ALiBi (Gemma 2, arXiv 2408.00118); None: no
+            cap.
+        sinks: fp32 [heads], of the heads before the all-to-all: one additional score in each softmax of a head, for a
+            key that every query sees and whose value is 0 (StreamingLLM, arXiv 2309.17453; learned as in gpt-oss). A
+            rank's gradient contains only its own queries and heads; as for any weight that is replicated over the
+            context-parallel group, the sum over the group is the complete gradient.
     """
 
     mask: Mask = Causal()
@@ -188,7 +188,7 @@ class AttentionRule:
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap={self.softcap} is what scores stay below: above 0, or None for no cap")
+            raise ValueError(f"softcap={self.softcap} must be above 0; use None for no cap")
 
     def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int, value_dim: int | None = None) -> TileKernel:
         """For queries [s, b, heads of this rank, d], after the all-to-all.
@@ -197,14 +197,14 @@ class AttentionRule:
             value_dim: size of the value heads; default d.
 
         Raises:
-            KernelUnavailable: the kernel cannot run here, or lacks what this rule needs.
-            ValueError: slopes or dropout are for other heads or samples.
+            KernelUnavailable: the kernel cannot run on this machine, or does not support this rule.
+            ValueError: slopes or dropout are for another number of heads or samples.
         """
         batch, heads, size = q_SBHD.shape[1:]
         dropout = self.dropout if self.dropout is not None and self.dropout.threshold else None
         if dropout is not None:
             if len(dropout.samples) != batch:
-                raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {batch}: name each")
+                raise ValueError(f"dropout names {len(dropout.samples)} samples, but the batch has {batch}: name each")
             dropout = dropout.of_heads(ulysses.rank * heads)
         slopes = _of_rank(self.alibi_slopes, "alibi_slopes", heads, ulysses)
         slopes = None if slopes is None else to_device(slopes, q_SBHD.device)
@@ -224,15 +224,15 @@ class AttentionRule:
         return TileKernel(kernel, scale, inside_tiles(self.mask), slopes, in_host, dropout, self.softcap)
 
     def local_sinks(self, q_SBHD: Tensor, ulysses: Axis) -> Tensor | None:
-        """Those of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""
+        """The sinks of the heads in queries [s, b, heads of this rank, d], after the all-to-all. Differentiable."""
         return _of_rank(self.sinks, "sinks", q_SBHD.size(2), ulysses)
 
 
 def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as attention takes them, cast by autocast where that is on.
+    """Queries, keys and values in the dtype of the computation: cast if autocast is on.
 
     Raises:
-        ValueError: they have different dtypes. Ranks would send each other messages of the wrong size.
+        ValueError: they have different dtypes; ranks would exchange messages of the wrong size.
     """
     q, k, v = autocast_inputs(q, k, v)
     if not q.dtype == k.dtype == v.dtype:
@@ -241,11 +241,11 @@ def one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_rank(x: Tensor | None, name: str, heads: int, ulysses: Axis) -> Tensor | None:
-    """What a Ulysses rank with so many heads takes of a tensor with one number a head."""
+    """The part of a tensor [all heads] for this Ulysses rank, which has ``heads`` of them."""
     if x is None:
         return None
     if x.shape != (heads * ulysses.size,):
-        raise ValueError(f"{name} {list(x.shape)} are not one for each of {heads * ulysses.size} heads")
+        raise ValueError(f"{name} has shape {list(x.shape)}: give one number for each of {heads * ulysses.size} heads")
     return x[ulysses.rank * heads : (ulysses.rank + 1) * heads]
 
 
@@ -264,5 +264,5 @@ def _as_is(x: Tensor) -> Tensor:
 
 
 def _backwards(x_BHSD: Tensor) -> Tensor:
-    """Last token first: keys after a query become keys before it, so that any causal kernel computes the tile."""
+    """Reverse the tokens: keys after a query become keys before it, so that a causal kernel can compute the tile."""
     return x_BHSD.flip(2)

@@ -2,8 +2,8 @@
 """Ulysses: all-to-all over heads around any attention (DeepSpeed-Ulysses paper, sections 3.1 and 3.4).
 
 Before attention each rank holds some tokens of all heads; after the all-to-all it holds all tokens (of its ring rank)
-of some heads. Queries, keys and values travel in one fused all-to-all; where there are fewer key/value heads than
-ranks they are replicated, each rank gets just the heads its queries need, and their gradients are summed.
+of some heads. One fused all-to-all sends queries, keys and values. If there are fewer key/value heads than ranks, heads
+are replicated: each rank gets just the heads that its queries need, and their gradients are summed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: A
     """Run ``attention`` over all tokens of the Ulysses ranks, each on its share of the heads.
 
     Args:
-        q_SBHD: [s_local, b, heads, d]; k_SBHD: [s_local, b, kv_heads, d]; v_SBHD: the same, or heads of another size.
+        q_SBHD: [s_local, b, heads, d]; k_SBHD: [s_local, b, kv_heads, d]; v_SBHD: like k, but its head size may differ.
         axis: the Ulysses axis of the grid.
-        attention: any function of (q, k, v) with [s, b, heads / ranks, d] that returns the same shape as its q, heads
-            of v's size: dense, sparse, ring, cross-attention.
+        attention: any function (dense, sparse, ring, cross-attention) of q, k, v [s, b, heads / ranks, d] that returns
+            [s, b, heads / ranks, head size of v].
 
     Returns:
-        [s_local, b, heads, d], heads of v's size.
+        [s_local, b, heads, head size of v].
     """
     if axis.size == 1:
         return attention(q_SBHD, k_SBHD, v_SBHD)
@@ -46,8 +46,8 @@ def ulysses_attention(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, *, axis: A
 def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, ...]:
     """[s_local, b, all heads, d] -> [s_local * ranks, b, heads of this rank, d], for q, k and v in one all-to-all.
 
-    They come back as views of what was received, where a token's heads of q, k and v lie side by side. Keys of another
-    sequence than the queries travel in an all-to-all of their own.
+    The results are views of the received tensor, in which a token's heads of q, k and v are next to each other. If the
+    keys belong to another sequence than the queries, they are sent in a second all-to-all.
     """
     if axis.size == 1:
         return q, k, v
@@ -58,9 +58,9 @@ def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tens
         (q,) = _to_heads((q,), (plan.q_spans,), axis)
         k, v = _to_heads((k, v), (plan.kv_spans, plan.kv_spans), axis)
     if plan.needs_expansion(axis.rank):
-        # Head by head: an index would be a tensor, made on the host, for which a GPU would have to wait.
+        # Head by head: an index would be a tensor from the host, for which the GPU would have to wait.
         k, v = (torch.stack([x[:, :, head] for head in plan.kv_index[axis.rank]], dim=2) for x in (k, v))
-        q = q.contiguous()  # a view would keep what keys and values were copied from
+        q = q.contiguous()  # a view would keep the memory of the received keys and values
     return q, k, v
 
 
@@ -126,7 +126,7 @@ def _heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
 
 
 def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> list[Tensor]:
-    """Each rank is sent its heads of every tensor [s, b, heads, d], token by token; views of what was received.
+    """Send each rank its heads of every tensor [s, b, heads, d]; returns views of the received tensor.
 
     Args:
         spans: for each tensor, the heads of each rank.
@@ -145,7 +145,7 @@ def _to_heads(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis)
 
 
 def _to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Axis) -> tuple[Tensor, ...]:
-    """The way back of :func:`_to_heads`, for gradients: heads that several ranks were sent are summed."""
+    """The reverse of :func:`_to_heads`, for gradients: those of replicated heads are summed."""
     widths = _widths(tensors, spans)
     s, b = tensors[0].size(0) // axis.size, tensors[0].size(1)
     sent = torch.cat([x.flatten(2) for x in tensors], dim=2)
@@ -158,7 +158,7 @@ def _to_sequence(tensors: Sequence[Tensor], spans: Sequence[HeadSpans], axis: Ax
 
 
 def _joined(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
-    """All heads [s, b, heads, d] of pieces, which hold those of ``spans``."""
+    """All heads [s, b, heads, d], from one piece for each of ``spans``."""
     if all(before[1] == after[0] for before, after in pairwise(spans)):
         return torch.cat(pieces, dim=2)
     (s, b, _, size), heads = pieces[0].shape, spans[-1][1]
@@ -169,13 +169,13 @@ def _joined(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
 
 
 def _widths(tensors: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[int]:
-    """By rank: elements of a token's heads."""
+    """For each rank, the number of elements of one token's heads."""
     by_tensor = [[(stop - start) * x.size(3) for start, stop in of_rank] for x, of_rank in zip(tensors, spans)]
     return [sum(of_rank) for of_rank in zip(*by_tensor)]
 
 
 def _by_tensor(x_SBW: Tensor, tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rank: int) -> list[Tensor]:
-    """Views [s, b, heads of the rank, d] of tokens whose heads lie side by side."""
+    """Split a token's packed heads into views [s, b, heads of the rank, d], one for each tensor."""
     counts = [stop - start for start, stop in (of_rank[rank] for of_rank in spans)]
     parts = x_SBW.split([count * x.size(3) for count, x in zip(counts, tensors)], dim=2)
     return [part.unflatten(2, (count, -1)) for part, count in zip(parts, counts)]

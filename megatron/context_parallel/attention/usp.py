@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""USP: Ulysses around Ring (USP paper, algorithm 1). Pure Ulysses, pure Ring and one process are its grid shapes."""
+"""USP: Ulysses around Ring (USP paper, algorithm 1). Ulysses alone, Ring alone and one process are special cases."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,59 +38,98 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention over the whole sequence, each rank with its own tokens.
+    """Exact attention over the complete sequence; each rank passes the tokens that it holds.
 
     Args:
-        q: [s_local, b, heads, d]; k: [s_local, b, kv_heads, d]; v: the same, or heads of another size; kv_heads divides
-            heads (GQA, MQA). Tokens are those of ``layout.positions``.
-        layout: who holds which tokens.
-        mask: which keys a query attends to; a sequence has one for each sample of the batch.
-        key_layout: who holds which keys, where they are another sequence (cross-attention); default ``layout``.
+        q: [s_local, b, heads, d]; k: [s_local, b, kv_heads, d]; v: like k, but its head size may differ; kv_heads
+            divides heads (GQA, MQA). Tokens are those of ``layout.positions``.
+        layout: which rank holds which tokens.
+        mask: which keys a query attends to; one mask, or a sequence with one for each sample of the batch.
+        key_layout: layout of the keys if they come from another sequence (cross-attention); default ``layout``.
         kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys, softcap, sinks: see
             :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
 
     Returns:
-        [s_local, b, heads, d], heads of v's size, in the dtype of q; 0 for a query that attends to nothing. Under
-        autocast q, k and v are cast first, as those of ``scaled_dot_product_attention`` are.
+        [s_local, b, heads, head size of v], in the dtype of q; 0 for a query that attends to nothing. Under autocast
+        q, k and v are cast first, as ``scaled_dot_product_attention`` does.
 
     Raises:
-        ValueError: the Ulysses degree does not divide the heads, the tokens are not the layout's, or q, k and v have
-            different dtypes.
-        KernelUnavailable: the kernel cannot run here.
+        ValueError: the Ulysses degree does not divide the heads, the number of tokens is not the layout's, or q, k and
+            v have different dtypes.
+        KernelUnavailable: the kernel cannot run on this machine.
+    """
+    rule = AttentionRule(
+        kernel=kernel,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        mask_cpu_threshold=mask_cpu_threshold,
+        dropout=dropout,
+        gather_keys=gather_keys,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    masks = mask if isinstance(mask, Sequence) else [mask]
+    return attention_by_rule(q, k, v, layout=layout, rule=rule, masks=masks, key_layout=key_layout)
+
+
+def attention_by_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: SequenceLayout,
+    rule: AttentionRule,
+    masks: Sequence[Mask],
+    key_layout: SequenceLayout | None = None,
+) -> Tensor:
+    """:func:`attention` with a rule.
+
+    Args:
+        masks: one for all samples of the batch, or one for each; they replace the rule's mask.
     """
     refuse_transforms("attention")
     q, k, v = one_dtype(q, k, v)
     for part, x, name in ((layout, q, "q"), (key_layout or layout, k, "k")):
         if part.chunks > 1:
             raise ValueError(
-                f"the layout has {part.chunks} chunks, which only ChunkedLayer reads: make it with chunks=1"
+                f"the layout has {part.chunks} chunks, which only ChunkedLayer can use: make the layout with chunks=1"
             )
         if x.size(0) != part.local_length:
-            raise ValueError(f"{name} has {x.size(0)} tokens, the layout gives a rank {part.local_length}")
+            raise ValueError(f"{name} has {x.size(0)} tokens, but the layout gives each rank {part.local_length}")
         if part.grid != layout.grid:
-            raise ValueError("the layouts of queries and keys are of different grids: make both on the same one")
-    masks = list(mask) if isinstance(mask, Sequence) else [mask]
+            raise ValueError("the layouts of queries and keys have different grids: use one grid for both")
     if len(masks) not in (1, q.size(1)):
-        raise ValueError(f"{len(masks)} masks for {q.size(1)} samples: give one, or one a sample")
-    longest = max(layout.seq_length, (key_layout or layout).seq_length)
-
-    def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, mask: Mask, dropout: Dropout | None) -> Tensor:
-        rule = AttentionRule(
-            mask, kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, softcap=softcap, sinks=sinks
-        )
-        tile_kernel = rule.tile_kernel(q_SBHD, layout.grid.ulysses, longest, v_SBHD.size(3))
-        if gather_keys and layout.grid.ring.size > 1:
-            source = GatherSource(layout, mask, key_layout)
-        else:
-            source = RingSource(ring_plan(layout, mask, key_layout=key_layout), layout.grid.ring)
-        here = rule.local_sinks(q_SBHD, layout.grid.ulysses)
-        return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=tile_kernel, sinks=here)
+        raise ValueError(f"{len(masks)} masks for {q.size(1)} samples: pass one mask, or one for each sample")
+    rules = [replace(rule, mask=mask) for mask in masks]
+    if len(rules) > 1 and rule.dropout is not None:
+        rules = [replace(each, dropout=rule.dropout.of_samples(i, i + 1)) for i, each in enumerate(rules)]
+    local = partial(local_attention, layout=layout, key_layout=key_layout)
 
     def by_sample(*qkv: Tensor) -> Tensor:
-        if len(masks) == 1:
-            return local(*qkv, masks[0], dropout)
+        if len(rules) == 1:
+            return local(*qkv, rule=rules[0])
         samples = zip(*(x.split(1, dim=1) for x in qkv))
-        drops = [dropout and dropout.of_samples(i, i + 1) for i in range(len(masks))]
-        return torch.cat([local(*sample, mask, drop) for sample, mask, drop in zip(samples, masks, drops)], dim=1)
+        return torch.cat([local(*sample, rule=each) for sample, each in zip(samples, rules)], dim=1)
 
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=by_sample)
+
+
+def local_attention(
+    q_SBHD: Tensor,
+    k_SBHD: Tensor,
+    v_SBHD: Tensor,
+    *,
+    layout: SequenceLayout,
+    rule: AttentionRule,
+    key_layout: SequenceLayout | None = None,
+) -> Tensor:
+    """Attention of this rank's heads over the ring, between Ulysses' two all-to-alls."""
+    grid = layout.grid
+    longest = max(layout.seq_length, (key_layout or layout).seq_length)
+    kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, v_SBHD.size(3))
+    if rule.gather_keys and grid.ring.size > 1:
+        source = GatherSource(layout, rule.mask, key_layout)
+    else:
+        source = RingSource(ring_plan(layout, rule.mask, key_layout=key_layout), grid.ring)
+    sinks = rule.local_sinks(q_SBHD, grid.ulysses)
+    return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks)

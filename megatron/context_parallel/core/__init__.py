@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of the heart that knows megatron-core: its groups, module specs, transformer layer and learned positions.
+"""The parts of context_parallel that depend on megatron-core: groups, module specs, transformer layer, positions.
 
-The other rooms of context_parallel run where megatron-core is not installed, and groups.py makes do without it.
+The rest of context_parallel runs without megatron-core, and so does groups.py.
 """

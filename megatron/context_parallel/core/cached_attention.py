@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention core of a model that generates: it keeps keys and values (attention/kv_cache.py)."""
+"""The attention core of a model for generation: it caches keys and values (attention/kv_cache.py)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron.platform.streams import to_device
 
 
 class Generation:
-    """Where the generation for one batch of prompts stands; all layers of a model share it.
+    """The state of generation for one batch of prompts, shared by all layers of a model.
 
     Args:
-        plan: who keeps what.
+        plan: which rank keeps which keys and values.
 
     Attributes:
-        step: the decoded token that a forward pass is about; None: the prompts.
-        positions: int64 [s, 1 or b], of the tokens of that pass that this rank has.
+        step: number of the decoded token in the current forward pass; None: the prompts.
+        positions: int64 [s, 1 or b], of this rank's tokens in that pass.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -34,12 +34,12 @@ class Generation:
         self._angles: tuple[Tensor, Tensor] | None = None
 
     def advance(self) -> None:
-        """On to the next decoded token, at first the one after the prompts."""
+        """Go on to the next decoded token; the first call goes to the one after the prompts."""
         self.step = 0 if self.step is None else self.step + 1
         self.positions = torch.tensor([[length + self.step for length in self.plan.lengths]])
 
     def angles(self, inv_freq: Tensor) -> Tensor:
-        """RoPE's, fp32 [s, 1 or b, 1, dim / 2]; made once a pass."""
+        """RoPE's angles, fp32 [s, 1 or b, 1, dim / 2]; computed once in each pass."""
         if self._angles is None or self._angles[0] is not self.positions:
             at = to_device(self.positions, inv_freq.device)
             self._angles = self.positions, rotary_angles(at, inv_freq)[:, :, None]
@@ -47,11 +47,11 @@ class Generation:
 
 
 class CachedAttention(MegatronModule):
-    """Takes the place of a layer's ``core_attention``, whose settings and sinks it reads.
+    """Replaces a layer's ``core_attention``, whose settings and sinks it uses.
 
     Attributes:
-        generation: of the batch that is under way.
-        cache: this layer's keys and values of it.
+        generation: the state of the current batch.
+        cache: this layer's keys and values of that batch.
     """
 
     def __init__(self, inner: ContextParallelAttention) -> None:
@@ -61,7 +61,7 @@ class CachedAttention(MegatronModule):
         self.cache: LayerCache | None = None
 
     def begin(self, generation: Generation) -> None:
-        """A new batch; the keys and values of the one before are dropped."""
+        """Start a new batch; the keys and values of the previous one are dropped."""
         self.generation, self.cache = generation, LayerCache(generation.plan)
 
     def forward(
@@ -80,11 +80,11 @@ class CachedAttention(MegatronModule):
 
 
 def keep_keys(model: nn.Module) -> list[CachedAttention]:
-    """Put a :class:`CachedAttention` in the place of each of a model's; after its weights were loaded."""
-    found = []
+    """Replace each core attention of a model by a :class:`CachedAttention`, after its weights were loaded."""
+    replaced = []
     for module in model.modules():
         inner = getattr(module, "core_attention", None)
         if isinstance(inner, ContextParallelAttention):
             module.core_attention = CachedAttention(inner)
-            found.append(module.core_attention)
-    return found
+            replaced.append(module.core_attention)
+    return replaced

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``core_attention`` of a megatron-core layer: what core asks of it is computed, or refused by name."""
+"""The ``core_attention`` of a megatron-core layer; options of core that are not supported are refused."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.layout.documents import Samples, samples
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, Window
 from megatron.context_parallel.positions.position_dropout import Dropout
 
 PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
-CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)  # one thing where queries and keys are as many
+CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)  # the same for equally many queries and keys
 
 
 class ContextParallelAttention(MegatronModule):
-    """Queries, keys and values of this rank's tokens in, their outputs out.
+    """Attention of this rank's tokens over the complete sequence.
 
     The arguments are those that core passes to its own ``DotProductAttention`` and ``TEDotProductAttention``.
 
     Args:
         config: its ``window_size`` and ``window_attn_skip_freq`` choose this layer's window.
-        settings: layout, rule and RoPE. A mask of its rule other than ``Causal()`` replaces core's causal one.
-        attn_mask_type: causal, none, or either one with padding that ``packed_seq_params`` describes.
-        k_channels, v_channels, cp_comm_type, pg_collection: say what the tensors and the layout say as well.
+        settings: layout, rule and RoPE. If the mask of its rule is not ``Causal()``, it replaces core's causal mask.
+        attn_mask_type: causal, none, or one of these with padding, which ``packed_seq_params`` describes.
+        k_channels, v_channels, cp_comm_type, pg_collection: ignored; the tensors and the layout determine them.
 
     Attributes:
-        rule: of this layer.
+        rule: the attention rule of this layer.
 
     Raises:
-        ValueError: something is asked for that is not computed here.
+        ValueError: an option is not supported.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class ContextParallelAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(
-                f"attention_dropout={dropout} of megatron-core depends on the grid: set it to 0, and give "
+                f"attention_dropout={dropout} of megatron-core depends on the grid: set it to 0 and give "
                 "AttentionSettings a ModelDropout"
             )
         if attention_type != "self":
-            raise ValueError(f'attention_type="{attention_type}": a layer of cross-attention calls cp.attention itself')
+            raise ValueError(f'attention_type="{attention_type}" is not supported: call cp.attention in your layer')
         if num_splits not in (None, 1):
-            raise ValueError(f"num_splits={num_splits} is an option of flash-attn's kernel: leave it out")
+            raise ValueError(f"num_splits={num_splits} is not supported: leave it out")
         if getattr(config, "qk_clip", False):
-            raise ValueError("qk_clip=True needs the largest score of each head, which is not kept: set it to False")
+            raise ValueError("qk_clip=True is not supported (it needs the largest score of each head): set it to False")
         self.settings, self.scale, self.layer_number = settings, softmax_scale, layer_number
         self.mask_type = attn_mask_type
         self.window = None
@@ -102,46 +102,40 @@ class ContextParallelAttention(MegatronModule):
         """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
 
         Args:
-            attention_mask: what layout/documents.py says of the batch; masks themselves are never tensors.
+            attention_mask: not a mask but the batch's samples, as layout/documents.py packs them.
             attn_mask_type: of this call; default: the layer's.
-            packed_seq_params: where the documents of the whole sequence end; then q, k and v may lack the dimension b.
+            packed_seq_params: the ends of the documents in the complete sequence; then q, k and v may have no
+                dimension b.
 
         Raises:
-            ValueError: something is asked for that is not computed here.
+            ValueError: an option is not supported.
         """
         if attention_bias is not None:
-            raise ValueError("attention_bias is a tensor over all pairs, which is never made: AttentionRule has ALiBi")
+            raise ValueError("attention_bias, a tensor over all pairs, is not supported: use ALiBi of AttentionRule")
         if num_splits not in (None, 1):
-            raise ValueError(f"num_splits={num_splits} is an option of flash-attn's kernel: leave it out")
-        # In a recomputed layer core passes the type through a tensor, which has no number in a simulation.
+            raise ValueError(f"num_splits={num_splits} is not supported: leave it out")
+        # In a recomputed layer core passes the type as a tensor, which has no value in a simulation.
         kind = self.mask_type if attn_mask_type is None or is_fake(query) else attn_mask_type
         rule = self.rule if kind == self.mask_type else replace(self.rule, mask=self._mask(kind))
         if query.dim() == 3:  # as core passes packed sequences
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if packed_seq_params is not None and not self.settings.separate:
-            raise ValueError("packed_seq_params separates documents, AttentionSettings(separate=False) does not")
+            raise ValueError("packed_seq_params separates documents: use AttentionSettings(separate=True)")
         seen = with_packed(samples(attention_mask), packed_seq_params, rule.mask)
         if kind in PADDED and not seen.ends:
-            raise ValueError(f"attn_mask_type={kind.name}: packed_seq_params must say which tokens are padding")
+            raise ValueError(f"attn_mask_type={kind.name} needs packed_seq_params, which say which tokens are padding")
         if seen.ends and query.size(1) != len(seen.ends):
-            raise ValueError(f"documents of {len(seen.ends)} samples, and a batch of {query.size(1)}")
+            raise ValueError(f"documents of {len(seen.ends)} samples, but a batch of {query.size(1)} samples")
         rotary = self.settings.rotary
         if rotary is not None:
             query, key = rotary.rotate(query, key, rotary.angles(seen.ends))
-        out = attention(
+        out = attention_by_rule(
             query,
             key,
             value,
             layout=self.settings.layout_of(seen),
-            mask=self.settings.masks_of(seen, rule.mask),
-            kernel=rule.kernel,
-            scale=rule.scale,
-            alibi_slopes=rule.alibi_slopes,
-            mask_cpu_threshold=rule.mask_cpu_threshold,
-            dropout=self.dropout_of(seen),
-            gather_keys=rule.gather_keys,
-            softcap=rule.softcap,
-            sinks=self.sinks(query.device),
+            rule=replace(rule, dropout=self.dropout_of(seen), sinks=self.sinks(query.device)),
+            masks=self.settings.masks_of(seen, rule.mask),
         )
         return out.flatten(2)
 
@@ -149,33 +143,33 @@ class ContextParallelAttention(MegatronModule):
         """The mask inside a document.
 
         Raises:
-            ValueError: core asks for one that is not made here, or core and the rule ask for different ones.
+            ValueError: core's mask type is not supported, or core and the rule have different masks.
         """
         ours, theirs = self.settings.rule.mask, self._mask_of_core(kind)
         if theirs == Causal() or theirs == ours:
             return ours
         if ours != Causal():
-            raise ValueError(f"megatron-core asks for {theirs}, AttentionRule for {ours}: give one of them")
+            raise ValueError(f"megatron-core asks for {theirs}, but AttentionRule for {ours}: choose one of them")
         return theirs
 
     def _mask_of_core(self, kind: AttnMaskType) -> Mask:
         if kind not in (*CAUSAL, *PADDED, AttnMaskType.no_mask):
-            raise ValueError(
-                f"attn_mask_type={kind.name} needs a tensor of pairs: give AttentionRule a MaskFunction instead"
-            )
+            raise ValueError(f"attn_mask_type={kind.name} is not supported: give AttentionRule a MaskFunction instead")
         causal = kind in (*CAUSAL, AttnMaskType.padding_causal)
         if self.window is None:
             return Causal() if causal else Full()
         left, right = self.window
         length = self.settings.layout.seq_length
         if causal and right > 0:
-            raise ValueError(f"window_size={self.window} looks ahead, attn_mask_type={kind.name} does not: give one")
+            raise ValueError(
+                f"window_size={self.window} looks ahead, but attn_mask_type={kind.name} is causal: change one of them"
+            )
         if left < 0 and (causal or right < 0):
             return Causal() if causal else Full()
         return Window(length if left < 0 else left, 0 if causal else length if right < 0 else right)
 
     def sinks(self, device: torch.device) -> Tensor | None:
-        """One more score a head in each softmax: learned, or 0 (off-by-one)."""
+        """One additional score in each softmax of a head: learned, or 0 (softmax_type off-by-one)."""
         if self.config.softmax_type == "off-by-one":
             return torch.zeros(self.heads, device=device)
         return self.softmax_offset
@@ -183,12 +177,12 @@ class ContextParallelAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The sinks, cut over TP, as core's own attention saves them."""
+        """The sinks, sharded over TP, as core's own attention saves them."""
         state = {} if self.softmax_offset is None else {"softmax_offset": self.softmax_offset}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def dropout_of(self, seen: Samples) -> Dropout | None:
-        """Of this layer's attention weights, for the heads of this TP rank; none in evaluation."""
+        """Dropout of this layer's attention weights, for the heads of this TP rank; None in evaluation."""
         if not self.training:
             return None
         return self.settings.dropout.of_weights(self.layer_number, seen, self.first_head)
@@ -197,29 +191,29 @@ class ContextParallelAttention(MegatronModule):
 def with_packed(seen: Samples, packed: PackedSeqParams | None, mask: Mask) -> Samples:
     """The samples of a batch, with the documents that ``packed`` describes.
 
-    The tokens that fill a document up count to it: under a causal mask they change nothing of what comes before them.
+    Padding belongs to the document before it: under a causal mask it does not change the tokens before it.
 
     Args:
-        mask: inside a document.
+        mask: the mask inside a document.
 
     Raises:
-        ValueError: ``packed`` has something else to say.
+        ValueError: an option of ``packed`` is not supported.
     """
     if packed is None:
         return seen
     if packed.qkv_format != "thd" or packed.cu_seqlens_q is None:
-        raise ValueError(f'packed_seq_params: qkv_format="{packed.qkv_format}", want "thd" with cu_seqlens_q')
+        raise ValueError(f'packed_seq_params: qkv_format="{packed.qkv_format}", use "thd" with cu_seqlens_q')
     if packed.local_cp_size is not None or packed.cp_group is not None:
         raise ValueError("packed_seq_params: the layout chooses the ranks, not local_cp_size and cp_group")
     ends = []
     for name in ("q", "kv"):
         real, padded = getattr(packed, f"cu_seqlens_{name}"), getattr(packed, f"cu_seqlens_{name}_padded")
         if real is not None and padded is not None and not padded.equal(real) and mask != Causal():
-            raise ValueError(f"packed_seq_params: padding inside documents needs a causal mask, this one is {mask}")
+            raise ValueError(f"packed_seq_params: padding inside documents needs a causal mask, not {mask}")
         real = real if padded is None else padded
         ends.append(None if real is None else tuple(dict.fromkeys(real.tolist()[1:])))
     if ends[1] not in (None, ends[0]):
         raise ValueError("packed_seq_params: documents of keys differ from those of queries")
     if seen.ends not in ((), (ends[0],)):
-        raise ValueError("packed_seq_params and attention_mask name different documents")
+        raise ValueError("packed_seq_params and attention_mask describe different documents: pass one of them")
     return Samples(seen.numbers, (ends[0],))

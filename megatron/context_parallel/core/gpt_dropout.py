@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dropouts of a GPT: which numbers each of them draws, and dropout of hidden states where megatron-core adds them.
+"""The dropouts of a GPT model: the random stream of each, and dropout of hidden states before the residual addition.
 
-core draws from a generator whose state hangs on the grid; ours draw by position (positions/position_dropout.py).
+megatron-core's dropout uses a generator whose state depends on the grid. Ours depends on positions
+(positions/position_dropout.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron.context_parallel.layout.spans import Span, positions
 from megatron.context_parallel.positions.position_dropout import Dropout, drop
 
 EMBEDDING = 0
-WEIGHTS, ATTENTION, FFN = range(3)  # of a layer: attention weights, attention's output, the FFN's
+WEIGHTS, ATTENTION, FFN = range(3)  # of a layer: attention weights, output of attention, output of the FFN
 STREAMS_PER_LAYER = 4
 
 
@@ -32,11 +33,11 @@ class ModelDropout:
     seed: int = 0
 
     def of_weights(self, layer: int, seen: Samples, first_head: int) -> Dropout | None:
-        """Of the attention weights of layer ``layer``, counted from 1 through the whole model."""
+        """Dropout of the attention weights of layer ``layer``, counted from 1 over all stages."""
         return self._draw(self.attention, STREAMS_PER_LAYER * layer + WEIGHTS, seen, first_head)
 
     def of_hidden(self, stream: int, seen: Samples) -> Dropout | None:
-        """Of hidden states: ``EMBEDDING``, or what :func:`stream_of` gives."""
+        """Dropout of hidden states. ``stream``: ``EMBEDDING`` or a result of :func:`stream_of`."""
         return self._draw(self.hidden, stream, seen)
 
     def _draw(self, probability: float, stream: int, seen: Samples, first_head: int = 0) -> Dropout | None:
@@ -44,8 +45,8 @@ class ModelDropout:
             return None
         if not seen.numbers:
             raise ValueError(
-                "dropout draws by the number of each sample in the run, and nobody told: pass "
-                "layout.samples.told(numbers, document_ends) in the place of the attention mask"
+                "dropout needs the number of each sample in the run: pass "
+                "layout.documents.samples_tensor(numbers, document_ends) in place of the attention mask"
             )
         return Dropout(probability, self.seed, stream, seen.numbers, first_head)
 
@@ -62,8 +63,8 @@ class HiddenDropout:
     Attributes:
         model: the probabilities.
         seen: the samples.
-        layout: who holds which tokens of them.
-        sequence_parallel: TP ranks hold different tokens.
+        layout: which rank holds which of their tokens.
+        sequence_parallel: whether TP ranks hold different tokens.
     """
 
     model: ModelDropout
@@ -72,7 +73,7 @@ class HiddenDropout:
     sequence_parallel: bool
 
     def __call__(self, x: Tensor, stream: int, rows: Span | None = None) -> Tensor:
-        """``x`` [s, b, h], this rank's tokens or some of their rows, with dropout ``stream``."""
+        """Dropout of ``x`` [s, b, h], this rank's tokens or the ``rows`` of them."""
         dropout = self.model.of_hidden(stream, self.seen)
         if dropout is None:
             return x

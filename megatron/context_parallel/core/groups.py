@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid's process groups by way of megatron-core, which training needs; without it, by torch.distributed alone."""
+"""The grid's process groups: from megatron-core if it is installed, else from torch.distributed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def initialize_grid(
     timeout_minutes: float = 10,
     core_options: Mapping[str, Any] | None = None,
 ) -> Grid:
-    """Make the process groups and return the grid. Data parallelism takes what is left of the world.
+    """Create the process groups and return the grid. The size of data parallelism follows from the world size.
 
-    torch.distributed is initialized from the environment (torchrun) if it is not yet; a single process without torchrun
-    becomes a world of one. Where megatron-core is installed, the groups are its own (``parallel_state``).
+    torch.distributed is initialized from the environment (torchrun) unless it is initialized; a single process without
+    torchrun becomes a world of one. If megatron-core is installed, the groups are its own (``parallel_state``).
 
     Args:
         ulysses, ring, tensor, pipeline: sizes of the axes.
-        virtual_pipeline: virtual stages a pipeline rank, for the interleaved schedule.
-        backend: torch.distributed backend; default nccl where there is a GPU, else gloo.
-        timeout_minutes: time a collective may take before it is an error.
+        virtual_pipeline: virtual stages of each pipeline rank, for the interleaved schedule.
+        backend: torch.distributed backend; default: nccl if there is a GPU, else gloo.
+        timeout_minutes: time limit of a collective.
         core_options: further arguments of megatron-core's ``initialize_model_parallel``.
 
     Raises:
-        ValueError: the grid does not divide the world, or asks megatron-core for what only it has, and it is missing.
+        ValueError: the grid does not divide the world size, or an argument needs megatron-core, which is not installed.
     """
     if not core_installed():
         if virtual_pipeline is not None or core_options:
@@ -71,13 +71,13 @@ def initialize_grid(
 
 
 def current_grid() -> Grid:
-    """The grid of the groups that megatron-core holds now.
+    """The grid of megatron-core's current groups.
 
     Raises:
         ValueError: megatron-core is not installed.
     """
     if not core_installed():
-        raise ValueError("current_grid reads megatron-core's groups, which is missing: keep initialize_grid's answer")
+        raise ValueError("current_grid needs megatron-core, which is not installed: keep what initialize_grid returns")
     from megatron.core import parallel_state as groups
 
     ulysses, ring = groups.get_hierarchical_context_parallel_groups()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned position embedding of which a rank holds the rows of its own tokens, and no others.
+"""A learned position embedding that is partitioned by tokens: a rank holds only the rows of its own tokens.
 
-The rows lie in the order of the tokens (layout/), so the lookup is the table itself: nothing is searched, nothing is
-sent, and a row's gradient comes from the rank that holds it. Ranks of different tokens therefore sum no gradients;
-those of the same positions, along DP, do. That is what experts are to megatron-core, given expert-parallel groups over
-the context-parallel ranks (``initialize_grid(core_options={"expert_model_parallel_size": U * R})``), so its DDP, its
-optimizers and its gradient norm need no change.
+The rows have the order of the tokens (layout/). The lookup is therefore the table itself, without communication, and a
+row's gradient is complete on the rank that holds it. Gradients are summed over DP only. To megatron-core these rows are
+experts, with expert-parallel groups over the context-parallel ranks
+(``initialize_grid(core_options={"expert_model_parallel_size": U * R})``), so that its DDP, optimizers and gradient norm
+work unchanged.
 
-The idea is that of ``SequenceParallelPositionEmbedding`` in Megatron-LM's public derivatives, which subtracts an offset
-from the ids and so expects parts that are contiguous and ids that are all in them; zigzag's and FPDT's are not.
+The idea is that of ``SequenceParallelPositionEmbedding`` in Megatron-LM's public derivatives. That one subtracts an
+offset from the ids, which requires contiguous parts; zigzag's and FPDT's parts are not contiguous.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.context_parallel.layout.spans import Span, positions_of
 def token_spans(layout: SequenceLayout, *, sequence_parallel: bool) -> tuple[Span, ...]:
     """Positions of the tokens that this rank embeds, in local order.
 
-    Under TP sequence parallelism a TP rank has its part of the local tokens; else all TP ranks have all of them.
+    Under TP sequence parallelism each TP rank embeds its part of the local tokens, otherwise all of them.
     """
     if not sequence_parallel:
         return layout.local_spans
@@ -38,7 +38,7 @@ def token_spans(layout: SequenceLayout, *, sequence_parallel: bool) -> tuple[Spa
 
 
 def spare_span(layout: SequenceLayout, max_positions: int, *, sequence_parallel: bool) -> Span:
-    """This rank's share of the positions past the sequence: no token has them, but they decay and are saved."""
+    """This rank's share of the positions after the sequence: they have no tokens, but weight decay and are saved."""
     tensor, context = layout.grid.tensor, layout.grid.context
     ranks, index = context.size, context.rank
     if sequence_parallel:
@@ -48,11 +48,11 @@ def spare_span(layout: SequenceLayout, max_positions: int, *, sequence_parallel:
 
 
 class PositionRows(nn.Module):
-    """Some rows of a table [max_positions, hidden]: those of this rank's tokens, then its share of the spare ones.
+    """Rows of a table [max_positions, hidden]: those of this rank's tokens, then its share of the spare ones.
 
     Args:
         layout: which positions this rank holds.
-        max_positions: rows of the whole table, at least the layout's sequence length.
+        max_positions: rows of the complete table, at least the layout's sequence length.
         hidden: columns.
         sequence_parallel: whether TP ranks split the tokens between them.
 
@@ -67,22 +67,22 @@ class PositionRows(nn.Module):
         self.tokens = sum(stop - start for start, stop in tokens)
         self.shape = (max_positions, hidden)
         grid = layout.grid
-        # (PP, TP, DP) as core counts copies: the first of each row is the one that is saved.
+        # (PP, TP, DP) numbers of the copy, as core counts them; it saves the first copy of each row.
         self.replica = (0, 0 if sequence_parallel else grid.tensor.rank, grid.data.rank)
         self.weight = nn.Parameter(torch.empty(self.tokens + spare[1] - spare[0], hidden))
         self.weight.spans = (*tokens, spare) if spare[0] < spare[1] else tokens
         self.weight.allreduce = False  # core: gradients are summed over expert-data parallelism, which is DP
-        self.weight.tensor_model_parallel = sequence_parallel  # core: whether TP ranks count in the norm one by one
+        self.weight.tensor_model_parallel = sequence_parallel  # core: whether every TP rank counts in the gradient norm
 
     def forward(self, rows: Span | None = None) -> Tensor:
-        """Rows [s_local, hidden] of this rank's tokens, or a run of them."""
+        """The rows [s_local, hidden] of this rank's tokens, or the span ``rows`` of them."""
         start, stop = rows or (0, self.tokens)
         return self.weight if stop - start == self.weight.size(0) else self.weight[start:stop]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensorFactory]:
-        """The rows as parts of the one table that a plain model saves under the same name."""
+        """The rows as parts of the table that a model without partitioning saves under the same name."""
         spans, shape = self.weight.spans, self.shape
 
         def build(key: str, rows: Tensor, replica: tuple, _: slice | None) -> dict[str, ShardedTensor]:
@@ -103,10 +103,10 @@ class PositionRows(nn.Module):
 
 
 class PartitionedEmbedding(MegatronModule):
-    """Takes the place of megatron-core's embedding without positions: its word embedding, our rows.
+    """Replaces megatron-core's embedding: its word embedding, with our position rows.
 
-    Words come first, summed over TP and, under sequence parallelism, scattered in one reduce-scatter; then each rank
-    adds its rows. Core adds the whole table before it scatters.
+    The word embeddings are summed over TP (under sequence parallelism by a reduce-scatter); then each rank adds its
+    rows. Core adds the positions before it scatters.
     """
 
     def __init__(self, core: LanguageModelEmbedding, layout: SequenceLayout, max_positions: int) -> None:
@@ -118,14 +118,14 @@ class PartitionedEmbedding(MegatronModule):
         )
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, rows: Span | None = None) -> Tensor:
-        """Hidden states [s, b, h] of this rank's tokens, from ids [b, s] of all its TP group's.
+        """Hidden states [s, b, h] of this rank's tokens, from the ids [b, s] of all tokens of its TP group.
 
         Args:
-            position_ids: not looked at; the layout knows them.
-            rows: which of this rank's tokens the ids are; default all.
+            position_ids: ignored; the layout determines the positions.
+            rows: which of this rank's tokens the ids belong to; default: all.
         """
         words = self.word_embeddings(input_ids)  # [s / TP, b, h] under sequence parallelism, else [b, s, h]
         if not self.config.sequence_parallel:
             words = words.transpose(0, 1).contiguous()
         positions = self.position_embeddings(rows)[:, None]
-        return words + positions.to(words.dtype)  # FSDP's ranks hold fp32 rows, whatever the layers compute in
+        return words + positions.to(words.dtype)  # under FSDP the rows are fp32

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters beside core's linear layers: y = W x + (alpha / rank) B A x, of which A and B alone are trained.
+"""Low-rank adapters for core's linear layers: y = W x + (alpha / rank) B A x, where only A and B are trained.
 
-LoRA (Hu et al. 2021, section 4.1). Under TP, what lies between A and B is no wider than the rank, so the adapter's own
-messages are small. Beside a layer cut by columns (its outputs) B is cut as W is, and A is whole; beside one cut by rows
-(its inputs) A is cut, and B is whole. With sequence parallelism the whole one sees the tokens of its rank alone, and
-core adds its gradients up over TP, as it does those of norms.
+LoRA (Hu et al. 2021, section 4.1). Under TP the adapter's own messages are small: they have the width of the rank. In a
+column-parallel layer B is sharded like W and A is replicated; in a row-parallel layer A is sharded and B is replicated.
+With sequence parallelism the replicated one sees only the tokens of its TP rank, and core sums its gradients over TP,
+as it does for norms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-ADAPTERS = ("lora_a", "lora_b")  # the ends of their names
+ADAPTERS = ("lora_a", "lora_b")  # the last part of their names
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Lora:
     """Which layers get adapters, and of what size.
 
     Attributes:
-        targets: of linear_qkv, linear_proj, linear_fc1, linear_fc2.
+        targets: names of layers, from linear_qkv, linear_proj, linear_fc1, linear_fc2.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Lora:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter."""
+    """Whether ``name`` is the name of an adapter's parameter."""
     return name.rpartition(".")[2] in ADAPTERS
 
 
@@ -58,7 +58,7 @@ def train_adapters_alone(model: nn.Module) -> None:
 
 
 class ColumnParallelLinearWithLora(ColumnParallelLinear):
-    """[s, b, in] -> [s, b, out / TP] as core's; A is [rank, in] and B [out / TP, rank]."""
+    """[s, b, in] -> [s, b, out / TP] like core's; A is [rank, in] and B [out / TP, rank]."""
 
     def __init__(self, *args: Any, lora: Lora, stride: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, stride=stride, **kwargs)
@@ -78,7 +78,7 @@ class ColumnParallelLinearWithLora(ColumnParallelLinear):
         return output + functional.linear(inner * self.lora.scale, self.lora_b), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """As core's; where the first layer of an MLP is two in one (stride 2), B is cut as its weight is."""
+        """Like core's; if the layer holds two matrices (SwiGLU, stride 2), B is sharded like its weight."""
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -94,7 +94,7 @@ class ColumnParallelLinearWithLora(ColumnParallelLinear):
 
 
 class RowParallelLinearWithLora(RowParallelLinear):
-    """[s, b, in / TP] -> [s, b, out] as core's; A is [rank, in / TP] and B [out, rank]."""
+    """[s, b, in / TP] -> [s, b, out] like core's; A is [rank, in / TP] and B [out, rank]."""
 
     def __init__(self, *args: Any, lora: Lora, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,7 +114,7 @@ class RowParallelLinearWithLora(RowParallelLinear):
         return output + functional.linear(inner * self.lora.scale, self.lora_b), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """As core's, with A cut as the weight is."""
+        """Like core's, with A sharded like the weight."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -126,5 +126,5 @@ class RowParallelLinearWithLora(RowParallelLinear):
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
-    """The weight [out, in] of a layer that computes what ``weight`` and its adapter do, in fp32."""
+    """``weight`` [out, in] with its adapter added, in fp32."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=lora.scale)

@@ -42,10 +42,10 @@ __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallel
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm through PyTorch, usable under TP sequence parallelism.
+    """PyTorch's LayerNorm or RMSNorm, usable under TP sequence parallelism.
 
-    There every TP rank normalizes its own tokens, so the gradients of the weights are partial sums; core adds them up
-    over TP where a parameter says ``sequence_parallel``.
+    There every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
+    gradients of parameters with the attribute ``sequence_parallel`` over TP.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -68,7 +68,7 @@ class Norm(nn.Module):
 
 
 class ChunkedNorm(Norm):
-    """The final norm in spans of tokens: keeps its input alone, which may be a host buffer."""
+    """The final norm in spans of tokens; it keeps only its input, which may be a host buffer."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, chunks: ChunkSettings, **kwargs: Any) -> None:
         super().__init__(config, hidden_size, **kwargs)
@@ -100,7 +100,7 @@ def block_spec(
             linears and PyTorch's norms.
         num_layers: layers of this stage.
         chunks: FPDT, the FFN in chunks, streamed hidden states; None for core's own layer.
-        recomputed: so many layers, the first, recompute their attention chunk by chunk (FPDT).
+        recomputed: number of layers, from the first, that recompute their attention chunk by chunk (FPDT).
         lora: adapters, not with ``transformer_engine``.
     """
     if transformer_engine:
@@ -130,9 +130,9 @@ def block_spec(
 
 
 def _add_adapters(layer: ModuleSpec, lora: Lora, transformer_engine: bool) -> None:
-    """Put linear layers with adapters in the places of core's."""
+    """Replace core's linear layers by layers with adapters."""
     if transformer_engine:
-        raise ValueError("lora: Transformer Engine's layers hide what goes into their linear ones")
+        raise ValueError("lora does not support Transformer Engine's layers: use transformer_engine=False")
     for part in (layer.submodules.self_attention, layer.submodules.mlp):
         for name in vars(part.submodules):
             if name in lora.targets:
@@ -140,20 +140,17 @@ def _add_adapters(layer: ModuleSpec, lora: Lora, transformer_engine: bool) -> No
                 setattr(part.submodules, name, ModuleSpec(kind, params={"lora": lora}))
 
 
-# BLOOM's word embedding: a LayerNorm after the lookup, before positions are added.
-#
-# ``--embed-layernorm`` of BigScience's Megatron-DeepSpeed (megatron/mpu/layers.py, VocabParallelEmbedding), and
-# ``word_embeddings_layernorm`` of transformers' BloomModel. Its weights are whole on every TP rank of the first stage.
-
-
-EPSILON = 1e-5  # BigScience's, whatever the epsilon of the layers
+EPSILON = 1e-5  # of the embedding's norm, independent of the layers' epsilon; BigScience's value
 
 
 class NormedWords(VocabParallelEmbedding):
-    """Takes the place of megatron-core's word embedding ``words``, whose table it takes over.
+    """BLOOM's word embedding: a LayerNorm after the lookup, before positions are added. Takes over the table of
+    ``words``.
 
-    Where that scatters over TP what it looks up, each TP rank normalizes its own tokens and has a part of the norm's
-    gradient; else all have all tokens, and the whole gradient.
+    ``--embed-layernorm`` of BigScience's Megatron-DeepSpeed (megatron/mpu/layers.py, VocabParallelEmbedding), and
+    ``word_embeddings_layernorm`` of transformers' BloomModel. The norm's weights are replicated over TP. If ``words``
+    scatters its result over TP, each TP rank normalizes its own tokens and has a part of the norm's gradient; otherwise
+    each has all tokens and the complete gradient.
     """
 
     def __init__(self, words: VocabParallelEmbedding, config: TransformerConfig) -> None:
@@ -167,7 +164,7 @@ class NormedWords(VocabParallelEmbedding):
         self.norm = Norm(config, words.embedding_dim, EPSILON)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """As core's: [b, s] -> [b, s, h], or [s / TP, b, h] where it scatters."""
+        """Like core's: [b, s] -> [b, s, h], or [s / TP, b, h] if it scatters."""
         return self.norm(super().forward(input_))
 
     def sharded_state_dict(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's TransformerLayer with dropout by position, and in chunks: all of it by FPDT, or the FFN alone.
+"""megatron-core's TransformerLayer with dropout by position, optionally in chunks: the layer (FPDT) or only the FFN.
 
-The sub-modules, and so the parameters' names and checkpoints, are core's; only the order in which tokens go through
-them, and what is dropped, is ours.
+The sub-modules are core's, and therefore the parameters' names and checkpoints as well. Only the order in which tokens
+pass through them, and the dropout, are different.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What the attention of every layer needs to know.
+    """Settings of the attention of all layers.
 
     Attributes:
-        layout: who holds which tokens.
-        rule: the mask inside a document, and the rest.
-        separate: packed documents do not see each other.
-        rotary: RoPE; None where positions enter otherwise.
-        dropout: probabilities; core's own are 0.
+        layout: which rank holds which tokens.
+        rule: what attention computes; its mask is the one inside a document.
+        separate: whether packed documents are separated.
+        rotary: RoPE; None if positions are encoded otherwise.
+        dropout: probabilities; core's own dropout is 0.
     """
 
     layout: SequenceLayout
@@ -49,22 +49,22 @@ class AttentionSettings:
     dropout: ModelDropout = ModelDropout()
 
     def layout_of(self, seen: Samples) -> SequenceLayout:
-        """Who holds which tokens of a batch."""
+        """Which rank holds which tokens of a batch."""
         return self.layout.of_documents(seen.ends[0]) if seen.ends else self.layout
 
     def masks_of(self, seen: Samples, mask: Mask) -> list[Mask]:
-        """One, or one a sample of a batch; ``mask``: inside a document."""
+        """One mask, or one for each sample of a batch; ``mask`` is the one inside a document."""
         return [Documents(row, mask) for row in seen.ends] if seen.ends and self.separate else [mask]
 
 
 @dataclass
 class ChunkSettings:
-    """How a layer cuts its work.
+    """How a layer is computed in chunks.
 
     Attributes:
-        attention: layout of the sequence and rule of the attention.
-        fpdt: the layer in the layout's chunks; otherwise core's attention half is left as it is.
-        ffn_chunks: the FFN in (at least) this many spans; None, only without FPDT: whole.
+        attention: settings of the attention.
+        fpdt: compute the layer in the layout's chunks; otherwise core's attention is unchanged.
+        ffn_chunks: compute the FFN in (at least) this many spans; None, only without FPDT: in one.
         offload: host memory for FPDT's chunks and for streamed hidden states; None: everything stays on the device.
         streamed: hidden states are host buffers.
     """
@@ -77,27 +77,27 @@ class ChunkSettings:
 
 
 class LongContextLayer(TransformerLayer):
-    """A transformer layer whose hidden states are dropped by position.
+    """A transformer layer with dropout of hidden states by position.
 
     Args:
-        attention: what the attention of every layer knows.
+        attention: settings of the attention.
     """
 
     def __init__(self, *args: Any, attention: AttentionSettings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.attention_settings, self.dropout = attention, None
         self.core_add = {ATTENTION: self.self_attn_bda, FFN: self.mlp_bda}
-        del self.self_attn_bda, self.mlp_bda  # what follows takes their places
+        del self.self_attn_bda, self.mlp_bda  # replaced by the methods below
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/documents.py tells."""
+        """[s_local, b, h] -> [s_local, b, h] and None. ``attention_mask`` has the samples (layout/documents.py)."""
         self.dropout = self._hidden_dropout(samples(attention_mask))
         return super().forward(hidden_states, attention_mask, *args, **kwargs)
 
     def _hidden_dropout(self, seen: Samples) -> HiddenDropout | None:
-        """Of the batch that a forward pass is about."""
+        """The dropout of hidden states for a batch; None without dropout."""
         settings = self.attention_settings
         if not (self.training and settings.dropout.hidden):
             return None
@@ -112,7 +112,7 @@ class LongContextLayer(TransformerLayer):
         return self.adding(self.dropout, FFN)
 
     def adding(self, dropout: HiddenDropout | None, which: int, rows: Span | None = None) -> Callable:
-        """The same for ``rows`` of this rank's tokens; core's own, which may be one kernel, if nothing is dropped."""
+        """The same for ``rows`` of this rank's tokens; without dropout core's own, which may be a fused kernel."""
         if dropout is None:
             return self.core_add[which](self.training, self.config.bias_dropout_fusion)
 
@@ -125,11 +125,11 @@ class LongContextLayer(TransformerLayer):
 
 
 class ChunkedTransformerLayer(LongContextLayer):
-    """A transformer layer that never holds the insides of more than one chunk.
+    """A transformer layer that holds the intermediate results of only one chunk at a time.
 
     Args:
-        chunks: how it cuts its work.
-        recompute: under FPDT, keep the layer's input alone and compute attention again in the backward pass.
+        chunks: how the layer is computed.
+        recompute: under FPDT, keep only the layer's input and compute attention again in the backward pass.
     """
 
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
@@ -139,24 +139,24 @@ class ChunkedTransformerLayer(LongContextLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s_local, b, h], the same, and no context. ``attention_mask`` is what layout/documents.py tells."""
+        """[s_local, b, h] -> [s_local, b, h] and None. ``attention_mask`` has the samples (layout/documents.py)."""
         if not self.chunks.fpdt:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         self._refuse(signature(super()._forward_attention).bind(hidden_states, attention_mask, *args, **kwargs))
         seen = samples(attention_mask)
         if len(seen.ends) <= 1:
             return self._chunked(hidden_states, seen), None
-        parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each has tiles of its own
-        return torch.cat([self._chunked(part, samples(said)) for part, said in parts], dim=1), None
+        parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each sample has its own tiles
+        return torch.cat([self._chunked(part, samples(packed)) for part, packed in parts], dim=1), None
 
     def _refuse(self, call: BoundArguments) -> None:
-        """Raises ValueError at a call that asks a chunked layer for more than it reads."""
+        """Raises ValueError for arguments that a chunked layer does not support."""
         asked = {name for name, value in call.arguments.items() if value is not None}
         asked -= {"hidden_states", "attention_mask"}
         if self.attention_settings.rotary is not None:
             asked -= {"rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "rotary_pos_cos_sin"}
         if asked:
-            raise ValueError(f"a layer in chunks takes no {', '.join(sorted(asked))}: see AttentionSettings")
+            raise ValueError(f"a layer in chunks does not support {', '.join(sorted(asked))}: see AttentionSettings")
 
     def _chunked(self, hidden_states: Tensor, seen: Samples) -> Tensor:
         settings, training = self.chunks, self.training

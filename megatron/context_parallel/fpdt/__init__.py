@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT: attention, FFN and loss in pipelined chunks, with host memory behind them (FPDT paper, section 4).
+"""FPDT: attention, FFN and loss in pipelined chunks, offloaded to host memory (FPDT paper, section 4).
 
-chunked_layer.py is a layer chunk by chunk; its loops are by_queries.py and by_keys.py, one chunk is chunk_work.py.
-chunked_ffn.py and chunked_loss.py take token-wise layers and the loss in spans of tokens. host_store.py is the host
-memory behind them.
+chunked_layer.py computes a layer chunk by chunk; its loops are in by_queries.py and by_keys.py, the work on one chunk
+in chunk_work.py. chunked_ffn.py and chunked_loss.py compute token-wise layers and the loss in spans of tokens.
+host_store.py manages host memory.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops by keys: a key chunk stays while its query chunks come; on a ring, the key chunks of all ranks in turn."""
+"""The loops by keys: the outer loop is over key chunks (on a ring, of all ranks), the inner over query chunks."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:
     """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
-    shelf, chunks, last = run.shelf, run.chunks, run.tiles.last_keys()
+    store, chunks, last = run.store, run.chunks, run.tiles.last_keys()
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
-        shelf.put(("q", chunk), q)
-        shelf.put(("kv", chunk), kv)
-    for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
+        store.put(("q", chunk), q)
+        store.put(("kv", chunk), kv)
+    for key, there in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
         for block in run.tiles.source(key).blocks(*run.work.unpacked(there["kv", key])):
             queries = run.tiles.queries_of(key, block.hop.source)
-            for query, kept in zip(queries, shelf.walk([_forward_names(query) for query in queries])):
+            for query, kept in zip(queries, store.walk([_forward_names(query) for query in queries])):
                 q = kept["q", query]
                 result = Accumulator(q, run.work.value_dim, kept.get(("sum", query)), kept.get(("sum_lse", query)))
-                found = run.tiles.of_block(query, key, block)
-                attend_chunks(found, q, block.k, block.v, kernel=run.work.kernel, result=result)
-                # Wide from the start: the shelf writes later sums into the first one's place.
-                shelf.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
-                shelf.put(("sum_lse", query), result.lse_SBH)
+                computed = run.tiles.of_block(query, key, block)
+                attend_chunks(computed, q, block.k, block.v, kernel=run.work.kernel, result=result)
+                # In the sum's dtype from the start, because the store writes later sums in the same memory.
+                store.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
+                store.put(("sum_lse", query), result.lse_SBH)
         if not run.saving:
-            shelf.drop(("kv", key))
+            store.drop(("kv", key))
         finished = [query for query in chunks if last[query] == key]
-        for query, kept in zip(finished, shelf.walk([_forward_names(query) for query in finished])):
-            shelf.drop(("sum", query), ("sum_lse", query))
+        for query, kept in zip(finished, store.walk([_forward_names(query) for query in finished])):
+            store.drop(("sum", query), ("sum_lse", query))
             sums = kept.get(("sum", query)), kept.get(("sum_lse", query))
             result = Accumulator(kept["q", query], run.work.value_dim, *sums)
             run.finish(query, result, None, y)
             if not run.saving:
-                shelf.drop(("q", query))
+                store.drop(("q", query))
 
 
 def _forward_names(query: int) -> list[tuple]:
@@ -46,46 +46,46 @@ def _forward_names(query: int) -> list[tuple]:
 
 
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
-    """Key chunks from first to last: under a causal mask a chunk's queries are done when its keys are."""
-    shelf, last, chunks = run.shelf, run.tiles.last_keys(), run.chunks
-    outs = shelf.walk([[("out", chunk), *[("lse", chunk)] * (run.work.sinks is not None)] for chunk in chunks])
+    """Key chunks from first to last: under a causal mask a chunk's queries are finished when its keys are."""
+    store, last, chunks = run.store, run.tiles.last_keys(), run.chunks
+    outs = store.walk([[("out", chunk), *[("lse", chunk)] * (run.work.sinks is not None)] for chunk in chunks])
     for chunk, x, dy_chunk, there in zip(chunks, run.x.walk(run.spans), dy.walk(run.spans), outs):
         dout, residual = run.work.output_grad(there["out", chunk], x, dy_chunk, chunk)
         run.work.add_sinks_grad(dout, there["out", chunk], there.get(("lse", chunk)))
-        shelf.put(("dout", chunk), dout)
+        store.put(("dout", chunk), dout)
         delta = run.work.kernel.delta(there["out", chunk], dout)
-        if delta is not None:  # then nobody asks for out any more
-            shelf.put(("delta", chunk), delta)
-            shelf.drop(("out", chunk))
+        if delta is not None:  # then out is not needed any more
+            store.put(("delta", chunk), delta)
+            store.drop(("out", chunk))
         run.dx.write(run.spans[chunk], residual)
-    for key, there in zip(chunks, shelf.walk([[("kv", key)] for key in chunks])):
+    for key, there in zip(chunks, store.walk([[("kv", key)] for key in chunks])):
         finished = [chunk for chunk in chunks if max(chunk, last[chunk]) == key]
         fresh = {("dkv", key): _key_grads(run, key, there.pop(("kv", key)))}
         if key not in finished:
-            shelf.put(*fresh.popitem())
+            store.put(*fresh.popitem())
         run.finish_waiting(finished, fresh)
         done = [chunk for chunk in chunks if last[chunk] <= key]
-        shelf.drop(*((name, chunk) for chunk in done for name in ("dout", "out", "delta", "lse")))
+        store.drop(*((name, chunk) for chunk in done for name in ("dout", "out", "delta", "lse")))
 
 
 def _key_grads(run: ChunkPass, key: int, kv: Tensor) -> Tensor:
-    """dk and dv of a key chunk; dq of every query chunk that meets it, on any rank, is added to the shelf's."""
+    """dk and dv of a key chunk; dq of this rank's query chunks that meet it is added to the sums in the store."""
     k, v = run.work.unpacked(kv)
     own = KeyGradients(k, v, ((0, k.size(0)),))
     for block in run.tiles.source(key).blocks(k, v, own):
         queries = run.tiles.queries_of(key, block.hop.source)
         names = [[(name, query) for name in ("q", "dout", "out", "delta", "lse", "dq")] for query in queries]
-        for query, there in zip(queries, run.shelf.walk(names)):
+        for query, there in zip(queries, run.store.walk(names)):
             _pair_grads(run, query, key, block, there)
     return own.packed()
 
 
 def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, there: dict) -> None:
-    """A query chunk and a key chunk: a function of its own, so that they are let go before the next ones are there."""
+    """The gradients of one pair of chunks; a separate function, so that its tensors are freed before the next pair."""
     q, dout, lse = (there.pop((name, query)) for name in ("q", "dout", "lse"))
     out, delta = (there.pop((name, query), None) for name in ("out", "delta"))
     final = {"dout_SBHD": dout, "out_SBHD": out, "lse_SBH": lse, "delta_SBH": delta}
     dq = GradientSum(q, q.size(0), there.pop(("dq", query), None))
-    found = run.tiles.of_block(query, key, block)
-    attend_chunks_grad(found, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
-    run.shelf.put(("dq", query), dq.finish().to(dq.sum_dtype))  # wide, as the forward pass's sums
+    computed = run.tiles.of_block(query, key, block)
+    attend_chunks_grad(computed, q, block.k, block.v, **final, kernel=run.work.kernel, dq=dq, dkv=block)
+    run.store.put(("dq", query), dq.finish().to(dq.sum_dtype))  # in the sum's dtype, as in the forward pass

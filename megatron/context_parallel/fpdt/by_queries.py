@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops by queries: a query chunk stays while its key chunks come; on a ring, forward, those of all ranks."""
+"""The loops by queries: the outer loop is over query chunks, the inner over key chunks (on a ring, of all ranks)."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from megatron.context_parallel.fpdt.host_store import HiddenStates
 
 def forward(run: ChunkPass, y: HiddenStates | None) -> None:
     """The forward pass into ``y``; without ``y``, only what the backward pass needs."""
-    shelf, chunks = run.shelf, run.chunks
+    store, chunks = run.store, run.chunks
     needs = [run.tiles.keys_of(query) for query in chunks]
-    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after which it can be computed
+    ready = [max([query, *needs[query]]) for query in chunks]  # the chunk after whose projection it can be computed
     for chunk, x in enumerate(run.x.walk(run.spans)):
         q, kv = run.work.project(x, chunk)
         fresh = {("q", chunk): q, ("kv", chunk): kv}
         queries = [query for query in chunks if ready[query] == chunk]
         if chunk + 1 < len(chunks) or run.saving:
-            shelf.put(("kv", chunk), kv)
+            store.put(("kv", chunk), kv)
         if run.saving or queries != [chunk]:
-            shelf.put(("q", chunk), q)
+            store.put(("q", chunk), q)
         del q, kv
         for query in queries:
-            keys = sorted(needs[query], key=lambda key: key != chunk)  # what is here first, while others come
-            q = shelf.load([("q", query)], fresh)[0].wait()
+            keys = sorted(needs[query], key=lambda key: key != chunk)  # first the one on the device, while others load
+            q = store.load([("q", query)], fresh)[0].wait()
             result = Accumulator(q, run.work.value_dim)
-            for key, there in zip(keys, shelf.walk([[("kv", key)] for key in keys], fresh)):
+            for key, there in zip(keys, store.walk([[("kv", key)] for key in keys], fresh)):
                 for block in run.tiles.source(key, query).blocks(*run.work.unpacked(there["kv", key])):
                     attend_chunks(block.tiles, q, block.k, block.v, kernel=run.work.kernel, result=result)
             run.finish(query, result, x if query == chunk else None, y)
             if not run.saving:
-                shelf.drop(("q", query))
+                store.drop(("q", query))
 
 
 def backward(run: ChunkPass, dy: HiddenStates) -> None:
-    """Query chunks from last to first: under a causal mask a chunk's keys are done when its queries are."""
-    shelf, queries = run.shelf, run.chunks[::-1]
+    """Query chunks from last to first: under a causal mask a chunk's keys are finished when its queries are."""
+    store, queries = run.store, run.chunks[::-1]
     needs = [run.tiles.keys_of(query) for query in run.chunks]
     done = [min([key, *(query for query in queries if key in needs[query])]) for key in run.chunks]
     spans = [run.spans[query] for query in queries]
-    saved = shelf.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
+    saved = store.walk([[("q", query), ("out", query), ("lse", query)] for query in queries])
     for query, x, dy_chunk, there in zip(queries, run.x.walk(spans), dy.walk(spans), saved):
         finished = [chunk for chunk in run.chunks if done[chunk] == query]
         dq, dkv, residual = _query_grads(run, query, x, dy_chunk, there, needs[query], last=query in finished)
         if query in finished:
             run.finish_grad(query, x, dq, dkv, residual)
         else:
-            shelf.put(("dq", query), dq)
+            store.put(("dq", query), dq)
             run.dx.write(run.spans[query], residual)
         del dq, dkv, residual
         run.finish_waiting([chunk for chunk in finished if chunk != query])
@@ -58,13 +58,14 @@ def backward(run: ChunkPass, dy: HiddenStates) -> None:
 def _query_grads(
     run: ChunkPass, query: int, x: Tensor, dy: Tensor, there: dict, keys: list[int], *, last: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dq of a query chunk, and the gradient of x beside attention; dk and dv of its keys are added to the shelf's.
+    """(dq of a query chunk, dk and dv of the same chunk or None, gradient of x that does not go through attention).
 
-    With ``last``, its own dk and dv, which nobody adds to any more, are returned and not put away.
+    dk and dv of the other keys are added to the sums in the store. ``last``: dk and dv of this chunk are complete now;
+    they are returned and not stored.
     """
-    shelf = run.shelf
+    store = run.store
     keys = sorted(keys, key=lambda key: key == query)  # its own last
-    coming = shelf.walk([[("kv", key), ("dkv", key)] for key in keys])
+    coming = store.walk([[("kv", key), ("dkv", key)] for key in keys])
     q, out, lse = (there.pop((name, query)) for name in ("q", "out", "lse"))
     dout, residual = run.work.output_grad(out, x, dy, query)
     run.work.add_sinks_grad(dout, out, lse)
@@ -78,8 +79,8 @@ def _query_grads(
         if last and key == query:
             own = dkv.packed()
         else:
-            shelf.put(("dkv", key), dkv.packed())
-    shelf.drop(("out", query), ("lse", query))
+            store.put(("dkv", key), dkv.packed())
+    store.drop(("out", query), ("lse", query))
     if last and own is None:
-        own = shelf.pop(("dkv", query))
+        own = store.pop(("dkv", query))
     return dq.finish(), own, residual

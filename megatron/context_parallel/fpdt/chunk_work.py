@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer as functions of one chunk, and what a chunk goes through before and after attention, and back."""
+"""A layer as functions of one chunk: the work before and after attention, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.platform.hooks import replaceable
 
 @dataclass(frozen=True)
 class LayerFunctions:
-    """The fields of :class:`~megatron.context_parallel.fpdt.chunked_layer.ChunkedLayer`, where they are explained."""
+    """The fields of :class:`~megatron.context_parallel.fpdt.chunked_layer.ChunkedLayer`; see there."""
 
     project: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     output: Callable[[Tensor, Tensor, int], Tensor]
@@ -41,7 +41,7 @@ class LayerFunctions:
 
     @property
     def learned(self) -> list[Tensor]:
-        """All that may want gradients: the parameters, and the sinks of the attention."""
+        """All tensors that may need gradients: the parameters, and the sinks of the attention."""
         sinks = self.rule.sinks
         known = sinks is None or any(parameter is sinks for parameter in self.parameters)
         return [*self.parameters] if known else [*self.parameters, sinks]
@@ -51,11 +51,11 @@ class ChunkWork:
     """A layer's work on one chunk at a time.
 
     Attributes:
-        autocast: of the forward pass.
+        autocast: the autocast state of the forward pass.
         parameter_grads: sums over the chunks.
-        random: how the random state of a chunk's output and FFN is brought back.
-        kernel: of the attention, once there are queries; ``heads, kv_heads`` before the all-to-all, ``local_heads,
-            local_kv_heads`` after it, ``head_dim`` and ``value_dim``, and ``sinks``, of the local heads, as well.
+        random: by chunk, a function that restores the random state of its output and FFN.
+        kernel: of the attention. It is set by the first projection, as are ``heads, kv_heads`` (before the all-to-all),
+            ``local_heads, local_kv_heads`` (after it), ``head_dim``, ``value_dim`` and ``sinks`` (of the local heads).
     """
 
     def __init__(self, layer: LayerFunctions) -> None:
@@ -68,7 +68,7 @@ class ChunkWork:
 
     @replaceable
     def project(self, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        """q [c, b, heads, d] and packed kv [c, b, kv_heads, sizes] of all the chunk's tokens, for this rank's heads."""
+        """q [c, b, heads, d] and packed kv [c, b, kv_heads, sizes] of this rank's heads, after the all-to-all."""
         q, k, v = self._project(x, chunk)
         first, heads = self.kernel is None, (q.size(2), k.size(2))
         q, k, v = sequence_to_heads(q, k, v, self.ulysses)
@@ -79,14 +79,14 @@ class ChunkWork:
             rule, length = self.layer.rule, self.layer.layout.seq_length
             self.kernel = rule.tile_kernel(q, self.ulysses, length, self.value_dim)
             self.sinks = rule.local_sinks(q, self.ulysses)
-        return q.contiguous(), packed(k, v)  # views would keep all of q, k and v
+        return q.contiguous(), packed(k, v)  # copies, because views would keep all of q, k and v
 
     def unpacked(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, or their gradients, of what :meth:`project` packed."""
+        """Keys and values, or their gradients, as packed by :meth:`project`."""
         return unpacked(kv, self.head_dim)
 
     def add_sinks_grad(self, dout: Tensor, out: Tensor, lse: Tensor | None) -> None:
-        """What a query chunk gives to the gradient of the sinks, if there are any."""
+        """Add a query chunk's part of the gradient of the sinks, if there are any."""
         if self.sinks is None or not self.layer.rule.sinks.requires_grad:
             return
         if self.sinks_sum is None:
@@ -96,11 +96,11 @@ class ChunkWork:
 
     def take_grads(self) -> list[Tensor | None]:
         """One gradient for each of the layer's ``learned``, in its dtype."""
-        found, sinks = self.parameter_grads.take(), self.layer.rule.sinks
+        grads, sinks = self.parameter_grads.take(), self.layer.rule.sinks
         if self.sinks_sum is None:
-            return found
-        mine = self.sinks_sum.to(sinks.dtype)
-        return [mine if x is sinks else grad for x, grad in zip(self.layer.learned, found)]
+            return grads
+        sinks_grad = self.sinks_sum.to(sinks.dtype)
+        return [sinks_grad if x is sinks else grad for x, grad in zip(self.layer.learned, grads)]
 
     def output(self, out: Tensor, x: Tensor, chunk: int, y: HiddenStates) -> None:
         """From a chunk's attention output to the layer's output."""
@@ -134,7 +134,7 @@ class ChunkWork:
 
     @replaceable
     def project_grad(self, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
-        """The gradient of x through q, k and v; None for queries without keys, and for keys without queries."""
+        """The gradient of x through q, k and v. dq is None for queries without keys, dkv for keys without queries."""
         (start, stop), batch = self.layer.layout.chunk_rows[chunk], x.size(1)
         if dq is None:
             dq = x.new_zeros((stop - start, batch, self.local_heads, self.head_dim))
@@ -157,7 +157,7 @@ class ChunkWork:
 
     @replaceable
     def ffn_of(self, hidden: Tensor, chunk: int, start: int) -> Tensor:
-        """Of the chunk's rows from ``start`` on."""
+        """The FFN of the chunk's rows from ``start`` on."""
         if not self.layer.ffn_by_rows:
             return self.layer.ffn(hidden)
         first = self.layer.layout.local_chunks[chunk][0] + start

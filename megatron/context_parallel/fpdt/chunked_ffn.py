@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token-wise layers in spans of tokens, so that what they compute inside is never whole (FPDT paper, section 5.4).
+"""Token-wise layers in spans of tokens, which limits the memory of their intermediate results (FPDT paper, 5.4).
 
-The forward pass keeps a layer's input alone; the backward pass computes each span again and adds its parameter
-gradients up, so that every parameter gets its gradient once, whatever the number of spans.
+The forward pass keeps only a layer's input. The backward pass computes each span again and sums its parameter
+gradients, so that every parameter gets its gradient once, independent of the number of spans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.context_parallel.layout.spans import Span
 from megatron.platform.autograd import SameAutocast, once_differentiable, refuse_transforms
 
 Replay = Callable[[], Callable[[], AbstractContextManager]]
-"""Notes the random state and returns a function: a context in which that state is there again."""
+"""Saves the random state and returns a function that makes a context in which this state is restored."""
 
 
 def apply_in_chunks(
@@ -39,12 +39,12 @@ def apply_in_chunks(
 
     Args:
         function: token-wise; its spans must not depend on each other.
-        x: [rows, ...], on the device or a host buffer; None where ``function`` makes rows from something else.
-        parameters: what ``function`` reads and wants gradients for.
-        spans: the rows of each call, together all of them.
-        shape, dtype, device: of the result and of its computation; default those of ``x``.
-        offload: makes the result, and the gradient of ``x``, host buffers.
-        replay: needed where ``function`` draws random numbers.
+        x: [rows, ...], on the device or a host buffer; None if ``function`` has another input.
+        parameters: the tensors that ``function`` uses and that need gradients.
+        spans: the rows of each call; together they are all rows.
+        shape, dtype, device: of the result; default: those of ``x``.
+        offload: if given, the result and the gradient of ``x`` are host buffers.
+        replay: needed if ``function`` draws random numbers.
     """
     refuse_transforms("apply_in_chunks")
     shape, dtype, device = shape or x.shape, dtype or x.dtype, device or x.device
@@ -98,21 +98,21 @@ def _walk(x: Tensor | None, spans: Sequence[Span], offload: Offload | None) -> A
 
 
 class GradientSums:
-    """Adds up the gradients of parameters over spans or chunks, in fp32 (fp64 for fp64 parameters).
+    """Sums of the gradients of parameters over spans or chunks, in fp32 (fp64 for fp64 parameters).
 
-    Where megatron-core's DDP has a buffer of that width for a parameter (``main_grad``), they are added to it at once:
-    there is no other sum, and DDP is told so in core's way (``grad_added_to_main_grad``, tensor_parallel/layers.py).
+    If megatron-core's DDP has a buffer of that dtype for a parameter (``main_grad``), gradients are added to it
+    directly, and the attribute ``grad_added_to_main_grad`` tells DDP so (see core's tensor_parallel/layers.py).
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = parameters
-        # One that is named twice is summed once.
+        # A parameter that occurs twice is summed once.
         self.wanted = [*{id(parameter): parameter for parameter in parameters if parameter.requires_grad}.values()]
         self._sums: list[Tensor | None] = [None] * len(self.wanted)
-        self._own = [False] * len(self.wanted)  # whether a sum may be written to
+        self._own = [False] * len(self.wanted)  # whether a sum may be updated in place
 
     def differentiate(self, y: Any, inputs: Sequence[Tensor], dy: Any) -> list[Tensor]:
-        """The gradients of ``inputs``, 0 for those that ``y`` does not depend on; the parameters' are added to sums."""
+        """The gradients of ``inputs``, 0 if ``y`` does not depend on one; those of parameters are added to the sums."""
         for parameter in self.wanted:
             if main_grad_of(parameter) is not None:
                 parameter.grad_added_to_main_grad = False  # layers with fused accumulation set it below
@@ -136,7 +136,7 @@ class GradientSums:
                 main.add_(grad)
         elif total is None:
             self._sums[index] = grad.to(wide)
-            # Autograd may hand out one tensor twice: as the gradient of both terms of a sum, or of y itself.
+            # Autograd may return one tensor twice, as the gradient of both terms of a sum, or of y itself.
             self._own[index] = grad.dtype != wide
         elif self._own[index]:
             total += grad
@@ -144,7 +144,7 @@ class GradientSums:
             self._sums[index], self._own[index] = total + grad, True
 
     def take(self) -> list[Tensor | None]:
-        """One gradient for each of ``parameters``, in its dtype; None where it has none, or where it is named again."""
+        """One gradient for each of ``parameters``, in its dtype; None if it has none, or occurs a second time."""
         sums = {id(parameter): total for parameter, total in zip(self.wanted, self._sums)}
         self._sums = []
         totals = [(parameter, sums.pop(id(parameter), None)) for parameter in self.parameters]
@@ -152,16 +152,16 @@ class GradientSums:
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """The buffer to which all gradients of a parameter may be added at once; None: it takes the usual way."""
+    """The buffer to which gradients of a parameter can be added directly; None if there is none."""
     main = getattr(parameter, "main_grad", None)
     if main is None or main.dtype != accumulation_dtype(parameter.dtype):
         return None
-    # Core's mark of weights that are used twice: what comes the other way must be added by DDP.
+    # Core marks weights that are used twice in this way; DDP must add their other gradient.
     return None if getattr(parameter, "zero_out_wgrad", False) else main
 
 
 def in_main_grad(parameter: Tensor, memory: Tensor | None = None) -> Tensor:
-    """The gradient to return for what is in ``main_grad`` already: ``memory`` that nobody reads; default new one."""
+    """The gradient to return if it is already in ``main_grad``: a tensor that is not read, ``memory`` or a new one."""
     parameter.grad_added_to_main_grad = True
     return torch.empty_like(parameter) if memory is None else memory
 
@@ -171,7 +171,7 @@ def _taken(parameter: Tensor, total: Tensor) -> Tensor:
 
 
 def even_spans(rows: int, count: int) -> list[Span]:
-    """``rows`` cut into at most ``count`` spans of nearly equal length, none of them empty."""
+    """``rows`` in at most ``count`` spans of nearly equal length, none of them empty."""
     count = max(1, min(count, rows))
     bounds = [rows * index // count for index in range(count + 1)]
     return list(zip(bounds, bounds[1:]))
@@ -180,18 +180,18 @@ def even_spans(rows: int, count: int) -> list[Span]:
 def keep(value: Any) -> Tensor:
     """A tensor without elements that keeps ``value`` for a backward pass, as long as autograd keeps the tensor.
 
-    So hooks for saved tensors decide about it: a non-reentrant checkpoint lets it go with all that it holds.
+    It follows the hooks for saved tensors: a non-reentrant checkpoint, for example, drops it with the value.
     """
     holder = torch.empty(0)
-    holder.untyped_storage().kept = [value]  # which every alias of the tensor has
+    holder.untyped_storage().kept = [value]  # the storage is shared by every alias of the tensor
     return holder
 
 
 def take_kept(holder: Tensor, whose: str) -> Any:
-    """What :func:`keep` was given, for the one backward pass that it has; None where hooks have saved a copy.
+    """The value given to :func:`keep`, for a single backward pass; None if hooks have saved a copy of the tensor.
 
     Raises:
-        RuntimeError: that pass has been.
+        RuntimeError: this is the second backward pass.
     """
     kept = getattr(holder.untyped_storage(), "kept", [None])
     if not kept:
@@ -200,10 +200,10 @@ def take_kept(holder: Tensor, whose: str) -> Any:
 
 
 def take_once(ctx: Any, name: str, whose: str) -> Any:
-    """What an autograd function keeps in ``ctx.name`` for the one backward pass that it has.
+    """The value of ``ctx.name``, for a single backward pass.
 
     Raises:
-        RuntimeError: that pass has been.
+        RuntimeError: this is the second backward pass.
     """
     kept = getattr(ctx, name)
     setattr(ctx, name, None)
@@ -214,6 +214,6 @@ def take_once(ctx: Any, name: str, whose: str) -> Any:
 
 def _second_pass(whose: str) -> RuntimeError:
     return RuntimeError(
-        f"a second backward pass through {whose} is not supported, with retain_graph=True neither: what it needs is "
-        "let go during the first; run the forward pass again"
+        f"a second backward pass through {whose} is not supported, even with retain_graph=True, because the first one "
+        "frees its data: run the forward pass again"
     )

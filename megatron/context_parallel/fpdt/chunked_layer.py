@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT: a transformer layer in pipelined chunks, with host memory behind them (FPDT paper, sections 4.1 and 4.2).
+"""FPDT: a transformer layer in pipelined chunks, offloaded to host memory (FPDT paper, sections 4.1 and 4.2).
 
-The sequence goes through projection, all-to-all, attention, all-to-all back, output projection and FFN chunk by chunk,
-so that of a whole sequence there are only the layer's input and output. Keys and values of finished chunks wait in host
-memory and come back through a double buffer; so do queries, outputs and lse for the backward pass. Which chunks meet,
-and how they are masked, is read from the tiles.
+The sequence goes through projection, all-to-all, attention, all-to-all back, output projection and FFN chunk by chunk.
+Only the layer's input and output exist for the complete sequence. Keys and values of finished chunks are kept in host
+memory and loaded through a double buffer; so are queries, outputs and lse for the backward pass. The tiles say which
+chunks meet and how they are masked.
 
-Read on in by_queries.py and by_keys.py (the loops over chunks), chunk_work.py (one chunk), host_store.py (what waits).
+See by_queries.py and by_keys.py for the loops over chunks, chunk_work.py for the work on one chunk, and host_store.py.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from megatron.platform.autograd import once_differentiable, refuse_transforms
 
 @dataclass(frozen=True)
 class ChunkedLayer(LayerFunctions):
-    """A layer as functions of one chunk, and where its chunks wait.
+    """A layer as functions of one chunk, and where its chunks are kept.
 
     Attributes:
-        project: (x of a chunk [c, b, h], chunk) -> q, k, v [c, b, heads, d] with positions applied (RoPE); the heads
-            of v may have another size.
+        project: (x of a chunk [c, b, h], chunk) -> q, k, v [c, b, heads, d] with positions applied (RoPE); the head
+            size of v may differ.
         output: (attention output [c, b, heads, d of v], x of the chunk, chunk) -> [c, b, h], residual added.
-        parameters: what ``project``, ``output`` and ``ffn`` read and want gradients for.
-        layout: of the sequence; its chunks are the chunks.
-        rule: mask, kernel, scale, ALiBi, dropout, soft-cap and sinks; these get a gradient if they want one.
-        ffn: token-wise, of what ``output`` gave: [n, b, h] -> [n, b, h]; None where the layer ends with ``output``.
-        ffn_by_rows: ``ffn`` is also told which of this rank's rows it has: (x, (first, end)).
-        ffn_pieces: spans that a chunk goes through ``ffn`` in.
+        parameters: the tensors that ``project``, ``output`` and ``ffn`` use and that need gradients.
+        layout: of the sequence, with its chunks.
+        rule: mask, kernel, scale, ALiBi, dropout, soft-cap and sinks; sinks get a gradient if they require one.
+        ffn: token-wise, on the result of ``output``: [n, b, h] -> [n, b, h]; None if the layer ends with ``output``.
+        ffn_by_rows: ``ffn`` also gets the numbers of its rows among those of this rank: (x, (first, end)).
+        ffn_pieces: number of spans in which a chunk goes through ``ffn``.
         offload: host memory for finished chunks; None keeps them on the device.
         streamed: the result and the gradient of x are host buffers (and x may be one).
-        recompute: keep x alone for the backward pass, and compute attention again there.
-        replay: needed where ``output`` or ``ffn`` draws random numbers from a generator's state.
+        recompute: keep only x for the backward pass, and compute attention again there.
+        replay: needed if ``output`` or ``ffn`` draws random numbers from a generator.
     """
 
     def __post_init__(self) -> None:
         if self.streamed and self.offload is None:
             raise ValueError("streamed=True keeps hidden states in host memory: give offload=")
         if self.rule.gather_keys and self.layout.grid.ring.size > 1:
-            raise ValueError("gather_keys=True with a layer in chunks, whose keys come chunk by chunk: leave it out")
+            raise ValueError("gather_keys=True with a layer in chunks is not supported: leave it out")
         if self.ffn is None and (self.ffn_by_rows or self.ffn_pieces != 1):
-            raise ValueError("ffn_by_rows and ffn_pieces are about ffn, and there is none: give ffn=")
+            raise ValueError("ffn_by_rows and ffn_pieces need an ffn: give ffn= or leave them out")
 
     def __call__(self, x: Tensor) -> Tensor:
         """[s_local, b, h] -> [s_local, b, h]."""
@@ -70,8 +70,8 @@ class _Chunked(torch.autograd.Function):
             _forward(run, y)
         if training:
             if layer.recompute:
-                run.shelf = None
-            run.x = None  # saved the way that lets hooks see it
+                run.store = None
+            run.x = None  # saved by save_for_backward, so that hooks see it
             ctx.layer, ctx.autocast, ctx.random = layer, run.work.autocast, run.work.random
             ctx.save_for_backward(x, keep(run))
         return y.x
@@ -93,14 +93,14 @@ class _Chunked(torch.autograd.Function):
 
 
 def _forward(run: ChunkPass, y: HiddenStates | None) -> None:
-    """By queries. On a ring all ranks' keys pass by each query chunk; where no host has the chunks, by keys, which then
-    go round once."""
+    """By queries; on a ring all ranks' keys go around for each query chunk. On a ring without offload by keys, because
+    keys then go around once."""
     on_device = run.layer.layout.grid.ring.size > 1 and run.layer.offload is None
     (by_keys if on_device else by_queries).forward(run, y)
 
 
 def _backward(run: ChunkPass, dy: HiddenStates) -> None:
-    """By keys on a ring, or where that moves fewer bytes to and from the host."""
+    """By keys on a ring, or if that moves fewer bytes to and from the host; else by queries."""
     layer, work = run.layer, run.work
     fewer = layer.offload is not None and goes_by_keys(work.local_heads, work.local_kv_heads, run.x.x.element_size())
     (by_keys if layer.layout.grid.ring.size > 1 or fewer else by_queries).backward(run, dy)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss in chunks of tokens, so that logits are never whole (FPDT paper, section 4.3).
+"""The loss in chunks of tokens, so that the logits of the complete sequence never exist (FPDT paper, section 4.3).
 
-The output layer and the cross-entropy are one operation. Each chunk's logits live just long enough to give its losses
-and its gradients; what is kept has the size of the hidden states and of the output layer's weight.
+The output layer and the cross-entropy are one operation. A chunk's logits are freed after its losses and gradients are
+computed; memory is needed for the gradients of the hidden states and of the output layer's weight.
 
-A chunk of a few hundred tokens would spend its time on the weight's gradient, an fp32 sum of the weight's shape that is
-read and written for each. So the gradients of several chunks' logits, in the compute dtype, are put together
-(:func:`pieces_together`), and go into the sum in one product.
+With chunks of a few hundred tokens most of the time would go into the weight's gradient, an fp32 sum that each chunk
+reads and writes. Therefore the gradients of several chunks' logits, in the compute dtype, are collected
+(:func:`pieces_together`) and added to the sum by one product.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def chunked_linear_cross_entropy(
 ) -> Tensor:
     """Sum over all tokens of ``token weight * cross-entropy(hidden @ weight^T, label)``.
 
-    Gradients are computed on the way forward: nothing is recomputed on the way back. Softmax is in fp32 (fp64 for fp64
-    inputs) and subtracts the largest logit first, so it is right for logits of any size.
+    Gradients are computed in the forward pass, so that the backward pass recomputes nothing. Softmax is in fp32 (fp64
+    for fp64 inputs) and subtracts the largest logit first.
 
     Args:
         hidden_SBH: [s, b, h]; under ``sequence_parallel`` [s / TP, b, h], this TP rank's tokens. It may be a host
-            buffer; then so is its gradient.
+            buffer; then its gradient is one as well.
         weight_VH: [padded vocab / TP, h], this TP rank's rows.
         labels_SB, token_weights_SB: [s, b], all tokens of the TP group. A weight of 0 masks a token.
-        chunks: how many spans the tokens are cut into; more than there are tokens means one token each.
-        vocab_size: real vocabulary size; rows beyond it are padding and take no part.
-        tensor: the TP axis the vocabulary is split over.
+        chunks: number of spans of tokens; at most one for each token is used.
+        vocab_size: vocabulary size without padding; logits of rows beyond it are ignored.
+        tensor: the TP axis over which the vocabulary is split.
         sequence_parallel: whether tokens are split over TP between the layers.
-        offload: moves a host buffer to and fro.
+        offload: copies a host buffer to and from the device.
 
     Returns:
         The sum, a scalar in fp32 (fp64), the same on every TP rank.
@@ -135,12 +135,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
-    """``total += a @ b``, for a total that is as wide as ``a`` and ``b`` or wider; within the product where it can."""
+    """``total += a @ b``, where total may have a wider dtype; fused with the product if possible."""
     if total_MN.dtype == a_MK.dtype:
         total_MN.addmm_(a_MK, b_KN)
     elif adds_wide(a_MK.device, a_MK.dtype, total_MN.dtype):
         torch.ops.aten.addmm.dtype_out(total_MN, a_MK, b_KN, total_MN.dtype, out=total_MN)
-    else:  # a product is as large as the total: an eighth of it at a time
+    else:  # the product is as large as the total, so it is computed in parts
         for part, a in zip(total_MN.chunk(PARTS), a_MK.chunk(PARTS)):
             part += a @ b_KN
 
@@ -148,13 +148,13 @@ def add_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
 @replaceable
 @lru_cache
 def adds_wide(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether narrow matrices can be multiplied into a wide sum: on GPUs, by newer versions of PyTorch."""
+    """Whether PyTorch can add a product of narrow matrices to a wide sum: newer versions can, on GPUs."""
     if device.type != "cuda":
         return False
     one, total = torch.ones((16, 16), dtype=dtype, device=device), torch.ones((16, 16), dtype=wide, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(total, one, one, wide, out=total)
-    except (AttributeError, RuntimeError):  # older ones have no such kernel, or want the total to be narrow, too
+    except (AttributeError, RuntimeError):  # older versions have no such kernel, or need a narrow total
         return False
     return bool(total.eq(17).all())
 
@@ -170,7 +170,7 @@ def loss_and_gradient(
     spans: list[Span],
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weighted sum of the losses of some tokens and the gradient of their logits, span by span of them."""
+    """The weighted sum of the losses of some tokens and the gradient of their logits, computed span by span."""
     total, grads = scale.new_zeros(()), None
     for start, stop in spans:
         logits = (tokens[start:stop] @ weight.t()).to(scale.dtype)
@@ -220,14 +220,14 @@ def all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
 
 
 def gather(part: Tensor, tensor: Axis) -> Tensor:
-    """[n, b, h] of every TP rank, one after another."""
-    whole = part.new_empty((tensor.size * part.size(0), *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=tensor.group)
-    return whole
+    """All-gather of [n, b, h] over TP along the first dimension."""
+    gathered = part.new_empty((tensor.size * part.size(0), *part.shape[1:]))
+    dist.all_gather_into_tensor(gathered, part.contiguous(), group=tensor.group)
+    return gathered
 
 
 def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
-    """Sum of the TP ranks' gradients of the same tokens; under TP-sp each rank keeps those of its own."""
+    """Sum of the TP ranks' gradients of the same tokens; with ``scatter`` each rank gets those of its own tokens."""
     if tensor.size == 1:
         return grad
     grad = grad.contiguous()
@@ -239,11 +239,7 @@ def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
     return mine
 
 
-# What a model makes of each token, for evaluation by teacher forcing: its loss, and whether greedy decoding would have
-# written it. In chunks of tokens, so that logits are never whole, and over a vocabulary that is split over TP.
-
-
-LOGITS = 2**24  # of a chunk at most, where nobody said how many chunks there are
+LOGITS = 2**24  # at most in a chunk of chunked_token_scores, by default
 
 
 @torch.no_grad()
@@ -259,14 +255,16 @@ def chunked_token_scores(
     sequence_parallel: bool = False,
     offload: Offload | None = None,
 ) -> Tensor:
-    """Loss of each token's label, and 1 where that label has the largest logit (of equal ones the lowest id counts).
+    """For evaluation: the loss of each token's label, and 1 if greedy decoding would choose that label.
+
+    Of equal logits the lowest id is chosen. The logits are computed in chunks of tokens.
 
     Args:
-        hidden_SBH, weight_VH, labels_SB, vocab_size, tensor, sequence_parallel, offload: as those of
+        hidden_SBH, weight_VH, labels_SB, vocab_size, tensor, sequence_parallel, offload: see
             :func:`~megatron.context_parallel.fpdt.chunked_loss.chunked_linear_cross_entropy`.
-        wanted_SB: [s, b]; where it is 0 nothing is scored and both numbers are 0. Chunks without a wanted token are
-            passed over.
-        chunks: how many spans the tokens are cut into; default: as many as keep a span below ``LOGITS`` logits.
+        wanted_SB: [s, b]; tokens with 0 are not scored, and both numbers are 0. Chunks without wanted tokens are
+            skipped.
+        chunks: number of spans of tokens; default: so many that a span has at most ``LOGITS`` logits.
 
     Returns:
         [2, s, b], fp32 (fp64 for fp64 inputs): losses and hits, the same on every TP rank.
@@ -278,32 +276,30 @@ def chunked_token_scores(
     spans = even_spans(rows, max(1, min(pieces, rows)))
     # Under TP-sp rank t holds rows t * rows .. of the labels; a chunk takes the same rows of every rank.
     labels, wanted = (x.reshape(ranks, rows, -1) for x in (labels_SB, wanted_SB != 0))
-    spans = [
-        span for span in spans if wanted[:, slice(*span)].any()
-    ]  # alike on all TP ranks: they hold the same labels
+    spans = [span for span in spans if wanted[:, slice(*span)].any()]  # the same on all TP ranks, as the labels are
     scores = torch.zeros((2, ranks, rows, batch), dtype=wide, device=weight_VH.device)
     for (start, stop), part in zip(spans, HiddenStates(hidden_SBH, offload).walk(spans)):
         tokens = (gather(part, tensor) if gathered else part).reshape(-1, hidden_SBH.size(-1))
         logits = (tokens @ weight_VH.t()).to(wide)
-        found = _scores(logits, labels[:, start:stop].reshape(-1), vocab_size, tensor)
-        scores[:, :, start:stop] = found.view(2, ranks, stop - start, batch)
+        part_scores = _scores(logits, labels[:, start:stop].reshape(-1), vocab_size, tensor)
+        scores[:, :, start:stop] = part_scores.view(2, ranks, stop - start, batch)
     return torch.where(wanted, scores, 0.0).view(2, ranks * rows, batch)
 
 
 def _scores(logits_TV: Tensor, targets: Tensor, vocab_size: int, tensor: Axis) -> Tensor:
-    """[2, tokens] of logits split over TP, which it destroys."""
+    """Losses and hits [2, tokens] from logits split over TP, which are overwritten."""
     width = logits_TV.size(1)
     first = tensor.rank * width
     logits_TV[:, max(min(vocab_size - first, width), 0) :] = -torch.inf
     mine = (targets >= first) & (targets < first + width)
     column = torch.where(mine, targets - first, 0).unsqueeze(1)
-    target = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)  # 0 on all TP ranks but one: the sum is it
+    target = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)  # 0 on all TP ranks but one
     all_reduce(target, tensor, dist.ReduceOp.SUM)
     target = target.unsqueeze(1)
-    ahead = (logits_TV > target).sum(1)  # counted, not compared by index, so that one sum over TP settles it
+    ahead = (logits_TV > target).sum(1)  # a count, so that one sum over TP is enough
     ids = torch.arange(first, first + width, device=targets.device)
     ahead += ((logits_TV == target) & (ids < targets.unsqueeze(1))).sum(1)
     all_reduce(ahead, tensor, dist.ReduceOp.SUM)
     losses, _ = cross_entropy(logits_TV, targets, vocab_size, tensor, False)
-    hits = (ahead == 0) & losses.isfinite()  # of NaN nothing is larger
+    hits = (ahead == 0) & losses.isfinite()  # no logit is larger than NaN
     return torch.stack((losses, hits.to(losses.dtype)))

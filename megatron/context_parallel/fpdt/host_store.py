@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory behind the device (FPDT paper, section 4.2).
+"""Offloading to host memory (FPDT paper, section 4.2).
 
-Three layers. :class:`HostPool` allocates host memory once and reuses it. :class:`Offload` copies between the device and
-such buffers; the copies overlap with compute. On top, :class:`Shelf` keeps chunks by name, :class:`HiddenStates` keeps
-one long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autograd saves. Each brings back what is
-needed one step before its use (the double buffer). They also work without host memory.
+:class:`HostPool` allocates host memory once and reuses it. :class:`Offload` copies between the device and such buffers;
+the copies overlap with compute. On top of these, :class:`ChunkStore` keeps chunks by name, :class:`HiddenStates` keeps
+one long tensor by rows, and :class:`SavedInHost` keeps layer inputs that autograd saves. Each loads data one step
+before its use (the double buffer). They also work without host memory.
 
-Two streams copy, one in each direction, ordered with compute by events (platform/streams.py); the host waits for
-nothing. On a CPU the same calls copy from memory to memory. Every wait below is needed: the tests remove each in turn
-and copy at random legal moments.
+Two streams copy, one in each direction, ordered with compute by events (platform/streams.py). The host never waits. On
+a CPU the same calls copy from memory to memory. Every wait below is needed: the tests remove each in turn and copy at
+random legal moments.
 """
 
 from __future__ import annotations
@@ -27,33 +27,31 @@ from megatron.context_parallel.layout.spans import Span
 from megatron.decisions.division import IN_FLIGHT
 from megatron.platform.streams import COMPUTE, LOADS, STORES, Event, Streams, streams_of
 
-# Host memory that is allocated once and reused.
-#
-# A host buffer is an ordinary CPU tensor (pinned where there is a GPU), so it can be sliced, saved for backward and
-# passed through autograd. When its last reference dies, its memory goes back to the pool it came from. Where all steps
-# are alike, buffers are allocated in the first one and never again. Where lengths change, the pool holds at most twice
-# what was ever in use at once.
-
-
 MOST = 2
-"""The pool holds at most so many times the bytes that were ever in use at once, and a block so many times its buffer.
-Allocating and pinning anew for each length is slow, and a block for each length that has ever been needs no end."""
+"""Limit of the pool's size, relative to the largest number of bytes in use at once, and of a block's size, relative to
+its buffer. Allocating and pinning for each new length would be slow; keeping a block for each length would need ever
+more memory."""
 
 
 class _Lease(np.ndarray):
-    """The memory of a buffer while it is out of the pool; a class of its own because plain arrays take no finalizer."""
+    """The memory of a buffer while it is out of the pool; a subclass because plain arrays accept no finalizer."""
 
 
 class HostPool:
     """Host memory in blocks that are allocated once and reused.
 
+    A host buffer is an ordinary CPU tensor (pinned if there is a GPU): it can be sliced, saved for backward and passed
+    through autograd. Its memory goes back to the pool when its last reference dies. If all steps are the same, buffers
+    are allocated only in the first one. If lengths vary, the pool's size is limited by :data:`MOST`.
+
     Args:
-        streams: what copies to and from the blocks, for which they are pinned.
+        streams: the streams that copy to and from the blocks, which are pinned for them.
 
     Attributes:
-        allocated: bytes of all blocks, in use or not: what the process holds.
-        in_use, peak: bytes of the buffers that are out now, and at most since the start.
-        written, read: by block, the last copy to it, which loads wait for, and the last from it, which writes wait for.
+        allocated: bytes of all blocks, in use or not.
+        in_use, peak: bytes of the buffers in use, now and at most since the start.
+        written, read: by block, the last copy to it, for which loads wait, and the last copy from it, for which writes
+            wait.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -66,23 +64,23 @@ class HostPool:
         weakref.finalize(self, _release, self._blocks, streams).atexit = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialized host tensor whose memory returns to the pool when nobody refers to it any more."""
+        """An uninitialized host tensor whose memory goes back to the pool when its last reference dies."""
         size = max(torch.Size(shape).numel() * dtype.itemsize, 1)
         block = self._block(size)
         self.in_use += size
         self.peak = max(self.peak, self.in_use)
         lease = block[:size].view(_Lease)
-        weakref.finalize(lease, self._give_back, block, size).atexit = False  # keeps the pool alive, too
+        weakref.finalize(lease, self._give_back, block, size).atexit = False  # also keeps the pool alive
         storage = torch.from_numpy(lease).untyped_storage()
-        storage.is_host_buffer = True  # for whoever counts device bytes on a CPU
+        storage.is_host_buffer = True  # on a CPU this distinguishes it from device memory
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))
 
     def block_of(self, host: Tensor) -> int:
-        """Tells the block of a buffer (or of rows of one) from the others, also after it was given back."""
+        """Identifies the block of a buffer (or of rows of one), also after it was given back."""
         return host.untyped_storage().data_ptr()
 
     def _block(self, size: int) -> np.ndarray:
-        """A block of this size. Where the pool may not grow by one: a larger block, or else all idle ones make room."""
+        """A block of this size; if the pool may not grow, a larger idle one. Without that, idle blocks are freed."""
         full = self.allocated + size > MOST * max(self.peak, self.in_use + size)
         if full and not self._free.get(size):
             larger = [other for other, free in self._free.items() if free and size < other <= MOST * size]
@@ -114,9 +112,9 @@ class HostPool:
 
 
 def _release(blocks: dict[int, np.ndarray], streams: Streams) -> None:
-    """Blocks that nobody has a buffer in go back to the system."""
+    """Return unused blocks to the system."""
     if blocks:
-        streams.synchronize()  # copies may be under way still
+        streams.synchronize()  # copies may still be running
     for block in blocks.values():
         streams.unpin(block)
 
@@ -126,28 +124,21 @@ def is_host_buffer(x: Tensor) -> bool:
     return getattr(x.untyped_storage(), "is_host_buffer", False)
 
 
-# Copies between the device and host buffers (host_store.py) that overlap with compute (FPDT paper, section 4.2).
-#
-# Two streams copy, one each way, ordered with compute by events (platform/streams.py); nothing here waits on the
-# host. On a CPU the same calls copy from memory to memory. Every wait below is needed: the tests take each away in
-# turn, and copy at random legal moments.
-
-
 @dataclass
 class Copies:
-    """Bytes that have moved, for tests and reports."""
+    """Bytes that were copied, for tests and reports."""
 
     to_host: int = 0
     to_device: int = 0
 
 
 class Offload:
-    """Moves tensors between a device and host buffers.
+    """Copies tensors between a device and host buffers.
 
     Args:
-        device: where compute happens.
-        streams: what copies; default the device's.
-        pool: where host buffers come from; default a pool of its own.
+        device: the compute device.
+        streams: streams for the copies; default: those of the device.
+        pool: allocates the host buffers; default: a new pool.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None, pool: HostPool | None = None) -> None:
@@ -161,13 +152,13 @@ class Offload:
         return self.pool.empty(shape, dtype)
 
     def to_host(self, x: Tensor) -> Tensor:
-        """A host buffer that gets the values of device tensor ``x``."""
+        """A new host buffer with the values of device tensor ``x``."""
         host = self.pool.empty(x.shape, x.dtype)
         self.write(host, x)
         return host
 
     def write(self, host: Tensor, x: Tensor) -> None:
-        """Start copying device tensor ``x``, which must not change any more, into ``host`` (a buffer, or its rows)."""
+        """Start to copy device tensor ``x``, which must not change any more, to ``host`` (a buffer or rows of one)."""
         streams = self.streams
         self.copies.to_host += x.numel() * x.element_size()
         if not streams.asynchronous:
@@ -175,7 +166,7 @@ class Offload:
             return
         x, block = x.contiguous(), self.pool.block_of(host)
         streams.wait(STORES, streams.record(COMPUTE))
-        # The block may be another's by now, and what was read from it before on its way still.
+        # The block may have had another buffer before, and a copy from that one may still be running.
         streams.wait(STORES, self.pool.read.get(block))
         streams.copy(STORES, host, x)
         self.pool.written[block] = done = streams.record(STORES)
@@ -183,17 +174,17 @@ class Offload:
         self._let_go(IN_FLIGHT)
 
     def let_go(self) -> None:
-        """Have compute wait for all copies to the host, so that it may reuse the memory of what has left."""
+        """Let compute wait for all copies to the host, so that their device memory can be reused."""
         self._let_go(0)
 
     def _let_go(self, count: int) -> None:
-        """All but ``count``. Compute waits for a copy later than it could, when that costs nothing."""
+        """The same for all but the last ``count`` copies, which need no wait yet."""
         while len(self._leaving) > count:
             self.streams.wait(COMPUTE, self._leaving[0][1])
             self._leaving.popleft()
 
     def load(self, host: Tensor) -> Loading:
-        """Start copying a host buffer (or rows of one) to the device; call it before the compute it may overlap."""
+        """Start to copy a host buffer (or rows of one) to the device; call it before the compute it overlaps with."""
         streams = self.streams
         self.copies.to_device += host.numel() * host.element_size()
         x = streams.empty(host.shape, host.dtype)
@@ -201,9 +192,9 @@ class Offload:
             streams.copy(LOADS, x, host)
             return Loading(x)
         block = self.pool.block_of(host)
-        streams.wait(LOADS, streams.record(COMPUTE))  # x's memory may be in use by what was launched before
+        streams.wait(LOADS, streams.record(COMPUTE))  # earlier kernels may still use the memory of x
         streams.wait(LOADS, self.pool.written.get(block))
-        streams.hold(x, LOADS)  # whoever drops a Loading before its wait must not free memory that is being written
+        streams.hold(x, LOADS)  # a Loading that is dropped before its wait must not free memory that is being written
         streams.copy(LOADS, x, host)
         self.pool.read[block] = done = streams.record(LOADS)
         return Loading(x, done, streams)
@@ -211,14 +202,14 @@ class Offload:
 
 @dataclass
 class Loading:
-    """A device tensor that is being filled; without ``streams``, one that is there."""
+    """A device tensor that is being loaded; without ``streams``, one that is complete."""
 
     x: Tensor
     done: Event = None
     streams: Streams | None = None
 
     def wait(self) -> Tensor:
-        """The tensor, for use by what the current stream does next."""
+        """The tensor, for use in the current stream."""
         if self.streams is not None:
             self.streams.wait(COMPUTE, self.done)
         return self.x
@@ -227,7 +218,7 @@ class Loading:
 Item, Coming, There = TypeVar("Item"), TypeVar("Coming"), TypeVar("There")
 
 
-class Shelf:
+class ChunkStore:
     """Tensors by name, kept in host memory or, without ``offload``, on the device."""
 
     def __init__(self, offload: Offload | None) -> None:
@@ -238,7 +229,7 @@ class Shelf:
         return name in self._kept
 
     def put(self, name: tuple, x: Tensor) -> None:
-        """Keep ``x``; one that is there already is overwritten in place."""
+        """Keep ``x``; an earlier tensor of this name is overwritten in place."""
         if self.offload is None:
             self._kept[name] = x
         elif name in self._kept:
@@ -247,7 +238,7 @@ class Shelf:
             self._kept[name] = self.offload.to_host(x)
 
     def load(self, names: Sequence[tuple], fresh: Mapping[tuple, Tensor] = {}) -> list[Loading]:
-        """Start bringing tensors to the device; those that are in ``fresh`` are there already."""
+        """Start to load tensors to the device; those in ``fresh`` are already there."""
         kept = self._kept
         if self.offload is None:
             return [Loading(fresh[name] if name in fresh else kept[name]) for name in names]
@@ -257,7 +248,7 @@ class Shelf:
         return self.load([name])[0].wait()
 
     def pop(self, name: tuple) -> Tensor | None:
-        """As :meth:`get`, for the last time; None where nothing is kept."""
+        """Like :meth:`get`, and drop the tensor; None if there is none of this name."""
         if name not in self._kept:
             return None
         x = self.get(name)
@@ -273,8 +264,8 @@ class Shelf:
     ) -> Iterator[dict[tuple, Tensor]]:
         """The tensors of each item in turn, by name; the first item's loads start now.
 
-        While the caller computes on one item, the next one is on its way. Names that are neither kept nor fresh when
-        their turn comes are left out: sums that have not begun.
+        While the caller computes on one item, the next one is loaded. Names that are neither kept nor fresh at that
+        time are left out, for example sums that have not begun.
         """
 
         def start(item: Sequence[tuple]) -> dict[tuple, Loading]:
@@ -290,7 +281,7 @@ class Shelf:
 def _one_ahead(
     items: Sequence[Item], start: Callable[[Item], Coming], wait: Callable[[Coming], There]
 ) -> Iterator[There]:
-    """``wait(start(item))`` of each item; the first is started now, every other while the one before it is used."""
+    """``wait(start(item))`` of each item; the first is started now, each other one while the previous one is used."""
 
     def steps(coming: Coming | None) -> Iterator[There]:
         for index in range(len(items)):
@@ -311,12 +302,12 @@ class HiddenStates:
     def empty(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, offload: Offload | None
     ) -> HiddenStates:
-        """On ``device``; with ``offload``, a host buffer."""
+        """An uninitialized tensor on ``device`` or, with ``offload``, a host buffer."""
         x = torch.empty(shape, dtype=dtype, device=device) if offload is None else offload.empty(shape, dtype)
         return cls(x, offload)
 
     def walk(self, spans: Sequence[Span]) -> Iterator[Tensor]:
-        """The rows of each span in turn, on the device; a host buffer's come one span ahead."""
+        """The rows of each span in turn, on the device; those of a host buffer are loaded one span ahead."""
         return _one_ahead(spans, self._load, Loading.wait)
 
     def read(self, span: Span) -> Tensor:
@@ -336,11 +327,11 @@ class HiddenStates:
 class SavedInHost:
     """Hooks for ``torch.autograd.graph.saved_tensors_hooks``: layer inputs saved for backward go to host memory.
 
-    When one is asked for in the backward pass, the one that was saved before it starts to come as well.
+    When the backward pass needs one of them, the one that was saved before it starts to load as well.
 
     Args:
-        offload: what moves them.
-        shape: of a layer input; other saved tensors stay where they are.
+        offload: copies them.
+        shape: of a layer input; saved tensors of other shapes stay on the device.
     """
 
     def __init__(self, offload: Offload, shape: torch.Size) -> None:
@@ -369,7 +360,7 @@ class _Saved:
         self.coming = self.coming or self.offload.load(self.host)
 
     def take(self) -> Tensor:
-        self.offload.let_go()  # nothing may leave for the rest of the backward pass, and these copies are long done
+        self.offload.let_go()  # these copies finished long ago, and the backward pass may make no further ones
         self.fetch()
         x, self.coming, self.used = self.coming.wait(), None, True
         if self.before is not None and not self.before.used:  # hooks may serve several passes

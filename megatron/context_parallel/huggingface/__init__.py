@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders of Hugging Face's transformers over Ulysses x Ring, by their public hooks alone.
+"""Decoders of Hugging Face's transformers over Ulysses x Ring, through public interfaces only.
 
     context = parallelize(model, grid, seq_length=S)
     loss = model(**context.shard(batch)).loss
 
-rank_batch.py takes a rank's part of a batch, transformers_attention.py is the attention under a name of ours,
-decoder_loss.py the loss in chunks, fpdt_layers.py the layers in chunks; parallel.py changes a model and gives it back,
-probe.py asks first whether that is exact, and trainer.py is a mixin for ``transformers.Trainer``.
+rank_batch.py takes a rank's part of a batch, transformers_attention.py registers our attention, decoder_loss.py is the
+loss in chunks, fpdt_layers.py the layers in chunks. parallel.py changes a model and restores it, probe.py first tests
+whether the result would be exact, and trainer.py is a mixin for ``transformers.Trainer``.
 """
 
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a decoder with a head, in chunks of tokens: logits are never whole.
+"""The loss of a decoder in chunks of tokens, so that the complete logits never exist.
 
-A head that is one product goes through the heart's own loss (fpdt/chunked_loss.py). What more a model does with its
-logits (soft-cap, scale, bias, LoRA) is not read from its configuration: its own forward is run, chunk by chunk, over
-hidden states that are there already.
+If the output layer is only a product, fpdt/chunked_loss.py computes the loss. Otherwise (soft-cap, scale, bias, LoRA)
+the model's own forward runs on chunks of the hidden states; nothing is read from its configuration.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from megatron.context_parallel.huggingface.rank_batch import IGNORED
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 
-LARGE = 100.0  # logits at which a soft-cap would show
+LARGE = 100.0  # a logit that a soft-cap would change visibly
 
 
 def cross_entropy_sum(model: PreTrainedModel, hidden_BSH: Tensor, targets_BS: Tensor, chunks: int | None) -> Tensor:
-    """Sum of the losses of the targets that count.
+    """Sum of the losses of all targets that are not ignored.
 
     Args:
-        hidden_BSH: what the model's base gives.
-        targets_BS: int64, -100 where nothing counts.
-        chunks: spans of tokens; default as in FPDT, twice the vocabulary over the hidden size.
+        hidden_BSH: the output of the model's base.
+        targets_BS: int64, -100 for ignored ones.
+        chunks: number of spans of tokens; default as in FPDT: twice the vocabulary size divided by the hidden size.
 
     Returns:
         A scalar in fp32 (fp64).
     """
     if isinstance(_head(model).weight, DTensor):
-        raise ValueError("the output layer is sharded on its own: leave it to the fully_shard of the whole model")
+        raise ValueError("fully_shard was applied to the output layer: apply it to the complete model only")
     hidden, targets = hidden_BSH.flatten(0, 1), targets_BS.flatten()
     chunks = chunks or 2 * ceil(vocabulary(model) / hidden.size(-1))
     if not torch.is_grad_enabled():
@@ -59,21 +58,21 @@ def cross_entropy_sum(model: PreTrainedModel, hidden_BSH: Tensor, targets_BS: Te
 
 
 def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
-    """What the model's own forward makes of hidden states.
+    """The logits that the model's own forward computes from hidden states.
 
     Raises:
-        ValueError: it needs more than what its base gives.
+        ValueError: it needs more than the hidden states of its base.
     """
     try:
         return type(model).forward(_OnlyHead(model, hidden_BSH), inputs_embeds=hidden_BSH, return_dict=True).logits
     except (AttributeError, IndexError, TypeError) as error:
         raise ValueError(
-            f"the output layer of {type(model).__name__} cannot be run on its own, as a loss in chunks has to: {error}"
+            f"the output layer of {type(model).__name__} cannot run separately, which a loss in chunks needs: {error}"
         ) from error
 
 
 def plain_weight(model: PreTrainedModel) -> Tensor | None:
-    """The output layer's weight, if logits are its product with hidden states and nothing else, large ones as well."""
+    """The output layer's weight, if logits are just its product with hidden states (also large logits), else None."""
     head = _head(model)
     if not isinstance(head, nn.Linear) or head.bias is not None or not head.weight.is_floating_point():
         return None
@@ -82,7 +81,7 @@ def plain_weight(model: PreTrainedModel) -> Tensor | None:
         some = torch.randn(1, 2, weight.size(1), generator=torch.Generator().manual_seed(1))
         some = some.to(weight.device, weight.dtype)
         some *= LARGE / F.linear(some, weight).abs().max()
-        # NaN, of a weight that is 0, equals nothing: such a head takes the other way.
+        # A weight of 0 gives NaN, which is not equal to itself: then the result is None.
         return weight if torch.equal(logits_of(model, some), F.linear(some, weight)) else None
 
 
@@ -91,7 +90,7 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 
 def mean_over(axis: Axis, local: Tensor) -> Tensor:
-    """The sum over ranks of ``local``, on each; its gradients, averaged over the ranks, are those of the sum."""
+    """The sum of ``local`` over ranks, on each of them; its gradients *averaged* over ranks are those of the sum."""
     return local if axis.size == 1 else _Sum.apply(local, axis)
 
 
@@ -110,7 +109,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _OnlyHead:
-    """A model, for its own forward, whose base gives hidden states that are there already."""
+    """A model whose base returns given hidden states; the model's own forward runs on it."""
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
         self._model = model
@@ -121,21 +120,21 @@ class _OnlyHead:
 
 
 class _Base:
-    """In place of a base, or of the decoder within it that OPT's own forward calls."""
+    """Replaces a base, or the decoder within it, which OPT's forward calls."""
 
     def __init__(self, base: nn.Module, hidden: Tensor) -> None:
         self._base, self._hidden = base, hidden
 
-    def __call__(self, *_: Any, **__: Any) -> _Found:
-        return _Found(self._hidden)
+    def __call__(self, *_: Any, **__: Any) -> _BaseOutput:
+        return _BaseOutput(self._hidden)
 
     def __getattr__(self, name: str) -> Any:
         inner = getattr(self._base, name)
         return _Base(inner, self._hidden) if isinstance(inner, nn.Module) else inner
 
 
-class _Found:
-    """What a base gives: hidden states, and nothing of all else."""
+class _BaseOutput:
+    """The output of a base: hidden states; every other field is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FPDT for decoder layers of the common shape: norm, attention, norm, MLP, each half added to its input.
+"""FPDT for decoder layers of the common form: norm, attention, norm, MLP, each half with a residual connection.
 
-Nothing of a layer is written anew. Queries, keys and values are what its own attention module hands to the attention
-function, which stops there; the rest are its own sub-modules. That they make up the layer is tried on a few tokens.
+Only the layer's own sub-modules are used. Its attention module computes queries, keys and values; our attention
+function then stops it by an exception that carries them. A test on a few tokens shows whether the sub-modules, put
+together in this form, are equal to the layer.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Fpdt:
     Attributes:
         chunk_size: tokens of a chunk, over all ranks.
         offload: keep finished chunks in host memory.
-        ffn_chunks: spans that the MLP goes through; default twice as many as there are chunks.
-        recompute: keep a layer's input alone for the backward pass; leave gradient checkpointing off then.
+        ffn_chunks: number of spans for the MLP; default: twice the number of chunks.
+        recompute: keep only a layer's input for the backward pass; then turn gradient checkpointing off.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
     """
 
     chunk_size: int = 65536
@@ -49,10 +50,10 @@ class Fpdt:
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1 or (self.ffn_chunks is not None and self.ffn_chunks < 1):
-            raise ValueError(f"sizes are 1 or more: {self}")
+            raise ValueError(f"sizes must be 1 or more: {self}")
 
     def chunks(self, seq_length: int, grid: Grid) -> int:
-        """How many chunks a ring rank's sequence is cut in. ValueError: they are longer than that, or too short."""
+        """Number of chunks of a ring rank's sequence. Raises ValueError if ``chunk_size`` is too long or too short."""
         ring, unit = grid.ring.size, counts.chunk_unit(grid.ulysses.size, 1, False)
         longest = counts.chunk_rows(self.chunk_size, ring, unit)
         if longest < 1 or self.chunk_size > seq_length:
@@ -61,18 +62,18 @@ class Fpdt:
 
 
 def chunked_layers(model: PreTrainedModel, fpdt: Fpdt) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
-    """The decoder layers of a model, and for each what takes the place of its forward: (layer, its forward, ...).
+    """The decoder layers of a model, each with the function that replaces its forward: (layer, its forward, ...).
 
     Raises:
-        ValueError: a layer is of another shape.
+        ValueError: a layer has another form.
     """
     layers = list(getattr(model.base_model, "layers", ()))
     for layer in layers:
         named = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
         if named != PARTS or not isinstance(getattr(layer.self_attn, "o_proj", None), nn.Module):
-            raise _other_shape(layer, f"it consists of {', '.join(sorted(named))}")
+            raise _other_form(layer, f"it consists of {', '.join(sorted(named))}")
         if dropped := [name for name, part in layer.named_modules() if isinstance(part, nn.Dropout) and part.p]:
-            raise _other_shape(layer, f"it has dropout in {dropped[0]}")
+            raise _other_form(layer, f"it has dropout in {dropped[0]}")
     if not layers:
         raise ValueError(f"fpdt needs decoder layers in {type(model.base_model).__name__}.layers: leave fpdt out")
     _try(model, layers)
@@ -91,7 +92,7 @@ def _forward(
     position_embeddings: tuple[Tensor, Tensor],
     **_: Any,
 ) -> Tensor:
-    """[b, s_local, h], the same."""
+    """[b, s_local, h] -> [b, s_local, h]."""
     device, x = hidden_states.device, hidden_states.transpose(0, 1)
     if fpdt.offload and device not in offloads:
         offloads[device] = Offload(device)
@@ -99,7 +100,7 @@ def _forward(
     run = partial(_chunked, fpdt, offloads.get(device), layer, attention_mask)
     if len(masks) == 1:
         return run(x, masks[0], position_embeddings).transpose(0, 1)
-    done = []  # tiles are of one sample's documents
+    done = []  # sample by sample, because each has its own tiles
     for sample, mask in enumerate(masks):
         here = tuple(e if e.size(0) == 1 else e[sample : sample + 1] for e in position_embeddings)
         done.append(run(x[:, sample : sample + 1], mask, here))
@@ -146,7 +147,7 @@ def _chunked(
 
 
 class _Projected(Exception):
-    """Not an error: q, k and v [s, b, heads, d] on their way to attention, and what is asked of it."""
+    """Not an error: carries q, k and v [s, b, heads, d], and the options of the call of attention."""
 
     def __init__(self, qkv: tuple[Tensor, ...], call: Call) -> None:
         self.qkv, self.call = qkv, call
@@ -154,7 +155,7 @@ class _Projected(Exception):
 
 @dataclass(frozen=True)
 class _StopThere:
-    """Attention that is not computed."""
+    """Attention that stops the layer."""
 
     window: int | None
 
@@ -170,9 +171,9 @@ def _project(
         layer.self_attn(
             hidden_states=normed, position_embeddings=position_embeddings, attention_mask=_StopThere(window)
         )
-    except _Projected as found:
-        return found
-    raise _other_shape(layer, "its attention does not ask for attention")
+    except _Projected as projected:
+        return projected
+    raise _other_form(layer, "its attention does not call the attention function")
 
 
 def _output(layer: nn.Module, out_SBHD: Tensor, x_SBH: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ def _ffn(layer: nn.Module, x_SBH: Tensor) -> Tensor:
 
 
 def _try(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse a layer that is not what its parts make up."""
+    """Refuse a layer that differs from its sub-modules put together in the common form."""
     seen: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = []
     hooks = [
         layer.register_forward_hook(
@@ -201,7 +202,7 @@ def _try(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             mine = _ffn(layer, _output(layer, out, x)).transpose(0, 1)
             error = float((mine - y).abs().max() / y.abs().max())
             if not error < (1e-4 if y.dtype in (torch.float32, torch.float64) else 3e-2):
-                raise _other_shape(layer, "its parts are put together in another way")
+                raise _other_form(layer, "its parts are put together in another way")
 
     try:
         run_alone(model, then=compare)
@@ -210,8 +211,8 @@ def _try(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             hook.remove()
 
 
-def _other_shape(layer: nn.Module, why: str) -> ValueError:
+def _other_form(layer: nn.Module, why: str) -> ValueError:
     return ValueError(
-        f"fpdt takes decoder layers of norm, attention, norm and MLP; {type(layer).__name__} is another ({why}): leave "
-        "fpdt out"
+        f"fpdt needs decoder layers of norm, attention, norm and MLP; {type(layer).__name__} is different ({why}): "
+        "leave fpdt out"
     )

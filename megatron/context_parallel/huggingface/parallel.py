@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of transformers spread over the grid, and given back.
+"""Distribute a model of transformers over the grid, and restore it.
 
-What is changed is one name in its configuration (that of its attention), ``use_cache``, and the ``forward`` of the
-model and, with FPDT, of its layers; weights, their names, hooks and classes stay. So whatever works on the model beside
-it goes on working: gradient checkpointing, DDP, fully_shard, LoRA.
+Changed are the attention's name and ``use_cache`` in the model's configuration, and the ``forward`` of the model and,
+with FPDT, of its layers. Weights, their names, hooks and classes stay, so that gradient checkpointing, DDP, fully_shard
+and LoRA work as before.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from megatron.context_parallel.huggingface.transformers_attention import NAME, S
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import Balance, SequenceLayout
 
-# RoPE whose frequencies depend on how long the sequence is (dynamic NTK, LongRoPE), told the whole length.
+# RoPE whose frequencies depend on the length of the sequence (dynamic NTK, LongRoPE).
 #
-# transformers takes the largest position that it is given for the length. A rank is given its own positions alone,
-# so one more is put at their end, the largest of the whole batch, and what is computed for it is taken away again.
+# transformers uses the largest given position as the length. A rank has only its own positions. Therefore the largest
+# position of the complete batch is appended to them, and its result is removed.
 
 
 def by_length(module: nn.Module) -> bool:
-    """Whether a module is a RoPE that looks at the length."""
+    """Whether a module is a RoPE that depends on the length."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def tell_length(module: nn.Module, longest: Callable[[], int]) -> list[RemovableHandle]:
-    """Hooks that have a RoPE's (x, position_ids [b, s]) -> (cos, sin) [b, s, d] count with ``longest()`` positions."""
+    """Hooks that make a RoPE's (x, position_ids [b, s]) -> (cos, sin) [b, s, d] use the length ``longest()``."""
 
     def more(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -54,13 +54,13 @@ def tell_length(module: nn.Module, longest: Callable[[], int]) -> list[Removable
             return args, {**kwargs, "position_ids": positions}
         return (args[0], positions, *args[2:]), kwargs
 
-    def less(_: nn.Module, args: tuple[Any, ...], found: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return tuple(x[:, :-1] for x in found)
+    def less(_: nn.Module, args: tuple[Any, ...], cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(x[:, :-1] for x in cos_sin)
 
     return [module.register_forward_pre_hook(more, with_kwargs=True), module.register_forward_hook(less)]
 
 
-PART = "context_part"  # the entry of a cut batch that the model's forward takes for itself
+PART = "context_part"  # the entry of a cut batch with its Part
 REFUSED = ("output_attentions", "output_router_logits", "use_cache")
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
@@ -78,23 +78,24 @@ def parallelize(
     loss_chunks: int | None = None,
     dropout_seed: int = 0,
 ) -> ContextParallel:
-    """Spread a decoder's sequences over ``grid.context``. All its ranks call it, before or after DDP or fully_shard.
+    """Distribute a decoder's sequences over ``grid.context``. Its ranks call it, before or after DDP or fully_shard.
 
-    ``model(**context.shard(batch)).loss`` is the mean over the whole batch on every rank; gradients *averaged* over
-    ``grid.context``, as DDP and fully_shard do, are those of that mean. Without labels, logits of a rank's tokens.
+    ``model(**context.shard(batch)).loss`` is the mean over the complete batch on every rank. Gradients *averaged* over
+    ``grid.context``, as by DDP and fully_shard, are those of this mean. Without labels the model returns the logits of
+    a rank's tokens.
 
     Args:
-        model: a causal language model of transformers whose attention goes through its AttentionInterface, weights
-            loaded; or a PeftModel around one.
-        grid: tensor and pipeline axes of size 1.
-        seq_length: tokens of every batch.
-        fpdt: decoder layers in chunks with host memory behind them; None: as they are.
+        model: a causal language model of transformers, with its weights, whose attention uses AttentionInterface; or a
+            PeftModel around one.
+        grid: with tensor and pipeline axes of size 1.
+        seq_length: sequence length of every batch.
+        fpdt: decoder layers in chunks, offloaded to host memory; None: layers unchanged.
         balance, kernel: see ``cp.SequenceLayout`` and ``cp.attention``.
-        loss_chunks: spans of tokens whose logits are made at once; default by the vocabulary.
-        dropout_seed: of dropout of attention weights. Dropout elsewhere is each rank's own, from PyTorch's generator.
+        loss_chunks: number of spans of tokens in which logits are computed; default: from the vocabulary size.
+        dropout_seed: for dropout of attention weights. Other dropout uses each rank's PyTorch generator.
 
     Raises:
-        ValueError: the model, or its configuration, has what is not supported.
+        ValueError: the model or its configuration is not supported.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     chunks = 1 if fpdt is None else fpdt.chunks(seq_length, grid)
@@ -110,11 +111,11 @@ def parallelize(
 
 
 class ContextParallel:
-    """A model spread over a grid, from :func:`parallelize`. As a context manager it gives the model back at its end.
+    """A model distributed over a grid, from :func:`parallelize`. As a context manager it restores the model at its end.
 
     Attributes:
         model: the causal language model.
-        layout: of its sequences; with the balance "documents", before the documents of a batch are known.
+        layout: of its sequences; with the balance "documents", the one without a batch's documents.
         grid: of the layout.
     """
 
@@ -132,24 +133,24 @@ class ContextParallel:
         return self.layout.grid
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a whole batch, for the model. Every rank of ``grid.context`` gives the same batch.
+        """This rank's part of a complete batch, for the model. Every rank of ``grid.context`` passes the same batch.
 
         Args:
             batch: see :func:`~megatron.context_parallel.huggingface.rank_batch.cut`.
 
         Raises:
-            ValueError: an entry is unknown, or says what cannot be held to.
+            ValueError: an entry is not supported.
         """
         own, part = cut(batch, self.layout, self._batches)
         self._batches += 1
         return {**own, PART: part}
 
     def gather(self, x: Tensor, sharded: Mapping[str, Any], dim: int = 1) -> Tensor:
-        """The whole of ``x`` (logits, hidden states), alike on every rank; ``sharded``: what :meth:`shard` gave."""
+        """The complete ``x`` (logits, hidden states), on every rank; ``sharded``: the result of :meth:`shard`."""
         return sharded[PART].layout.gather(x, dim)
 
     def remove(self) -> None:
-        """Give the model back as it was, once the backward passes are done. A second time does nothing."""
+        """Restore the model, after the last backward pass. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -168,15 +169,15 @@ class ContextParallel:
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
                 raise ValueError(
-                    f"{type(module).__name__} computes attention on its own, not through transformers' "
-                    "AttentionInterface: not supported over ranks"
+                    f"{type(module).__name__} does not compute attention through transformers' AttentionInterface: not "
+                    "supported over ranks"
                 )
         for queries, keys in refuse_mixing(model):
             head_plan(queries, keys, self.grid.ulysses.size)
         if getattr(model.config, "use_cache", False):
             self._set(model.config, "use_cache", False)
             if self.grid.context.rank == 0:
-                log.warning("use_cache=False: no keys are kept for generation while the model is spread over ranks")
+                log.warning("use_cache=False: there is no key/value cache while the model is distributed over ranks")
         if fpdt is not None:
             for layer, forward in chunked_layers(model, fpdt):
                 self._replace_forward(layer, forward)
@@ -193,7 +194,7 @@ class ContextParallel:
 
     def _replace_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
         """``module.forward(...)`` becomes ``function(module, its forward, ...)``, also in copies of the module."""
-        before = vars(module).get("forward")  # of accelerate, say
+        before = vars(module).get("forward")  # for example from accelerate
         own = type(module).forward if before is None else getattr(before, "__func__", before)
         bound = before is None or hasattr(before, "__func__")
 
@@ -208,7 +209,7 @@ class ContextParallel:
 
         def undo() -> None:
             nonlocal active
-            active = False  # where somebody else has put a function of theirs around it meanwhile
+            active = False  # in case that another function was put around it since
             if vars(module).get("forward") is ours:
                 del module.forward
                 if before is not None:
@@ -238,40 +239,40 @@ class ContextParallel:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The model's forward, of what :meth:`shard` gave."""
+        """The model's forward, with the result of :meth:`shard`."""
         if args or context_part is None or kwargs.get("labels") is not None:
             raise ValueError(
-                "this model is spread over ranks: call it as model(**context.shard(batch)), or give it back with "
+                "this model is distributed over ranks: call it as model(**context.shard(batch)), or restore it by "
                 "context.remove() first"
             )
         for name in (*REFUSED, "past_key_values", "logits_to_keep", "inputs_embeds", "attention_mask"):
             asked = kwargs.pop(name, None)
             if asked is not None and not (isinstance(asked, int) and asked == 0):  # False is one
                 raise ValueError(f"{name} is not supported over ranks: leave it out")
-        # With a mask that is there, no restart of a rank's positions is taken for a new document.
+        # With a mask transformers does not look for new documents in a rank's positions.
         kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
         with self._about(context_part):
             if shift_labels is None:
                 return own(**kwargs)
-            found = model.base_model(**kwargs)
-            total = cross_entropy_sum(model, found.last_hidden_state, shift_labels, self._loss_chunks)
+            output = model.base_model(**kwargs)
+            total = cross_entropy_sum(model, output.last_hidden_state, shift_labels, self._loss_chunks)
         count = max(context_part.labelled, 1) if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device) if isinstance(count, Tensor) else count
         loss = mean_over(self.grid.context, total / count)
-        return CausalLMOutputWithPast(loss=loss, hidden_states=found.hidden_states)
+        return CausalLMOutputWithPast(loss=loss, hidden_states=output.hidden_states)
 
 
 def _check(model: nn.Module, grid: Grid) -> None:
-    """Refuse what can be seen without running the model."""
+    """Checks that do not run the model."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise ValueError(f"{type(model).__name__} is no causal language model of transformers: parallelize takes those")
+        raise ValueError(f"{type(model).__name__} is not a causal language model of transformers: not supported")
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has an encoder beside its decoder: not supported over ranks")
+        raise ValueError(f"{type(model).__name__} has an encoder: not supported over ranks")
     if model.config._attn_implementation == NAME:
-        raise ValueError("the model is spread over ranks already: context.remove() first")
+        raise ValueError("the model is already distributed over ranks: call context.remove() first")
     for name in ("tensor", "pipeline"):
         if getattr(grid, name).size > 1:
-            raise ValueError(f"{name}={getattr(grid, name).size} with a model of transformers: make it 1")
+            raise ValueError(f"{name}={getattr(grid, name).size} with a model of transformers: use 1")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model has no weights yet (device meta): load them, then parallelize")
     config = model.config.get_text_config(decoder=True)
@@ -283,5 +284,5 @@ def _check(model: nn.Module, grid: Grid) -> None:
             raise ValueError(f"the model has layers of the kind {kind}: over ranks only {', '.join(ATTENTION_KINDS)}")
     if model.base_model is model:
         raise ValueError(
-            f"{type(model).__name__} has no {model.base_model_prefix}, its base by name: not supported over ranks"
+            f"{type(model).__name__} has no base model {model.base_model_prefix}: not supported over ranks"
         )

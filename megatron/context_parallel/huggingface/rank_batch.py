@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of a batch, and what the part alone cannot say: documents, the count of labels, the longest position.
+"""A rank's part of a batch, with properties of the complete batch: documents, number of labels, largest position.
 
-What transformers tells by tensors as long as the sequence is read here, once and on the whole batch: documents from
-positions that restart, padding from an attention mask.
+They are read from the complete batch, before it is cut: documents from positions that restart, padding from the
+attention mask.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
 IGNORED = -100
 KNOWN = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch")
-# What collators say to flash attention beside position_ids, and what is read from those here.
+# Entries that collators make for flash attention in addition to position_ids; they contain the same documents.
 FOLLOWING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is true of a whole batch of which a rank has a part.
+    """Properties of a complete batch, of which each rank has a part.
 
     Attributes:
-        layout: who holds which tokens.
+        layout: which rank holds which tokens.
         ends: for each sample, one past the last token of each of its documents.
-        labelled: labels of the whole batch that count; None: it has none.
+        labelled: number of labels in the complete batch that are not ignored; None: it has no labels.
         longest: one more than the largest position.
-        number: how many batches came before; dropout draws by it.
+        number: how many batches came before; dropout depends on it.
     """
 
     layout: SequenceLayout
@@ -43,51 +43,50 @@ class Part:
     number: int
 
     def masks(self, window: int | None) -> list[Mask]:
-        """One for all samples or one for each; ``window``: keys that a query sees, itself included."""
-        whole = self.layout.seq_length
-        within = Causal() if window is None or window >= whole else Window(window - 1)
+        """One mask for all samples or one for each; ``window``: keys that a query sees, itself included."""
+        within = Causal() if window is None or window >= self.layout.seq_length else Window(window - 1)
         masks = [within if len(ends) == 1 else Documents(ends, within) for ends in self.ends]
         return masks[:1] if len(set(self.ends)) == 1 else masks
 
 
 def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[dict[str, Any], Part]:
-    """This rank's part of a whole batch.
+    """This rank's part of a complete batch.
 
     Args:
-        batch: ``input_ids`` [b, s]; maybe ``labels`` [b, s], not shifted, -100 where nothing is to be predicted;
-            ``position_ids`` [b, s] or [1, s], whose restarts part documents; ``attention_mask`` [b, s], 1 for tokens
-            and 0 for padding at the right; ``num_items_in_batch``; where documents end once more, for flash attention.
-        layout: of all batches; with the balance "documents" it is remade for the first sample's.
+        batch: ``input_ids`` [b, s]. Optional: ``labels`` [b, s], not shifted, -100 for ignored ones; ``position_ids``
+            [b, s] or [1, s], which restart at each document; ``attention_mask`` [b, s], 1 for tokens and 0 for padding
+            on the right; ``num_items_in_batch``; the documents' ends in the form for flash attention.
+        layout: of all batches; with the balance "documents" it is made again for the first sample's documents.
         number: of this batch.
 
     Returns:
-        ``input_ids``, ``position_ids`` and ``shift_labels`` [b, s_local], and what is true of the whole.
+        ``input_ids``, ``position_ids`` and ``shift_labels`` [b, s_local], and properties of the complete batch.
 
     Raises:
-        ValueError: an entry is unknown, or says what cannot be held to.
+        ValueError: an entry is not supported.
     """
     for name in batch:
         if name not in KNOWN + FOLLOWING and batch[name] is not None:
-            raise ValueError(f"the batch's {name} is not cut over ranks: leave it out, only {', '.join(KNOWN)} are")
+            raise ValueError(f"the batch's {name} is not supported over ranks: leave it out, use {', '.join(KNOWN)}")
     tokens = batch["input_ids"]
     if tokens.dim() != 2 or tokens.size(1) != layout.seq_length:
         raise ValueError(
-            f"input_ids {list(tokens.shape)} are not [b, {layout.seq_length}]: shard takes the whole batch, at the "
+            f"input_ids {list(tokens.shape)} are not [b, {layout.seq_length}]: shard needs the complete batch with the "
             "seq_length of parallelize; pad or pack it"
         )
     labels, positions, padding = (batch.get(name) for name in ("labels", "position_ids", "attention_mask"))
-    targets = None if labels is None else F.pad(_alike(labels, tokens, "labels"), (0, 1), value=IGNORED)[:, 1:]
+    targets = None if labels is None else F.pad(_same_shape(labels, tokens, "labels"), (0, 1), value=IGNORED)[:, 1:]
     ends = _ends(tokens, positions)
     for name in FOLLOWING[:2]:
         if batch.get(name) is not None and (len(ends) > 1 or batch[name].tolist() != [0, *ends[0]]):
-            raise ValueError(f"{name} parts documents otherwise than position_ids do: give position_ids that restart")
+            raise ValueError(f"{name} and position_ids have different documents: give position_ids that restart")
     if padding is not None:
-        ends = _without_padding(ends, _alike(padding, tokens, "attention_mask"), targets)
+        ends = _without_padding(ends, _same_shape(padding, tokens, "attention_mask"), targets)
     if positions is None:
         positions = torch.arange(layout.seq_length, device=tokens.device)[None]
     layout = layout.of_documents(ends[0])
     if layout.balance == "documents" and len(set(ends)) > 1:
-        raise ValueError("balance='documents' deals by one sample's documents: use batches of one, or 'zigzag'")
+        raise ValueError("balance='documents' needs the same documents in all samples: use batches of one, or 'zigzag'")
     own = {
         "input_ids": layout.shard(tokens, dim=1),
         "position_ids": layout.shard(positions.expand(tokens.size(0), -1), dim=1),
@@ -100,21 +99,21 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
     return own, Part(layout, ends, labelled, int(positions.max()) + 1, number)
 
 
-def _alike(x: Tensor, tokens: Tensor, name: str) -> Tensor:
+def _same_shape(x: Tensor, tokens: Tensor, name: str) -> Tensor:
     if x.shape != tokens.shape:
-        raise ValueError(f"{name} {list(x.shape)} are not as input_ids, {list(tokens.shape)}: give one for each token")
+        raise ValueError(f"{name} {list(x.shape)} must have the shape of input_ids, {list(tokens.shape)}")
     return x
 
 
 def _ends(tokens: Tensor, positions: Tensor | None) -> tuple[tuple[int, ...], ...]:
-    """Where each sample's documents end: where a position is not one more than that before, as in transformers."""
+    """The ends of each sample's documents. As in transformers, a document ends if the next position is not one more."""
     length = tokens.size(1)
     if positions is None:
         return ((length,),) * tokens.size(0)
     if positions.dim() != 2 or positions.size(1) != length or positions.size(0) not in (1, tokens.size(0)):
         raise ValueError(
             f"position_ids {list(positions.shape)} are not [{tokens.size(0)}, {length}] or [1, {length}]: positions of "
-            "several kinds (images, video) are not read"
+            "several kinds (images, video) are not supported"
         )
     starts = positions.diff(dim=1).ne(1).cpu()
     rows = [(*(torch.nonzero(row).flatten() + 1).tolist(), length) for row in starts]
@@ -124,23 +123,23 @@ def _ends(tokens: Tensor, positions: Tensor | None) -> tuple[tuple[int, ...], ..
 def _without_padding(
     ends: tuple[tuple[int, ...], ...], padding: Tensor, targets: Tensor | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The same with padding at the right as a document of its own, which nobody's loss is about."""
+    """The ends of documents, with padding on the right as a separate document, whose labels must be ignored."""
     if bool(padding.eq(1).all()):
         if any(len(row) > 1 for row in ends):
             raise ValueError(
-                "attention_mask lets documents see each other whose position_ids restart: leave one of them out "
-                "(without attention_mask documents are kept apart)"
+                "attention_mask joins documents, but position_ids restart: leave one of them out "
+                "(without attention_mask documents are separated)"
             )
         return ends
     lengths = padding.eq(1).sum(1)
     right = torch.arange(padding.size(1), device=padding.device) < lengths[:, None]
     if bool(padding.ne(right.to(padding.dtype)).any()) or int(lengths.min()) == 0:
         raise ValueError(
-            "attention_mask is neither all ones nor padding at the right: use padding_side='right', and position_ids "
+            "attention_mask is neither all ones nor padding on the right: use padding_side='right', and position_ids "
             "that restart for packed documents"
         )
     if any(len(row) > 1 for row in ends):
-        raise ValueError("attention_mask with padding beside position_ids that restart: give the padding positions")
+        raise ValueError("attention_mask with padding and position_ids that restart: leave attention_mask out")
     if targets is not None and bool(targets[~right].ne(IGNORED).any()):
         raise ValueError(f"labels at padding count in the loss: set them to {IGNORED}")
     return tuple((n,) if n == padding.size(1) else (n, padding.size(1)) for n in lengths.tolist())

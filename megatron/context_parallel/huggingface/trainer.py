@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixin for ``transformers.Trainer`` and what is derived from it.
+"""A mixin for ``transformers.Trainer`` and its subclasses.
 
 class LongTrainer(ContextParallelMixin, Trainer): ...
 LongTrainer(context=parallelize(model, grid, seq_length=S), model=model, args=args, train_dataset=data).train()
 
-Ranks of one context-parallel group read the same samples and cut them when the loss is computed; batches stay whole
-until then. All that is overridden is meant to be: ``compute_loss``, the data loaders and ``get_cp_size``.
+Ranks of one context-parallel group read the same samples and cut them when the loss is computed. Only methods that are
+documented for this are overridden: ``compute_loss``, the data loaders and ``get_cp_size``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.utils.data import DataLoader
 from megatron.context_parallel.huggingface.parallel import ContextParallel
 
 REFUSED = {  # of TrainingArguments
-    "use_liger_kernel": "replaces parts of the model that are spread over ranks",
-    "neftune_noise_alpha": "draws noise by the length of the sequence, of which a rank sees a part",
+    "use_liger_kernel": "replaces parts of the model that are distributed over ranks",
+    "neftune_noise_alpha": "draws noise that depends on the length of the sequence, of which a rank has a part",
     "include_num_input_tokens_seen": "would count tokens once for each rank that shares them",
-    "parallelism_config": "spreads the model in accelerate's way, and the context has in its own",
+    "parallelism_config": "lets accelerate distribute the model, which the context does already",
 }
 
 
 class ContextParallelMixin:
-    """Before a Trainer in the list of base classes.
+    """Put it before a Trainer in the list of base classes.
 
     Args:
-        context: from ``parallelize``, of the model that is trained.
+        context: from ``parallelize``, for the trained model.
 
     Raises:
-        ValueError: the Trainer's settings ask for what is not supported.
+        ValueError: a setting of the Trainer is not supported.
     """
 
     def __init__(self, *args: Any, context: ContextParallel, **kwargs: Any) -> None:
@@ -41,7 +41,7 @@ class ContextParallelMixin:
         super().__init__(*args, **kwargs)
         grid = context.grid
         if self.model_init is not None or not any(module is context.model for module in self.model.modules()):
-            raise ValueError("the Trainer's model is not the one of the context: give both the same one")
+            raise ValueError("the Trainer and the context have different models: give both the same one")
         for name, why in REFUSED.items():
             if getattr(self.args, name) not in (None, False, "no"):
                 raise ValueError(f"{name} {why}: leave it out")
@@ -49,10 +49,10 @@ class ContextParallelMixin:
             raise ValueError(f"the Trainer has {self.args.world_size} processes, the grid {grid.world_size}: use equal")
         if self.args.label_smoothing_factor or self.compute_loss_func is not None:
             name = "label_smoothing_factor" if self.args.label_smoothing_factor else "compute_loss_func"
-            raise ValueError(f"{name} needs whole logits, which are never made over ranks: leave it out")
+            raise ValueError(f"{name} needs the complete logits, which never exist over ranks: leave it out")
 
     def get_cp_size(self) -> int:
-        """How many ranks read the same samples."""
+        """Number of ranks that read the same samples."""
         return self.context.grid.context.size
 
     def get_train_dataloader(self) -> DataLoader:
@@ -68,7 +68,7 @@ class ContextParallelMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of a whole batch, each rank with its part, scaled as Trainer does where gradients are averaged."""
+        """The loss of a complete batch, of which each rank computes a part, scaled as Trainer expects."""
         grid, count = self.context.grid, num_items_in_batch
         if count is not None and not self.args.average_tokens_across_devices:
             count = count * grid.context.size  # Trainer has divided this process' own count by get_cp_size
@@ -81,19 +81,19 @@ class ContextParallelMixin:
     def prediction_step(self, model: nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, *args: Any,
                         **kwargs: Any) -> Any:  # fmt: skip
         if not prediction_loss_only:
-            raise ValueError("evaluation over ranks gives losses alone: set prediction_loss_only=True")
+            raise ValueError("evaluation over ranks computes only losses: set prediction_loss_only=True")
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _dealt_over_data(self, loader: DataLoader) -> DataLoader:
-        """accelerate deals batches over all processes; here, over those of the data axis."""
+        """Distribute batches over the data axis; accelerate distributes them over all processes."""
         grid = self.context.grid
         if grid.world_size == 1:
             return loader
         dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "process_index") else loader.dataset
         if not hasattr(dealer, "process_index"):
             raise ValueError(
-                f"batches of {type(loader).__name__} are not dealt by accelerate's samplers: leave dispatch_batches "
-                "and train_sampling_strategy as they are by default"
+                f"{type(loader).__name__} does not use accelerate's samplers: leave dispatch_batches and "
+                "train_sampling_strategy at their defaults"
             )
         dealer.num_processes, dealer.process_index = grid.data.size, grid.data.rank
         return loader

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and masks as transformers asks for them, under a name of ours (AttentionInterface, AttentionMaskInterface).
+"""Our attention and masks, registered in transformers (AttentionInterface, AttentionMaskInterface).
 
-Where a model makes its mask of s x s entries, it gets a small object instead that says what is meant. The model hands
-it to each attention as ``attention_mask``, and a recomputed layer gets the same one: nothing has to be remembered
-between them. What kind of object it is depends on who runs the model: :func:`masks_by` says so for the time of a call.
+In place of a mask with s x s entries a model gets a small object with a method ``attend``. The model passes it to each
+attention as ``attention_mask``, and a recomputed layer gets the same one, so that no state is needed between them.
+:func:`masks_by` sets the kind of this object for the time of a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.context_parallel.attention.tile import AttentionRule
-from megatron.context_parallel.attention.usp import attention
+from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.huggingface.rank_batch import Part
 from megatron.context_parallel.positions.position_dropout import Dropout
 
@@ -29,12 +29,12 @@ except ImportError as error:
     raise ImportError("models over ranks need AttentionMaskInterface: install a newer transformers") from error
 
 NAME = "megatron_context_parallel"
-# What models and their callers pass to attention beside what is read below, and what changes nothing in it.
+# Arguments that models and their callers pass to attention and that do not change its result.
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels",
 }  # fmt: skip
-# What transformers says of the entries that a mask would have; there are none.
+# Arguments about the entries of a mask, which is never made.
 OF_ENTRIES = {
     "batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "attention_mask", "allow_is_bidirectional_skip",
     "dtype", "device", "config",
@@ -43,13 +43,13 @@ OF_ENTRIES = {
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer's attention asks for, beside q, k and v.
+    """The options of a layer's call of attention.
 
     Attributes:
         window: keys that a query sees, itself included; None: all before it.
         layer: its number in the model.
         scale, softcap, sinks: see :class:`~megatron.context_parallel.attention.tile.AttentionRule`.
-        dropout: probability now.
+        dropout: current probability.
     """
 
     window: int | None
@@ -61,7 +61,7 @@ class Call:
 
 
 class InPlaceOfMask(Protocol):
-    """What a model hands to its attention as ``attention_mask``."""
+    """The object that a model passes to its attention as ``attention_mask``."""
 
     window: int | None
 
@@ -75,7 +75,7 @@ _masks_by: ContextVar[Callable[[int | None], InPlaceOfMask] | None] = ContextVar
 
 @contextmanager
 def masks_by(make: Callable[[int | None], InPlaceOfMask]) -> Iterator[None]:
-    """A context in which models get what ``make`` (window) gives in place of their masks."""
+    """A context in which models get ``make(window)`` in place of their masks."""
     token = _masks_by.set(make)
     try:
         yield
@@ -88,8 +88,8 @@ class Shared:
     """Attention over all ranks of the grid.
 
     Attributes:
-        part: the batch it is about.
-        kernel: of the tiles.
+        part: properties of the batch.
+        kernel: name of the kernel.
         window: keys that a query sees, itself included; None: all before it.
         seed: of dropout.
     """
@@ -112,16 +112,14 @@ class Shared:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         rule = self.rule(call, q.size(0))
         q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
-        out = attention(
-            q, k, v, layout=self.part.layout, mask=self.part.masks(call.window), kernel=rule.kernel,
-            scale=rule.scale, softcap=rule.softcap, sinks=rule.sinks, dropout=rule.dropout,
-        )  # fmt: skip
-        return out.transpose(0, 1).contiguous()  # some models take a view of it
+        masks = self.part.masks(call.window)
+        out = attention_by_rule(q, k, v, layout=self.part.layout, rule=rule, masks=masks)
+        return out.transpose(0, 1).contiguous()  # some models call view() on it
 
 
 @dataclass(frozen=True)
 class NotCausal:
-    """A mask that is refused only where an attention uses it: some decoders make one that none does."""
+    """A mask that is refused when attention uses it, because some decoders make masks that they never use."""
 
     why: str
 
@@ -143,15 +141,15 @@ def attend(
     """The attention function of :data:`NAME`: [b, heads, s_local, d] -> [b, s_local, heads, d].
 
     Raises:
-        ValueError: the layer wants what is not supported.
+        ValueError: an option is not supported.
     """
     who = type(module).__name__
     if isinstance(attention_mask, NotCausal):
         raise ValueError(f"{attention_mask.why}: not supported over ranks")
     if not hasattr(attention_mask, "attend"):
         raise ValueError(
-            f"{who} has no causal mask of transformers' own making: attention over another sequence, over images, or "
-            "with a mask given by the caller is not supported over ranks"
+            f"{who} has no causal mask made by transformers: attention over another sequence, over images, or with a "
+            "mask given by the caller is not supported over ranks"
         )
     if is_causal is False:
         raise ValueError(f"{who} asks for attention that is not causal: not supported over ranks")
@@ -160,7 +158,7 @@ def attend(
             raise ValueError(f"{who} passes {name} to its attention, which is not supported over ranks")
     window = attention_mask.window
     if sliding_window not in (None, window):
-        raise ValueError(f"{who} has a window of {sliding_window} tokens, and its mask one of {window}: not supported")
+        raise ValueError(f"{who} has a window of {sliding_window} tokens, but its mask one of {window}: not supported")
     call = Call(window, getattr(module, "layer_idx", None) or 0, scaling, softcap, s_aux, dropout)
     return attention_mask.attend(query, key, value, call), None
 
@@ -173,10 +171,10 @@ def mask(
     use_vmap: bool = False,
     **others: Any,
 ) -> InPlaceOfMask | NotCausal:
-    """The mask function of :data:`NAME`; what it gives has no entries.
+    """The mask function of :data:`NAME`.
 
     Raises:
-        ValueError: something else is asked of the mask, or nobody said which batch this is.
+        ValueError: an argument is not supported, or :func:`masks_by` is not active.
     """
     for name, asked in others.items():
         if name not in OF_ENTRIES and asked is not None:
@@ -184,18 +182,18 @@ def mask(
     make = _masks_by.get()
     if make is None:
         raise ValueError(
-            "this model is spread over ranks: call it with what context.shard(batch) gives, or give it back with "
+            "this model is distributed over ranks: call it as model(**context.shard(batch)), or restore it by "
             "context.remove() first"
         )
     if use_vmap or not allow_is_causal_skip:
-        return NotCausal("the model adds a rule of its own to its causal mask (images that see themselves whole, say)")
+        return NotCausal("the model adds to its causal mask (for example full attention within images)")
     if not _is_causal(mask_function, local_size):
         return NotCausal("the model's mask is neither causal nor a causal sliding window")
     return make(local_size)
 
 
 def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask function lets a query see what is before it, within ``window``, asked at the edges."""
+    """Whether a mask function is causal within ``window``, tested for pairs at the edges."""
     if function is causal_mask_function and window is None:
         return True
     left = window or 1000
@@ -207,6 +205,6 @@ def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
 
 
 def register() -> None:
-    """Let transformers know :data:`NAME`."""
+    """Register :data:`NAME` in transformers."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse attention: a pattern says which key blocks a query block keeps; the rest costs nothing.
+"""Block-sparse attention: a pattern says to which key blocks a query block attends; other blocks are not computed.
 
-Patterns of the Longformer (arXiv 2004.05150), BigBird (2007.14062) and strided kind (Sparse Transformer, 1904.10509),
-or a list of one's own.
+Patterns: Longformer (arXiv 2004.05150), BigBird (2007.14062), strided (Sparse Transformer, 1904.10509), or a list.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ class Pattern(Protocol):
     """Which key blocks a query block keeps."""
 
     def kept(self, row: int, blocks: int) -> set[int]:
-        """Key blocks of query block ``row`` among the first ``blocks``, all that the mask around lets it see."""
+        """Key blocks of query block ``row``, among the first ``blocks``, which the outer mask lets it see."""
         ...
 
 
 @dataclass(frozen=True)
 class LongformerBlocks:
-    """A window of blocks around the diagonal, and blocks at the start that everybody sees and that see everybody.
+    """A window of blocks around the diagonal, and global blocks, which see all blocks and are seen by all.
 
     Attributes:
-        window: blocks to each side, besides the query's own.
-        global_blocks: at the start of the sequence.
+        window: blocks to each side of the query's own.
+        global_blocks: number of global blocks, at the start of the sequence.
     """
 
     window: int
@@ -48,11 +47,11 @@ class LongformerBlocks:
 
 @dataclass(frozen=True)
 class BigBirdBlocks:
-    """Longformer's, and some blocks by chance.
+    """The Longformer pattern with additional random blocks.
 
     Attributes:
-        random_blocks: drawn for each query block, among all that it may see.
-        seed: of the drawing.
+        random_blocks: number of blocks drawn for each query block, among all that it may see.
+        seed: of the random numbers.
     """
 
     window: int
@@ -62,19 +61,19 @@ class BigBirdBlocks:
 
     def kept(self, row: int, blocks: int) -> set[int]:
         chosen = LongformerBlocks(self.window, self.global_blocks).kept(row, blocks)
-        draw = random.Random(f"{self.seed} {row}")  # by name: the same on every rank
+        draw = random.Random(f"{self.seed} {row}")  # the same on every rank
         return chosen | set(draw.sample(range(blocks), min(self.random_blocks, blocks)))
 
 
 @dataclass(frozen=True)
 class StridedBlocks:
-    """The last ``stride`` blocks, and every ``stride``-th one of all. ValueError: the stride is below 1."""
+    """The last ``stride`` blocks and every ``stride``-th block. Raises ValueError if the stride is below 1."""
 
     stride: int
 
     def __post_init__(self) -> None:
         if self.stride < 1:
-            raise ValueError(f"a stride is 1 or more, not {self.stride}")
+            raise ValueError(f"the stride must be 1 or more, not {self.stride}")
 
     def kept(self, row: int, blocks: int) -> set[int]:
         near = range(max(row - self.stride + 1, 0), min(row + 1, blocks))
@@ -83,28 +82,28 @@ class StridedBlocks:
 
 @dataclass(frozen=True)
 class BlockList:
-    """Key blocks of one's own for each query block; a row may be empty."""
+    """A list of key blocks for each query block; a row may be empty."""
 
     rows: tuple[tuple[int, ...], ...]
 
     def kept(self, row: int, blocks: int) -> set[int]:
         if row >= len(self.rows):
-            raise ValueError(f"the list has {len(self.rows)} rows of blocks, and query block {row} needs one")
+            raise ValueError(f"the list has {len(self.rows)} rows of blocks, but query block {row} needs one")
         return {block for block in self.rows[row] if block < blocks}
 
 
 @dataclass(frozen=True)
 class BlockSparse(NarrowedMask):
-    """Attention between blocks of ``block`` tokens, those that ``pattern`` keeps, within another mask.
+    """Attention between the blocks that ``pattern`` keeps, within another mask.
 
     Attributes:
         block: tokens of a block; the last one may be shorter.
         pattern: which blocks are kept.
-        seq_length: tokens of the keys' whole sequence.
-        within: what a kept block's queries attend to.
+        seq_length: tokens of the keys' complete sequence.
+        within: the mask within the kept blocks.
 
     Raises:
-        ValueError: ``block`` is below 1; when it is asked, a :class:`BlockList` lacks a row.
+        ValueError: ``block`` is below 1; or later, a :class:`BlockList` lacks a row.
     """
 
     block: int
@@ -115,7 +114,7 @@ class BlockSparse(NarrowedMask):
 
     def __post_init__(self) -> None:
         if self.block < 1:
-            raise ValueError(f"a block has 1 token or more, not {self.block}")
+            raise ValueError(f"a block must have 1 token or more, not {self.block}")
 
     def key_spans(self, row: int) -> Spans:
         """The keys that query block ``row`` keeps."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into one sequence: where they end, positions that restart, and how a ring shares their work."""
+"""Documents packed into one sequence: their ends, restarting positions, and an even distribution over a ring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, union
 from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
-UNEVEN = 0.04  # a rank's work may be this far from the mean before documents are cut in smaller parts
+UNEVEN = 0.04  # a rank's work may differ from the mean by this share before documents are cut into smaller parts
 
 
 def document_ends(tokens: Tensor, eod: int) -> tuple[int, ...]:
@@ -24,15 +24,15 @@ def document_ends(tokens: Tensor, eod: int) -> tuple[int, ...]:
 
 
 def document_rows(ends: Tensor) -> list[tuple[int, ...]]:
-    """The ends of each sample's documents, from a tensor [b, n] whose rows are filled up with their last one.
+    """The ends of each sample's documents, from a tensor [b, n] whose rows are padded with their last value.
 
     Raises:
-        ValueError: it is something else, a dense mask say.
+        ValueError: the tensor is something else, for example a dense mask.
     """
     if ends.dim() != 2 or ends.dtype != torch.int64:
         raise ValueError(
-            f"where documents end is an int64 tensor [b, n], not {ends.dtype} {list(ends.shape)}: masks are values "
-            "such as cp.Documents, never tensors"
+            f"the ends of documents must be an int64 tensor [b, n], not {ends.dtype} {list(ends.shape)}: pass masks "
+            "as values such as cp.Documents, not as tensors"
         )
     return [tuple(dict.fromkeys(row)) for row in ends.tolist()]
 
@@ -45,15 +45,15 @@ def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def deal(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
-    """Deal the tokens of packed documents over ring ranks: equally many tokens, and nearly equal causal work, for each.
+    """Distribute the tokens of packed documents over ring ranks: as many tokens, and nearly the same causal work, each.
 
-    A document that stays whole on one rank costs no transfer, and its tiles are large. But a long one is too much work
-    for one rank: it is cut like a zigzag sequence of its own, over no more ranks than keep each one's part of it below
-    a limit, which falls until the work is even.
+    A document that stays on one rank needs no transfer and has large tiles. But a long one is too much work for one
+    rank: it is cut in zigzag order over as few ranks as keep each rank's part of it below a limit. The limit is lowered
+    until the work is even.
 
     Args:
-        ends: one past the last token of each document; ``ranks`` divides the last.
-        ranks: ring ranks.
+        ends: one past the last token of each document; ``ranks`` divides the last of them.
+        ranks: number of ring ranks.
 
     Returns:
         For each rank its positions, ascending.
@@ -61,24 +61,24 @@ def deal(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
     documents = sorted(zip((0, *ends), ends), key=lambda span: (span[0] - span[1], span[0]))
     mean = sum(_pairs(stop - start) for start, stop in documents) / ranks
     smallest = _pairs(documents[-1][1] - documents[-1][0]) / ranks
-    best, least, limit = [_Hand()], float("inf"), mean
+    best, least, limit = [_Share()], float("inf"), mean
     while True:
-        hands = _deal(documents, ranks, ends[-1] // ranks, limit)
-        uneven = max(abs(hand.work - mean) for hand in hands) / mean
+        shares = _deal(documents, ranks, ends[-1] // ranks, limit)
+        uneven = max(abs(share.work - mean) for share in shares) / mean
         if uneven < least:
-            best, least = hands, uneven
+            best, least = shares, uneven
         if least <= UNEVEN or limit < smallest:
-            return tuple(union(hand.spans) for hand in best)
+            return tuple(union(share.spans) for share in best)
         limit *= 0.7
 
 
 def _pairs(tokens: int) -> int:
-    """(query, key) pairs of a document under a causal mask: its work."""
+    """(query, key) pairs of a document under a causal mask."""
     return tokens * (tokens + 1) // 2
 
 
-class _Hand:
-    """What one rank has been dealt."""
+class _Share:
+    """What one rank holds so far: spans, tokens, and work in (query, key) pairs."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -92,38 +92,40 @@ class _Hand:
             self.work += _pairs(stop) - _pairs(first)
 
 
-def _deal(documents: list[Span], ranks: int, room: int, limit: float) -> list[_Hand]:
-    """Deal documents, longest first, each over so many ranks that none has more of its work than ``limit``."""
-    hands = [_Hand() for _ in range(ranks)]
-    rest: list[tuple[Span, Span]] = []  # (tokens, their document) that found no place yet
+def _deal(documents: list[Span], ranks: int, capacity: int, limit: float) -> list[_Share]:
+    """Distribute documents, longest first, each over enough ranks that none gets more than ``limit`` of its work.
+
+    Args:
+        capacity: tokens of a rank.
+    """
+    shares = [_Share() for _ in range(ranks)]
+    rest: list[tuple[Span, Span]] = []  # (tokens, their document) that no rank holds yet
     for document in documents:
         start, length = document[0], document[1] - document[0]
-        shares = min(max(ceil(_pairs(length) / limit), 1), ranks)
-        blocks = 1 if shares == 1 else 2 * shares  # under a causal mask, of a long document a block from either end
+        parts = min(max(ceil(_pairs(length) / limit), 1), ranks)
+        blocks = 1 if parts == 1 else 2 * parts  # zigzag: two blocks for each rank
         size = length // blocks
-        fit = [rank for rank in range(ranks) if hands[rank].tokens + size * blocks // shares <= room]
-        if len(fit) < shares:
+        fit = [rank for rank in range(ranks) if shares[rank].tokens + size * blocks // parts <= capacity]
+        if len(fit) < parts:
             rest.append((document, document))
             continue
-        chosen = sorted(sorted(fit, key=lambda rank: hands[rank].work)[:shares])
+        chosen = sorted(sorted(fit, key=lambda rank: shares[rank].work)[:parts])
         for index, rank in enumerate(chosen):
             for block in {index, blocks - 1 - index}:
-                hands[rank].take((start + block * size, start + (block + 1) * size), document)
+                shares[rank].take((start + block * size, start + (block + 1) * size), document)
         rest.append(((start + blocks * size, document[1]), document))
     for (start, stop), document in rest:
         while start < stop:
-            hand = min((hand for hand in hands if hand.tokens < room), key=lambda hand: hand.work)
-            share = min(stop - start, room - hand.tokens)
-            hand.take((start, start + share), document)
-            start += share
-    return hands
+            share = min((share for share in shares if share.tokens < capacity), key=lambda share: share.work)
+            taken = min(stop - start, capacity - share.tokens)
+            share.take((start, start + taken), document)
+            start += taken
+    return shares
 
 
-# What layers are told of a batch's samples, in the one tensor that megatron-core hands through to each of them.
-#
-# It is int64 [b, n] in host memory: where documents end, after a first column of negative numbers that says which
-# samples of the run these are. Either may be missing. A tensor, because recompute keeps nothing else of a layer's
-# arguments.
+# Layers get what they need to know about a batch's samples in one tensor, which megatron-core passes to all of them as
+# ``attention_mask``: int64 [b, n] in host memory. A first column of negative numbers identifies the samples of the run;
+# the ends of documents follow. Either part may be missing. It is a tensor because recompute keeps no other arguments.
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,8 @@ class Samples:
     """The samples of a batch.
 
     Attributes:
-        numbers: of each, among all samples of the run; () where nobody said.
-        ends: of each, where its documents end; () where each is one document.
+        numbers: the number of each sample among all samples of the run; () if unknown.
+        ends: the ends of each sample's documents; () if each sample is one document.
     """
 
     numbers: tuple[int, ...] = ()
@@ -141,22 +143,22 @@ class Samples:
 
 @replaceable
 def samples_tensor(numbers: Tensor | None, ends: Tensor | None) -> Tensor | None:
-    """The tensor that says both: of ``numbers`` [b] and ``ends`` [b, n], int64; None where there is nothing to say."""
+    """One tensor with ``numbers`` [b] and ``ends`` [b, n], int64; None if both are None."""
     if numbers is None:
         return ends
     first = (-1 - numbers)[:, None]
     return first if ends is None else torch.cat((first, ends), dim=1)
 
 
-def samples(said: Tensor | None) -> Samples:
-    """What such a tensor says.
+def samples(packed: Tensor | None) -> Samples:
+    """Unpack a tensor of :func:`samples_tensor`.
 
     Raises:
-        ValueError: it is something else, a dense mask say.
+        ValueError: the tensor is something else, for example a dense mask.
     """
-    if said is None:
+    if packed is None:
         return Samples()
-    rows = document_rows(said)
+    rows = document_rows(packed)
     if not all(row and row[0] < 0 for row in rows):
         return Samples(ends=tuple(rows))
     ends = tuple(row[1:] for row in rows)

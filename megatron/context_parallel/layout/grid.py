@@ -25,9 +25,9 @@ class Axis:
     """One axis of the grid.
 
     Attributes:
-        size: how many ranks lie along it.
+        size: how many ranks the axis has.
         rank: which of them this is.
-        group: their process group; None where nothing is ever sent. Axes that differ in it alone are equal.
+        group: their process group; None if nothing is ever sent. It does not count in comparisons.
     """
 
     size: int = 1
@@ -36,11 +36,11 @@ class Axis:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Axis:
-        """The axis along which ``group`` lies; None is an axis of size 1."""
+        """The axis of the process group ``group``; None is an axis of size 1."""
         return cls() if group is None else cls(group.size(), group.rank(), group)
 
     def global_rank(self, rank: int) -> int:
-        """The world's number of this axis' rank ``rank``."""
+        """The global rank of this axis' rank ``rank``."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
@@ -65,7 +65,7 @@ class Grid:
         return self.tensor.size * self.context.size * self.data.size * self.pipeline.size
 
     def at(self, *, ulysses: int = 0, ring: int = 0, tensor: int = 0) -> Grid:
-        """This grid as seen from other coordinates: sizes without groups, for looking at what other ranks hold."""
+        """This grid from the view of another rank: sizes and coordinates without groups."""
         return Grid(
             tensor=Axis(self.tensor.size, tensor),
             ulysses=Axis(self.ulysses.size, ulysses),
@@ -87,14 +87,14 @@ class Grid:
         data: str | None = None,
         pipeline: str | None = None,
     ) -> Grid:
-        """The grid of a mesh that a program has already, by the names of its dims. An axis without a name has size 1.
+        """The grid of an existing mesh, by the names of its dims. An axis without a name has size 1.
 
         Args:
-            context: a flattened dim over Ulysses x Ring, Ulysses innermost. Without it, the group is made where both
-                axes are longer than 1; then every rank of the mesh has to call this.
+            context: a flattened dim over Ulysses x Ring, Ulysses innermost. Without it, the group is created if both
+                axes are larger than 1; then every rank of the mesh has to call this.
 
         Raises:
-            ValueError: the mesh has no such dim, or does not hold Ulysses inside of Ring.
+            ValueError: the mesh has no such dim, or Ulysses is not inside Ring in it.
         """
         names = dict(ulysses=ulysses, ring=ring, context=context, tensor=tensor, data=data, pipeline=pipeline)
         groups = {}
@@ -103,7 +103,7 @@ class Grid:
                 dim = None if name is None else device_mesh[name]
             except (KeyError, RuntimeError):
                 dims = ", ".join(device_mesh.mesh_dim_names or ()) or "no names"
-                raise ValueError(f"{axis}={name!r} is no dim of the mesh, which has {dims}") from None
+                raise ValueError(f"{axis}={name!r} is not a dim of the mesh, which has {dims}") from None
             groups[axis] = None if dim is None else dim.get_group()
         return cls.from_groups(**groups)
 
@@ -118,28 +118,28 @@ class Grid:
         data: dist.ProcessGroup | None = None,
         pipeline: dist.ProcessGroup | None = None,
     ) -> Grid:
-        """The grid of process groups that a program has already. An axis without a group has size 1.
+        """The grid of existing process groups. An axis without a group has size 1.
 
         Args:
-            ring: on GPUs every rank of it has to call this: the group's first collective is here.
-            context: the ranks of Ulysses x Ring, Ulysses innermost. Without it, the group is made where both axes are
-                longer than 1; then every rank of it has to call this.
+            ring: on GPUs every rank of it has to call this, because the group's first collective is here.
+            context: the ranks of Ulysses x Ring, Ulysses innermost. Without it, the group is created if both axes are
+                larger than 1; then every rank of it has to call this.
 
         Raises:
-            ValueError: the groups of Ulysses and Ring do not make up ``context``, or not in this order.
+            ValueError: ``context`` is not Ulysses x Ring, or not in this order.
         """
         _connect(ring)
         inner, outer = Axis.of(ulysses), Axis.of(ring)
         if context is None:
             context = _context_group(ulysses, ring)
-        whole = Axis.of(context)
-        if (whole.size, whole.rank) != (inner.size * outer.size, inner.rank + inner.size * outer.rank):
+        both = Axis.of(context)
+        if (both.size, both.rank) != (inner.size * outer.size, inner.rank + inner.size * outer.rank):
             raise ValueError(
-                f"rank {whole.rank} of {whole.size} in the context group is rank {inner.rank} of {inner.size} in "
+                f"rank {both.rank} of {both.size} in the context group is rank {inner.rank} of {inner.size} in "
                 f"Ulysses and {outer.rank} of {outer.size} in Ring: the group has to hold Ulysses x Ring, Ulysses "
                 "innermost"
             )
-        return cls(Axis.of(tensor), inner, outer, Axis.of(data), Axis.of(pipeline), whole)
+        return cls(Axis.of(tensor), inner, outer, Axis.of(data), Axis.of(pipeline), both)
 
     def __str__(self) -> str:
         return (
@@ -162,17 +162,17 @@ def make_grid(
     backend: str | None = None,
     timeout_minutes: float = 10,
 ) -> Grid:
-    """Make the process groups with torch.distributed alone, and return the grid.
+    """Create the process groups with torch.distributed alone, and return the grid.
 
-    As ``cp.initialize_grid``, which says what the arguments are.
+    For the arguments see ``cp.initialize_grid``.
     """
     initialize_world(backend, timeout_minutes)
     data = dist.get_world_size() // model_size(ulysses=ulysses, ring=ring, tensor=tensor, pipeline=pipeline)
     ranks = torch.arange(dist.get_world_size()).view(pipeline, data, ring, ulysses, tensor)
 
     def group(*dims: int) -> dist.ProcessGroup:
-        lines = ranks.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2)
-        return dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timedelta(minutes=timeout_minutes))[0]
+        groups = ranks.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)).flatten(0, -2)
+        return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(minutes=timeout_minutes))[0]
 
     return Grid.from_groups(
         tensor=group(4), ulysses=group(3), ring=group(2), context=group(2, 3), data=group(1), pipeline=group(0)
@@ -180,10 +180,10 @@ def make_grid(
 
 
 def model_size(*, ulysses: int, ring: int, tensor: int, pipeline: int) -> int:
-    """Processes that hold one copy of the model and one sequence.
+    """Number of processes that share one copy of the model and one sequence.
 
     Raises:
-        ValueError: it is not a divisor of the world's.
+        ValueError: it does not divide the world size.
     """
     if min(tensor, ulysses, ring, pipeline) < 1:
         raise ValueError(
@@ -199,16 +199,16 @@ def model_size(*, ulysses: int, ring: int, tensor: int, pipeline: int) -> int:
 
 
 def initialize_world(backend: str | None, timeout_minutes: float, interface: str | None = None) -> str:
-    """Initialize torch.distributed, if it is not yet, from the environment; without torchrun, a world of one.
+    """Initialize torch.distributed from the environment unless it is initialized; without torchrun, a world of one.
 
     Args:
-        interface: network interface of every node; default as :mod:`megatron.platform.network` chooses.
+        interface: network interface of every node; default: chosen by :mod:`megatron.platform.network`.
 
     Returns:
-        A line that says which interfaces are used; empty where there is nothing to say.
+        A line with the interfaces in use, or an empty string.
 
     Raises:
-        Unusable: on every rank; the nodes cannot reach each other over these interfaces.
+        Unusable: on every rank, if the nodes cannot reach each other over these interfaces.
     """
     if dist.is_initialized():
         return ""
@@ -223,17 +223,17 @@ def initialize_world(backend: str | None, timeout_minutes: float, interface: str
 
 
 def _connect(ring: dist.ProcessGroup | None) -> None:
-    """Have NCCL make the ring's communicator now, while all ranks are here.
+    """Let NCCL create the ring's communicator now, while all ranks take part.
 
-    It would at the first transfer, in which every rank of the group has to take part (torch.distributed's
-    ``batch_isend_irecv``); but a ring sends only what is needed, and ranks that need nothing stay away.
+    Otherwise it would do so at the first transfer, which then needs every rank of the group (torch.distributed's
+    ``batch_isend_irecv``). But ranks of a ring from which nothing is needed make no transfer.
     """
     if ring is not None and ring.size() > 1 and "nccl" in dist.get_backend_config(ring):
         dist.barrier(ring, device_ids=[torch.cuda.current_device()])
 
 
 def _context_group(ulysses: dist.ProcessGroup | None, ring: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group of Ulysses x Ring: one of the two where the other is trivial, else a new one."""
+    """The group of Ulysses x Ring: one of the two if the other has size 1, else a new one."""
     if ulysses is None or ring is None or min(ulysses.size(), ring.size()) == 1:
         return ring if ulysses is None or (ring is not None and ring.size() > 1) else ulysses
     rows: list = [None] * ring.size()
@@ -241,7 +241,7 @@ def _context_group(ulysses: dist.ProcessGroup | None, ring: dist.ProcessGroup | 
     ranks = [rank for row in rows for rank in row]
     if ranks != sorted(ranks):  # a group's ranks ascend with the world's
         raise ValueError(
-            f"Ulysses x Ring over the ranks {ranks} cannot be one group in this order: the ranks have to ascend, so "
+            f"Ulysses x Ring over the ranks {ranks} cannot be one group in this order: the ranks must ascend; "
             "put the dim of Ring before that of Ulysses in the mesh"
         )
     return dist.new_group(ranks, use_local_synchronization=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention masks, as answers about positions.
+"""Attention masks, as functions of positions.
 
-A mask never sees a rank or a backend. It is asked which keys consecutive queries attend to, and answers in bands;
-tiles, ring transfers and chunk loops follow from those. A new mask is one small class, and works everywhere at once.
+A mask does not depend on ranks or kernels. It gives the keys that consecutive queries attend to as bands; tiles, ring
+transfers and chunk loops are derived from those. A new mask is one small class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Band:
     """Consecutive queries that each attend to consecutive keys.
 
     The i-th query of ``q`` attends to keys ``first + i * first_step`` to ``end + i * end_step - 1``; a step is 0 (the
-    edge is the same for all queries) or 1 (the edge moves on with the query). Every query has a key.
+    edge is the same for all queries) or 1 (the edge moves with the query). Every query has at least one key.
     """
 
     q: Span
@@ -42,11 +42,11 @@ class Band:
 
     @property
     def keys(self) -> Span:
-        """All keys that some query of the band attends to."""
+        """All keys to which some query of the band attends."""
         return self.first, self.end + (self.q[1] - self.q[0] - 1) * self.end_step
 
     def clip(self, k: Span) -> Iterator[Band]:
-        """What is left of the band among the keys ``k``."""
+        """The part of the band among the keys ``k``."""
         start, stop = 0, self.q[1] - self.q[0]
         if self.end_step:
             start = max(start, k[0] - self.end + 1)
@@ -58,8 +58,8 @@ class Band:
             return
         if start >= stop:
             return
-        enters = k[0] - self.first if self.first_step else start  # the query from which the lower edge counts
-        leaves = k[1] - self.end + 1 if self.end_step else start  # the query from which the upper edge counts no more
+        enters = k[0] - self.first if self.first_step else start  # first query whose lower edge is within k
+        leaves = k[1] - self.end + 1 if self.end_step else start  # first query whose upper edge is beyond k
         cuts = sorted({start, stop, *(cut for cut in (enters, leaves) if start < cut < stop)})
         for low, high in zip(cuts, cuts[1:]):
             yield Band(
@@ -75,8 +75,8 @@ class Mask(Protocol):
     """Which keys a query attends to.
 
     Attributes:
-        pairwise: whether bands are an upper bound only, and ``allowed`` has to be asked about each pair.
-        fine: whether the kernel needs to take masks: bands too narrow for tiles, or pairwise.
+        pairwise: whether bands are only an upper bound, so that ``allowed`` decides about each pair.
+        fine: whether the kernel must support masks: the mask is pairwise, or its bands are too narrow for tiles.
     """
 
     @property
@@ -86,7 +86,7 @@ class Mask(Protocol):
     def fine(self) -> bool: ...
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
-        """Disjoint bands of the queries ``q``, at least all that meet the keys ``k``; they may reach beyond ``k``."""
+        """Disjoint bands of the queries ``q``: at least all that contain keys of ``k``; they may go beyond ``k``."""
         ...
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Mask(Protocol):
 
 @dataclass(frozen=True)
 class Causal:
-    """A query attends to itself and to what came before."""
+    """A query attends to itself and to all tokens before it."""
 
     pairwise = fine = False
 
@@ -122,16 +122,16 @@ class Full:
 
 @dataclass(frozen=True)
 class Window:
-    """A sliding window, and tokens that everybody sees (Longformer, arXiv 2004.05150).
+    """A sliding window with optional global tokens (Longformer, arXiv 2004.05150).
 
     Attributes:
-        left: a query attends to itself and this many keys before it.
-        right: and to this many after it; 0 keeps the mask causal.
-        global_tokens: the first tokens, which all queries attend to and which attend to all keys (under a causal mask:
-            to all before them).
+        left: a query attends to itself and to this many keys before it.
+        right: and to this many keys after it; 0 makes the mask causal.
+        global_tokens: number of tokens, at the start, to which all queries attend and which attend to all keys (in a
+            causal mask: to all before them).
 
     Raises:
-        ValueError: a size below 0.
+        ValueError: a size is below 0.
     """
 
     left: int
@@ -142,7 +142,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if min(self.left, self.right, self.global_tokens) < 0:
-            raise ValueError(f"a window's sizes are counts of tokens, 0 or more: {self}")
+            raise ValueError(f"the sizes of a window must be 0 or more: {self}")
 
     @property
     def fine(self) -> bool:
@@ -154,7 +154,7 @@ class Window:
             everything = (start, min(stop, tokens))
             yield Band(everything, 0, k[1]) if right else Band(everything, 0, start + 1, end_step=1)
             start = everything[1]
-        # As long as a query's window reaches the global tokens, its keys are one run from the first token on.
+        # If a query's window reaches the global tokens, its keys are one span that begins at the first token.
         joined = min(stop, tokens + self.left + 1)
         if start < joined:
             yield Band((start, joined), 0, start + right + 1, end_step=1)
@@ -171,7 +171,7 @@ class Window:
 
 
 class NarrowedMask:
-    """A mask that keeps rectangles of another one, ``within``, and so needs masks of pairs where that does."""
+    """A mask that keeps rectangles of another one, ``within``, and is pairwise or fine if that is."""
 
     within: Mask
 
@@ -186,14 +186,14 @@ class NarrowedMask:
 
 @dataclass(frozen=True)
 class Documents(NarrowedMask):
-    """Documents packed into one sequence never see each other.
+    """Documents packed into one sequence; no query attends to another document.
 
     Attributes:
         ends: ascending, one past the last token of each document; the last is the length of the sequence.
         within: what a query attends to inside its document.
 
     Raises:
-        ValueError: the ends do not ascend from 1.
+        ValueError: the ends do not ascend from 1 or more.
     """
 
     ends: tuple[int, ...]
@@ -201,7 +201,7 @@ class Documents(NarrowedMask):
 
     def __post_init__(self) -> None:
         if not self.ends or any(a >= b for a, b in zip((0, *self.ends), self.ends)):
-            raise ValueError("the ends of documents ascend from 1 to the length of the sequence")
+            raise ValueError("the ends of documents must ascend, from 1 or more to the length of the sequence")
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
         for document in range(bisect_right(self.ends, max(q[0], k[0], 0)), len(self.ends)):
@@ -218,10 +218,10 @@ class Documents(NarrowedMask):
 
 
 def inside_tiles(mask: Mask) -> Mask:
-    """What is left to ask about the pairs of a tile.
+    """The mask that decides about the pairs within a tile.
 
-    Tiles are cut from bands, which never leave the rectangles that a :class:`NarrowedMask` keeps. So nobody looks up
-    documents or blocks for a pair, for which a GPU would wait for the host.
+    Tiles are cut from bands, which are always inside the rectangles that a :class:`NarrowedMask` keeps. Therefore no
+    pair has to be looked up in documents or blocks, for which a GPU would wait for the host.
     """
     if isinstance(mask, NarrowedMask):
         return inside_tiles(mask.within)
@@ -230,14 +230,14 @@ def inside_tiles(mask: Mask) -> Mask:
 
 @dataclass(frozen=True)
 class MaskFunction:
-    """A mask of the user's own, asked in host memory or on the device for blocks of rows (DeepSpeed4Science).
+    """A user-defined mask, evaluated for blocks of rows in host memory or on the device (DeepSpeed4Science).
 
     Attributes:
         function: (positions of queries [.., 1], of keys [1, ..], int64) -> bool, True = attend; on any device.
-        within: a bound that the function only narrows: what lies outside is neither asked, computed nor sent.
+        within: an outer mask, which the function can only narrow: pairs outside it are not evaluated, computed or sent.
 
     Raises:
-        ValueError: when it is asked, the function's answer is not of dtype bool.
+        ValueError: at the call, if the function's result is not of dtype bool.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -251,5 +251,5 @@ class MaskFunction:
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         chosen = self.function(q, k)
         if chosen.dtype != torch.bool:
-            raise ValueError(f"a mask function gives booleans, True = attend; this one gives {chosen.dtype}")
+            raise ValueError(f"a mask function must return booleans (True = attend); this one returns {chosen.dtype}")
         return chosen & self.within.allowed(q, k)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which global token positions each rank holds, in local order: the one source of truth for positions.
+"""Which global token positions each rank holds, in local order.
 
-Tokens, labels, loss mask, position ids, RoPE, the tiles and the data loader all derive from it.
+Tokens, labels, loss mask, position ids, RoPE, tiles and the data loader are all derived from it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Balance = Literal["zigzag", "contiguous", "documents"]
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a sequence of ``seq_length`` tokens is dealt over the context-parallel ranks.
+    """How a sequence of ``seq_length`` tokens is distributed over the context-parallel ranks.
 
     ``zigzag`` (USP paper, algorithm 2): ring rank r of R holds blocks r and 2R-1-r of 2R, so that under a causal mask
     all ring ranks do the same work. ``contiguous``: ring rank r holds the r-th of R blocks. ``documents``: packed
-    documents are dealt so that the work is even (:func:`~megatron.context_parallel.layout.documents.deal`).
-    Either way, a ring rank's sequence is cut over its Ulysses ranks, so that the all-to-all over heads restores the
+    documents are distributed so that the work is even (:func:`~megatron.context_parallel.layout.documents.deal`).
+    In each case a ring rank's part is cut over its Ulysses ranks such that the all-to-all over heads restores the
     order.
 
-    With ``chunks`` above one (FPDT paper, figure 6) a ring rank's sequence is first cut in chunks, then each chunk over
+    With ``chunks`` above one (FPDT paper, figure 6) a ring rank's part is first cut into chunks, then each chunk over
     the Ulysses ranks, so that the all-to-all of every chunk restores its order. Under TP sequence parallelism each
-    Ulysses rank's part of a chunk is cut over the TP ranks and the local order is TP-rank-major: TP rank t holds the
+    Ulysses rank's part of a chunk is cut over the TP ranks, and the local order is TP-rank-major: TP rank t holds the
     t-th part of every chunk, and gathering chunk c over TP gives chunk c in order.
 
     Args:
-        seq_length: tokens of the whole sequence.
+        seq_length: tokens of the complete sequence.
         grid: the process grid.
         balance: zigzag, contiguous or documents.
-        chunks: parts a ring rank's sequence is cut in, of equal length but for one unit of Ulysses x tensor_parts.
-        tensor_parts: TP size where TP ranks split the tokens between the layers, else 1.
-        document_ends: for the balance "documents", one past the last token of each; () is one document.
+        chunks: number of parts of a ring rank's sequence; lengths differ by at most Ulysses x tensor_parts tokens.
+        tensor_parts: TP size if TP ranks split the tokens between the layers, else 1.
+        document_ends: for the balance "documents", one past the last token of each document; () is one document.
 
     Raises:
         ValueError: the length cannot be cut evenly; the message names the next lengths that can.
@@ -63,8 +63,8 @@ class SequenceLayout:
             raise ValueError(f"balance {self.balance} is unknown: use zigzag, contiguous or documents")
         if self.document_ends and (self.balance != "documents" or self.document_ends[-1] != self.seq_length):
             raise ValueError(
-                f"documents that end at {self.document_ends[-1]} with the balance {self.balance}: they are for the "
-                f"balance documents, and the last one ends with the sequence, at {self.seq_length}"
+                f"document_ends up to {self.document_ends[-1]} with balance={self.balance}: they need "
+                f"balance=documents, and the last one must be the length of the sequence, {self.seq_length}"
             )
         unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance, self.tensor_parts)
         if self.seq_length < 1 or self.seq_length % unit:
@@ -87,7 +87,7 @@ class SequenceLayout:
         return self.seq_length // (self.grid.ulysses.size * self.grid.ring.size)
 
     def ring_spans(self, ring: int) -> Spans:
-        """Positions that ring rank ``ring`` holds with its Ulysses ranks, in the order after the all-to-all."""
+        """Positions that ring rank ``ring`` (all its Ulysses ranks) holds, in the order after the all-to-all."""
         size = self.grid.ring.size
         if self.balance == "contiguous" or size == 1:
             block = self.seq_length // size
@@ -101,17 +101,17 @@ class SequenceLayout:
         return ((low * block, (low + 1) * block), (high * block, (high + 1) * block))
 
     def of_documents(self, ends: tuple[int, ...]) -> SequenceLayout:
-        """The layout of a sequence of packed documents; the same one unless its balance depends on them."""
+        """The layout of a sequence of packed documents; itself unless the balance depends on them."""
         return replace(self, document_ends=ends) if self.balance == "documents" else self
 
     @property
     def chunk_unit(self) -> int:
-        """A chunk's length, on a ring rank, is a multiple of this."""
+        """The length of a chunk on a ring rank is a multiple of this."""
         return self.grid.ulysses.size * self.tensor_parts
 
     @cached_property
     def chunk_rows(self) -> Spans:
-        """Each chunk's rows among those that a ring rank holds with its Ulysses ranks."""
+        """Each chunk's rows among those of a ring rank (all its Ulysses ranks)."""
         units = self.seq_length // (self.grid.ring.size * self.chunk_unit)
         bounds = [units * index // self.chunks * self.chunk_unit for index in range(self.chunks + 1)]
         return tuple(zip(bounds, bounds[1:]))
@@ -165,7 +165,7 @@ class SequenceLayout:
         """This rank's part of ``x``. Differentiable.
 
         Args:
-            x: [.., seq_length at ``dim``, ..] of any dtype, on any device, alike on every rank.
+            x: [.., seq_length at ``dim``, ..] of any dtype, on any device, the same on every rank.
 
         Returns:
             [.., s_local at ``dim``, ..], a copy.
@@ -174,26 +174,26 @@ class SequenceLayout:
             ValueError: ``dim`` has another length.
         """
         if x.size(dim) != self.seq_length:
-            raise ValueError(f"dim {dim} has {x.size(dim)} tokens, the layout is for {self.seq_length}")
+            raise ValueError(f"dim {dim} has {x.size(dim)} tokens, but the layout is for {self.seq_length}")
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.local_spans], dim)
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The whole sequence along ``dim``, from every rank's part: ``gather(shard(x)) == x``.
+        """The complete sequence along ``dim``, from every rank's part: ``gather(shard(x)) == x``.
 
-        Differentiable; the gradient of a rank's part is summed over all ranks that used the whole. All ranks of
+        Differentiable; the gradient of a rank's part is summed over all ranks that used the result. All ranks of
         ``grid.context`` call it together.
 
         Args:
-            x: [.., s_local at ``dim``, ..] of any dtype that the group's backend takes.
+            x: [.., s_local at ``dim``, ..] of any dtype that the group's backend supports.
 
         Returns:
-            [.., seq_length at ``dim``, ..], alike on every rank.
+            [.., seq_length at ``dim``, ..], the same on every rank.
 
         Raises:
             ValueError: ``dim`` has another length.
         """
         if x.size(dim) != self.local_length:
-            raise ValueError(f"dim {dim} has {x.size(dim)} tokens, a rank holds {self.local_length}")
+            raise ValueError(f"dim {dim} has {x.size(dim)} tokens, but a rank holds {self.local_length}")
         refuse_transforms("layout.gather")
         return _Gather.apply(x, dim, self)
 
@@ -209,9 +209,9 @@ class _Gather(torch.autograd.Function):
             parts = x
         else:
             dist.all_gather_into_tensor(parts, x, group=layout.grid.context.group)
-        whole = torch.empty_like(parts)
-        whole[order] = parts
-        return whole.movedim(0, dim)
+        complete = torch.empty_like(parts)
+        complete[order] = parts
+        return complete.movedim(0, dim)
 
     @staticmethod
     @once_differentiable

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans: consecutive positions or rows, as (start, stop); and what a block of rows has to do with its positions.
+"""Spans: consecutive positions or rows, as (start, stop); and the relation of a block's rows to its positions.
 
-A block holds the positions of its spans one after another: its rows count from 0 in their order.
+A block holds the positions of its spans one after another; its rows are numbered from 0 in this order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Span = tuple[int, int]
 """Consecutive positions, or row numbers, ``start .. stop - 1``, ascending."""
 
 Spans = tuple[Span, ...]
-"""Disjoint spans; ascending unless it says otherwise."""
+"""Disjoint spans; ascending unless stated otherwise."""
 
 
 def count(spans: Spans) -> int:
@@ -26,23 +26,23 @@ def count(spans: Spans) -> int:
 
 
 def joined(spans: Iterable[Span]) -> Spans:
-    """Spans in the order given, those that touch the one before made one with it."""
-    found: list[Span] = []
+    """Spans in the given order; a span that touches or overlaps the previous one is joined to it."""
+    result: list[Span] = []
     for start, stop in spans:
-        if found and found[-1][0] <= start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if result and result[-1][0] <= start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            result.append((start, stop))
+    return tuple(result)
 
 
 def union(*spans: Iterable[Span]) -> Spans:
-    """What is in any of the arguments, ascending."""
+    """The union of all arguments, ascending."""
     return joined(sorted(chain.from_iterable(spans)))
 
 
 def split(span: Span, size: int) -> list[Span]:
-    """A span in parts of ``size``, the last one perhaps shorter."""
+    """A span in parts of ``size``; the last one may be shorter."""
     return [(start, min(start + size, span[1])) for start in range(span[0], span[1], size)]
 
 
@@ -55,7 +55,7 @@ def numbered(spans: Spans) -> Iterator[tuple[int, Span]]:
 
 
 def positions_of(rows: Iterable[Span], spans: Spans) -> Spans:
-    """The positions behind some rows of a block that holds ``spans``, in the order of the rows."""
+    """The positions of some rows of a block that holds ``spans``, in the order of the rows."""
     firsts = list(accumulate((stop - start for start, stop in spans), initial=0))
     return joined(
         (spans[i][0] + max(first - firsts[i], 0), spans[i][0] + min(stop, firsts[i + 1]) - firsts[i])
@@ -66,7 +66,7 @@ def positions_of(rows: Iterable[Span], spans: Spans) -> Spans:
 
 
 def place(span: Span, kept: Spans) -> Span:
-    """Where ``span`` lies once only ``kept`` is left, one after another; :func:`positions_of` is the way back.
+    """The rows of ``span`` in a block that holds only ``kept``; the inverse of :func:`positions_of`.
 
     Raises:
         ValueError: ``span`` is not within one of ``kept``.
@@ -81,5 +81,5 @@ def place(span: Span, kept: Spans) -> Span:
 def positions(spans: Spans, device: torch.device, flip: bool = False) -> Tensor:
     """Global positions of spans, in any order, as a tensor int64 [s]; last first with ``flip``."""
     parts = [torch.arange(start, stop, device=device) for start, stop in spans]
-    found = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return found.flip(0) if flip else found
+    result = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return result.flip(0) if flip else result

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which (query block, key block) pairs to compute, and how each is masked: the one source of truth for work done.
+"""Which (query block, key block) pairs are computed, and how each is masked.
 
-Ring steps, zigzag balance, chunk loops, windows, documents and sparse blocks are all the same thing: a mask's bands
-between the positions of two blocks, cut in squares and rectangles. Empty tiles never appear, so they are neither
-computed nor sent, and counting tiles counts FLOPs.
+Ring steps, zigzag balance, chunk loops, windows, documents and sparse blocks are all handled in the same way: a mask's
+bands between the positions of two blocks are cut into squares and rectangles. There are no empty tiles, so only needed
+pairs are computed and sent, and the tiles' pairs give the FLOPs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Tile:
     """Rows ``q`` of the query block against rows ``k`` of the key block (local row numbers).
 
     Attributes:
-        kind: of a square, i being the query's row and j the key's: causal, j <= i; anticausal, j >= i.
-        masked: besides, the mask has to be asked about each pair.
+        kind: full, or for a square with query row i and key row j: causal, j <= i; anticausal, j >= i.
+        masked: the mask must also be evaluated for each pair.
         q_at, k_at: the global positions of the rows.
     """
 
@@ -45,7 +45,7 @@ class Tile:
         return rows * columns if self.kind == "full" else rows * (rows + 1) // 2
 
 
-@lru_cache(maxsize=2**14)  # FPDT asks for all pairs of chunks: 8,192 of them in 32 chunks over Ring 8
+@lru_cache(maxsize=2**14)  # FPDT needs all pairs of chunks: 8,192 of them for 32 chunks and Ring 8
 def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> tuple[Tile, ...]:
     """The tiles between a query block and a key block.
 
@@ -57,21 +57,21 @@ def tiles(q_spans: Spans, k_spans: Spans, mask: Mask) -> tuple[Tile, ...]:
     starts, stops = [span[0] for _, span in keys], [span[1] for _, span in keys]
     if not keys:
         return ()
-    everything = (starts[0], max(stops))
-    found = []
+    all_keys = (starts[0], max(stops))
+    pieces = []
     for q_row, q in numbered(q_spans):
-        for band in mask.bands(q, everything):
+        for band in mask.bands(q, all_keys):
             first, stop = band.keys
             for k_row, k in keys[bisect_right(stops, first) : bisect_left(starts, stop)]:
                 for part in band.clip(k):
                     for q_at, k_at, kind, masked in _cut(part):
                         rows = _local(q_at, q, q_row), _local(k_at, k, k_row)
-                        found.append(Tile(*rows, kind, masked or mask.pairwise, (q_at,), (k_at,)))
-    return tuple(_merge(found))
+                        pieces.append(Tile(*rows, kind, masked or mask.pairwise, (q_at,), (k_at,)))
+    return tuple(_merge(pieces))
 
 
 def _cut(band: Band) -> Iterator[tuple[Span, Span, Kind, bool]]:
-    """Rectangles, and squares cut along their diagonal, that make up a band: (queries, keys, kind, masked)."""
+    """The rectangles and triangles (half squares) of a band: (queries, keys, kind, masked)."""
     (start, stop), first, end = band.q, band.first, band.end
     rows = stop - start
     if rows == 1 or not (band.first_step or band.end_step):
@@ -87,7 +87,7 @@ def _cut(band: Band) -> Iterator[tuple[Span, Span, Kind, bool]]:
             high = min(low + 4 * NARROW, rows)
             yield (start + low, start + high), (first + low, end + high - 1), "full", True
     else:
-        # As many queries at once as keep the two triangles apart: then all that lies between them is full.
+        # Take so few queries at a time that the two triangles do not overlap; the part between them is full.
         parts = -(-rows // (end - first - 1))
         for index in range(parts):
             low, high = rows * index // parts, rows * (index + 1) // parts
@@ -113,26 +113,26 @@ def parts(tile: Tile, size: int) -> Iterator[Tile]:
 
 
 def _at(spans: Spans, rows: Span, whole: Span) -> Spans:
-    """Positions of some of a tile's rows, from those of the ``whole``."""
+    """Positions of some of a tile's rows; ``spans`` are those of the rows ``whole``."""
     return positions_of([(rows[0] - whole[0], rows[1] - whole[0])], spans)
 
 
 @lru_cache(maxsize=256)
 def reach(q_spans: Spans, mask: Mask, keys: int) -> Spans:
-    """The positions, of the first ``keys``, that queries at ``q_spans`` attend to: all that tiles with them need."""
+    """The positions, among the first ``keys``, to which queries at ``q_spans`` attend."""
     bands = (band for q in q_spans for band in mask.bands(q, (0, keys)))
-    found = ((max(start, 0), min(stop, keys)) for start, stop in (band.keys for band in bands))
-    return union(span for span in found if span[0] < span[1])
+    spans = ((max(start, 0), min(stop, keys)) for start, stop in (band.keys for band in bands))
+    return union(span for span in spans if span[0] < span[1])
 
 
 def _local(part: Span, span: Span, first_row: int) -> Span:
     return part[0] - span[0] + first_row, part[1] - span[0] + first_row
 
 
-def _merge(found: list[Tile]) -> list[Tile]:
-    """Fewer, larger kernel calls: join full tiles side by side, triangles along a diagonal, full tiles below."""
+def _merge(pieces: list[Tile]) -> list[Tile]:
+    """Fewer, larger kernel calls: join full tiles in a row, triangles on a diagonal, and full tiles in a column."""
     wide: list[Tile] = []
-    for tile in sorted(found, key=lambda t: (t.q, t.masked, t.k)):
+    for tile in sorted(pieces, key=lambda t: (t.q, t.masked, t.k)):
         last = wide[-1] if wide else None
         if last and _both_full(last, tile) and last.q == tile.q and last.k[1] == tile.k[0]:
             wide[-1] = replace(last, k=(last.k[0], tile.k[1]), k_at=joined(last.k_at + tile.k_at))
@@ -148,14 +148,14 @@ def _merge(found: list[Tile]) -> list[Tile]:
     return tall
 
 
-def _join_triangles(found: list[Tile]) -> list[Tile]:
-    """Two causal squares one after the other on a diagonal, and what is full below the first: one causal square.
+def _join_triangles(pieces: list[Tile]) -> list[Tile]:
+    """Join two consecutive causal squares on a diagonal, and the full tile below the first, to one causal square.
 
-    So a rank's own block is one causal tile, whatever gaps its positions have.
+    A rank's own block is then one causal tile even if its positions have gaps.
     """
-    full = {(tile.q, tile.k[1], tile.masked): tile for tile in found if tile.kind == "full"}
+    full = {(tile.q, tile.k[1], tile.masked): tile for tile in pieces if tile.kind == "full"}
     squares: list[Tile] = []
-    for tile in sorted((t for t in found if t.kind == "causal"), key=lambda t: (t.q, t.k)):
+    for tile in sorted((t for t in pieces if t.kind == "causal"), key=lambda t: (t.q, t.k)):
         last = squares[-1] if squares else None
         below = full.get((tile.q, last.k[1], tile.masked)) if last else None
         fits = last and last.masked == tile.masked and (last.q[1], last.k[1]) == (tile.q[0], tile.k[0])
@@ -174,7 +174,7 @@ def _join_triangles(found: list[Tile]) -> list[Tile]:
             joined(last.q_at + tile.q_at),
             joined(last.k_at + tile.k_at),
         )
-    return [*squares, *full.values(), *(tile for tile in found if tile.kind == "anticausal")]
+    return [*squares, *full.values(), *(tile for tile in pieces if tile.kind == "anticausal")]
 
 
 def _both_full(a: Tile, b: Tile) -> bool:

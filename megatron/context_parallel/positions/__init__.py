@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How positions enter attention: RoPE and its long-context kin, ALiBi.
+"""Position encodings: RoPE with its long-context variants, ALiBi, and dropout by position.
 
-Positions are global and come from the layout; these turn them into angles and slopes. A learned embedding is a module
-of megatron-core's model, and lives in core/.
+Positions are global and come from the layout. The learned embedding is in core/, because it is a module of
+megatron-core's model.
 """

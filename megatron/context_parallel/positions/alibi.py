@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ALiBi: a bias in the scores in place of an embedding of positions (arXiv 2108.12409; DeepSpeed4Science)."""
+"""ALiBi: a bias of the scores in place of a position embedding (arXiv 2108.12409; DeepSpeed4Science)."""
 
 from __future__ import annotations
 

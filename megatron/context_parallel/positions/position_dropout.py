@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout by position: what is dropped depends on where an element is, and not on who computes it.
+"""Dropout by position: which elements are dropped depends on their positions, not on the rank that computes them.
 
 A counter-based generator (Salmon et al., SC 2011): the bits of an element are a hash of the seed, the dropout layer,
-the sample, the head and the element's global positions. So no state is kept, a backward pass and a recomputed forward
-pass draw again what the first one drew, and nothing depends on the grid, on chunks or on the order of the work.
+the sample, the head and the element's global positions. There is no state: a backward pass and a recomputed forward
+pass draw the same numbers again, and nothing depends on the grid, on chunks or on the order of the work.
 
-Row and column each have a 64-bit key, by SplitMix64 (Steele et al., OOPSLA 2014). The keys of a pair, combined and
-hashed once more, give four elements 15 bits each; an element is dropped where its bits are below a threshold. That is
-why probabilities are multiples of 1/32768; what is kept is scaled by just that.
+Row and column each have a 64-bit key, by SplitMix64 (Steele et al., OOPSLA 2014). The combined keys of a pair are
+hashed again and give four elements 15 bits each. An element is dropped if its bits are below a threshold. Probabilities
+are therefore multiples of 1/32768, and kept elements are divided by the rounded probability of keeping them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.platform.streams import to_device
 
 LEVELS = 2**15  # of probabilities
-LANES = 4  # elements along a row that one hash is for
+LANES = 4  # consecutive elements of a row that share one hash
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -35,11 +35,11 @@ class Dropout:
     """One dropout of a model, for the samples of a batch.
 
     Attributes:
-        probability: that an element is dropped, from 0 up to (but not) 1; rounded to a multiple of 1/32768.
+        probability: of dropping an element, at least 0 and below 1; rounded to a multiple of 1/32768.
         seed: of the run.
-        stream: which dropout of the model; each has numbers of its own.
+        stream: which dropout of the model; each draws other numbers.
         samples: the number of each sample of the batch among all samples of the run.
-        head: the first head's number among those of the whole model.
+        head: the first head's number among all heads of the layer.
     """
 
     probability: float
@@ -50,24 +50,24 @@ class Dropout:
 
     def __post_init__(self) -> None:
         if not (isfinite(self.probability) and 0 <= self.probability < 1):
-            raise ValueError(f"a dropout probability is at least 0 and below 1, not {self.probability}")
+            raise ValueError(f"a dropout probability must be at least 0 and below 1, not {self.probability}")
 
     @cached_property
     def threshold(self) -> int:
-        """Bits below it, of 32768, drop an element."""
+        """An element is dropped if its bits (0 to 32767) are below this."""
         return min(round(self.probability * LEVELS), LEVELS - 1)
 
     @property
     def scale(self) -> float:
-        """Factor on what is kept."""
+        """Factor on kept elements."""
         return LEVELS / (LEVELS - self.threshold)
 
     def of_samples(self, first: int, stop: int) -> Dropout:
-        """The same for some samples of the batch."""
+        """This dropout for some samples of the batch."""
         return replace(self, samples=self.samples[first:stop])
 
     def of_heads(self, first: int) -> Dropout:
-        """The same from the ``first`` of its heads on."""
+        """This dropout for heads from number ``first`` on."""
         return replace(self, head=self.head + first)
 
     def row_keys(self, at: Tensor, heads: int | None = None) -> Tensor:
@@ -78,21 +78,22 @@ class Dropout:
         return keys[:, 0] if heads is None else keys
 
     def column_keys(self, groups: Tensor) -> Tensor:
-        """Keys of groups of four columns, whose numbers are int64 [groups]: int64 [samples, groups]."""
+        """Keys of groups of four columns with numbers ``groups`` (int64 [groups]): int64 [samples, groups]."""
         first = [[self._key(2, sample, None)] for sample in self.samples]
         return _hashes(to_device(torch.tensor(first), groups.device), groups)
 
     def kept(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """1 for what is kept, else 0: int16 [.., rows, 4 * groups], of keys [.., rows] and [.., groups] that broadcast.
+        """1 for kept elements, else 0: int16 [.., rows, 4 * groups], from keys [.., rows] and [.., groups], broadcast.
 
-        Four comparisons at once: what is added to the 15 bits carries into the 16th where they reach the threshold.
+        It makes four comparisons at once: the addition to the 15 bits carries into the 16th if they reach the
+        threshold.
         """
         bits = _pair_hash_(rows[..., None] ^ columns[..., None, :])
         bits.bitwise_and_(_in_lanes(LEVELS - 1)).add_(_in_lanes(LEVELS - self.threshold))
         return bits.bitwise_right_shift_(15).bitwise_and_(_in_lanes(1)).view(torch.int16)
 
     def _key(self, *numbers: int | None) -> int:
-        """A 64-bit number, signed, from the seed, the stream and other numbers."""
+        """A signed 64-bit number from the seed, the stream and other numbers."""
         key = _hash(self.seed & MASK)
         for number in (self.stream, *numbers):
             key = _hash(key + (0 if number is None else number + 1) * GOLDEN & MASK)
@@ -100,13 +101,13 @@ class Dropout:
 
 
 class TileDropout:
-    """What is kept of a tile's pairs, made for a block of rows and heads at a time.
+    """Which pairs of a tile are kept, computed for a block of rows and heads at a time.
 
     Args:
-        dropout: of this rank's samples and heads.
-        heads: of the tile.
+        dropout: for this rank's samples and heads.
+        heads: number of heads of the tile.
         q_at, k_at: positions of its queries and keys.
-        flip: whether both run backwards.
+        flip: whether both are in reverse order.
     """
 
     def __init__(
@@ -114,26 +115,26 @@ class TileDropout:
     ) -> None:
         self.dropout, self.flip, self.scale = dropout, flip, dropout.scale
         self._rows = dropout.row_keys(positions(q_at, device, flip), heads)
-        # Each span of keys: keys of its groups of four, and where in them it starts.
+        # For each span of keys: hash keys of its groups of four columns, its first column in them, and its length.
         self._columns: list[tuple[Tensor, int, int]] = []
         for start, stop in k_at:
             groups = torch.arange(start // LANES, -(-stop // LANES), device=device)
             self._columns.append((dropout.column_keys(groups)[:, None], start % LANES, stop - start))
 
     def rows(self, start: int, end: int, keys: int, batch: slice = slice(None), heads: slice = slice(None)) -> Tensor:
-        """1 for what is kept, else 0: int16 [batch, heads, end - start, keys], of the first ``keys`` keys."""
-        rows, found = self._rows[batch, heads, start:end], []
+        """1 for kept pairs, else 0: int16 [batch, heads, end - start, keys], of the first ``keys`` keys."""
+        rows, parts = self._rows[batch, heads, start:end], []
         if len(self._columns) == 1 and not self.flip:
             (columns, first, _), stop = self._columns[0], self._columns[0][1] + keys
             return self.dropout.kept(rows, columns[batch, :, : -(-stop // LANES)])[..., first:stop]
         for columns, first, count in self._columns:
-            found.append(self.dropout.kept(rows, columns[batch])[..., first : first + count])
-        kept = torch.cat(found, -1)
+            parts.append(self.dropout.kept(rows, columns[batch])[..., first : first + count])
+        kept = torch.cat(parts, -1)
         return (kept.flip(-1) if self.flip else kept)[..., :keys]
 
 
 def drop(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
-    """Dropout of hidden states. Differentiable; nothing is saved for the backward pass, which draws again.
+    """Dropout of hidden states. Differentiable; the backward pass draws the same numbers again.
 
     Args:
         x: [s, b, h].
@@ -141,10 +142,10 @@ def drop(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
         at: the global positions of the rows, int64 [s].
 
     Raises:
-        ValueError: the samples are others.
+        ValueError: ``dropout`` is for another number of samples.
     """
     if len(dropout.samples) != x.size(1):
-        raise ValueError(f"dropout names {len(dropout.samples)} samples, the batch has {x.size(1)}: name each")
+        raise ValueError(f"dropout names {len(dropout.samples)} samples, but the batch has {x.size(1)}: name each")
     return _Drop.apply(x, dropout, at) if dropout.threshold else x
 
 
@@ -159,7 +160,7 @@ class _Drop(torch.autograd.Function):
         return _dropped(grad, ctx.dropout, ctx.at), None, None
 
 
-ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}  # of hidden states: on a CPU their bits stay in the cache
+ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}  # of hidden states; on a CPU their bits fit the cache
 
 
 def _dropped(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ def _dropped(x: Tensor, dropout: Dropout, at: Tensor) -> Tensor:
 
 
 def _in_lanes(x: int) -> int:
-    """Of 16 bits four times over, as a signed number."""
+    """16 bits repeated four times, as a signed number."""
     x *= 0x0001000100010001
     return x - 2**64 if x >= 2**63 else x
 
@@ -189,7 +190,7 @@ def _hash(x: int) -> int:
 
 
 def _hashes(key: Tensor, numbers: Tensor) -> Tensor:
-    """The same of ``key + number * GOLDEN``, for int64 tensors that broadcast."""
+    """``_hash(key + number * GOLDEN)`` for int64 tensors, broadcast."""
     x = key + numbers * GOLDEN_SIGNED
     x = (x ^ _shifted(x, 30)) * FIRST_SIGNED
     x = (x ^ _shifted(x, 27)) * SECOND_SIGNED
@@ -197,12 +198,12 @@ def _hashes(key: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """``x >> bits`` of int64 as if it had no sign."""
+    """``x >> bits`` of int64 tensors as unsigned numbers."""
     return (x >> bits) & (1 << 64 - bits) - 1
 
 
 def _pair_hash_(x: Tensor) -> Tensor:
-    """A shorter hash, in place, of what two keys give together: they are hashes already."""
+    """A shorter hash, in place, of a combination of two keys, which are hashes already."""
     shifted = torch.empty_like(x)
     for factor in (FIRST_SIGNED, SECOND_SIGNED):
         x.mul_(factor)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding (RoPE): its frequencies, stretched in several ways, and the rotation itself.
+"""Rotary position embedding (RoPE): its frequencies, methods to extend the context, and the rotation.
 
-Pair i of the d rotated entries of a head turns by ``position * base ** (-2i / d)``. To reach beyond the length a model
-was trained on, frequencies are lowered: all alike (linear interpolation), or only the slow ones (Llama 3.1; YaRN,
-arXiv:2309.00071, which also makes attention sharper).
+Pair i of the d rotated entries of a head is rotated by ``position * base ** (-2i / d)``. To go beyond the length that a
+model was trained on, frequencies are lowered: all by one factor (linear interpolation), or only the slow ones (Llama
+3.1; YaRN, arXiv:2309.00071, which also scales the attention scores).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megatron.context_parallel.layout.spans import Span, positions
 from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
-# Llama 3.1 lowers frequencies that turn less than once in its original length, keeps those that turn more than four
-# times, and goes from one to the other in between.
+# Llama 3.1 lowers frequencies with less than one turn in the original length, keeps those with more than four turns,
+# and interpolates in between.
 LLAMA3_LENGTH, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
-# Elements rotated at once, so that little is fp32 meanwhile: on a CPU, what its caches hold; on a GPU, what fills it.
+# Elements rotated at a time, which limits the fp32 memory: on a CPU they fit its caches, on a GPU they keep it busy.
 PIECE = {"cpu": 2**18, "cuda": 2**24}
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: pairs that turn often within the original length are left alone, those that hardly turn are interpolated.
+    """YaRN: pairs with many turns within the original length are unchanged, those with few turns are interpolated.
 
     Attributes:
-        factor: how much longer sequences become.
-        original_length: tokens the model was trained on before.
-        beta_fast, beta_slow: pairs that turn more than the first in ``original_length`` keep their frequency, those
-            that turn less than the second have it divided by ``factor``; in between, from one to the other.
-        mscale, mscale_all_dim: of :attr:`attention_factor`.
-        whole_pairs: those two bounds are rounded outwards to whole pairs.
+        factor: how many times longer sequences become.
+        original_length: sequence length of the original training.
+        beta_fast, beta_slow: pairs with more turns than the first in ``original_length`` keep their frequency; those
+            with fewer turns than the second have it divided by ``factor``; in between it is interpolated.
+        mscale, mscale_all_dim: parameters of :attr:`attention_factor`.
+        whole_pairs: whether the two bounds are rounded outwards to whole pairs.
     """
 
     factor: float
@@ -55,18 +55,18 @@ class Yarn:
 
     @property
     def attention_factor(self) -> float:
-        """Queries and keys are multiplied by this, so scores by its square. By default 0.1 ln(factor) + 1."""
+        """Factor on queries and keys, whose square is a factor on scores. By default 0.1 ln(factor) + 1."""
         if self.factor <= 1:
             return 1.0
         grown = 0.1 * math.log(self.factor)
         return (grown * self.mscale + 1) / (grown * self.mscale_all_dim + 1)
 
     def apply(self, inv_freq: Tensor, base: float) -> Tensor:
-        """Lowered frequencies, of fp64 [dim / 2] with that base."""
+        """The lowered frequencies, from fp64 [dim / 2] with base ``base``."""
         dim = 2 * inv_freq.numel()
 
         def pair(turns: float) -> float:
-            """The pair, fractional, that turns so often within the original length."""
+            """The (fractional) pair with this number of turns within the original length."""
             return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low, high = pair(self.beta_fast), pair(self.beta_slow)
@@ -99,9 +99,9 @@ class Rope:
     yarn: Yarn | None = None
 
     def inverse_frequencies(self) -> Tensor:
-        """Radians a position of each pair, fp64 [dim / 2] on the CPU.
+        """Radians per position of each pair, fp64 [dim / 2] on the CPU.
 
-        In fp32 they would be off by 3e-8 of themselves, which four million positions make a tenth of a radian.
+        In fp32 they would have a relative error of 3e-8, which is a tenth of a radian at position four million.
         """
         inv_freq = self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
         if self.llama3 is not None:
@@ -112,20 +112,20 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """Queries and keys are multiplied by this."""
+        """Factor on queries and keys."""
         return 1.0 if self.yarn is None else self.yarn.attention_factor
 
     def rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Heads turned by their positions' angles, and the attention factor.
+        """Rotate heads by their positions' angles, and multiply by the attention factor.
 
         Args:
-            x: [s, b, heads, d]; entries past the first ``dim`` of a head are left alone.
+            x: [s, b, heads, d]; entries after the first ``dim`` of a head are unchanged.
             angles: fp32 [s, 1 or b, 1, dim / 2].
 
         Returns:
-            As x. Sine, cosine and products are fp32 (fp64 for fp64), rounded to the dtype of x once, at the end:
-            megatron-core rounds the sine and cosine as well, and each product. Backward keeps the angles alone. On a
-            GPU one kernel does it all (rope_kernel.py) where Triton is installed, as it is with PyTorch for CUDA.
+            Like x. Sine, cosine and products are fp32 (fp64 for fp64) and rounded to the dtype of x once, at the end;
+            megatron-core also rounds the sine, the cosine and each product. Only the angles are kept for backward. On a
+            GPU it is one kernel (rope_kernel.py) if Triton is installed, as it is with PyTorch for CUDA.
         """
         return _Rotate.apply(x, angles, self)
 
@@ -138,8 +138,8 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
         inv_freq: fp64 [dim / 2], of :meth:`Rope.inverse_frequencies`.
 
     Returns:
-        fp32 [..., dim / 2]. The product is taken in fp64 and reduced to one turn before it is rounded, so angles are as
-        exact at four million as at four (in fp32 alone they are off by a tenth of a radian there).
+        fp32 [..., dim / 2]. The product is computed in fp64 and reduced to one turn before it is rounded. Angles are
+        therefore as exact at position four million as at four; in fp32 the error there would be a tenth of a radian.
     """
     return (positions.double()[..., None] * inv_freq.to(positions.device) % (2 * torch.pi)).float()
 
@@ -194,24 +194,21 @@ def _pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     return x[..., : rope.dim // 2], x[..., rope.dim // 2 : rope.dim]
 
 
-# Rotary embedding at the positions that a rank holds, which the layout knows.
-
-
 Ends = tuple[int, ...]
 """One past the last token of each document packed into a sequence."""
 
 
 class LayoutRotaryEmbedding:
-    """RoPE at the positions this rank holds. It takes the place of megatron-core's, inside the attention core.
+    """RoPE at the positions this rank holds. It replaces megatron-core's, inside the attention core.
 
-    core cuts its angles by a zigzag of its own, computes them in fp32 and rotates in the dtype of the heads; ours come
-    from the layout, the one source of truth for positions.
+    Core has a fixed zigzag order of positions, computes angles in fp32 and rotates in the dtype of the heads. Here
+    positions come from the layout.
 
     Args:
         rope: frequencies and pairs.
         layout: which positions this rank holds.
-        device: where queries and keys are.
-        restarts: positions start anew in each document.
+        device: of queries and keys.
+        restarts: whether positions restart in each document.
     """
 
     def __init__(
@@ -222,10 +219,10 @@ class LayoutRotaryEmbedding:
         self._known: tuple[tuple[Ends, ...], Tensor] | None = None
 
     def angles(self, documents: Sequence[Ends] = ()) -> Tensor:
-        """Angles of this rank's tokens, fp32 [s_local, 1 or b, 1, dim / 2]; the last ones are kept, for all layers.
+        """Angles of this rank's tokens, fp32 [s_local, 1 or b, 1, dim / 2]; the last result is kept, for all layers.
 
         Args:
-            documents: of each sample; none where a sequence is one document.
+            documents: the ends of each sample's documents; empty if a sequence is one document.
         """
         varies = self.restarts or self.layout.balance == "documents"
         key = tuple(documents) if varies else ()
@@ -242,12 +239,12 @@ class LayoutRotaryEmbedding:
         return rotary_angles(at, self.inv_freq)[:, :, None]
 
     def of_spans(self, spans: tuple[Span, ...], document: Ends | None = None) -> Tensor:
-        """Angles, fp32 [s, 1, 1, dim / 2], of any positions in a sequence; nothing is kept."""
+        """Angles, fp32 [s, 1, 1, dim / 2], of any positions in a sequence."""
         at = positions(spans, self.inv_freq.device)
         if self.restarts and document is not None:
             at = restart(at, document)
         return rotary_angles(at, self.inv_freq)[:, None, None]
 
     def rotate(self, query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [s, b, heads, d], turned by ``angles``."""
+        """Queries and keys [s, b, heads, d], rotated by ``angles``."""
         return self.rope.rotate(query, angles), self.rope.rotate(key, angles)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotation of RoPE as one kernel for NVIDIA GPUs, in Triton: an element is read once and written once.
+"""The rotation of RoPE as one Triton kernel for NVIDIA GPUs, which reads and writes each element once.
 
-Sine and cosine are taken in the kernel, in fp32, once for all heads of a block: their angles lie within a turn, so that
-four quarters of it, taken off exactly, leave what the polynomials of Cephes' sinf and cosf are for.
+Sine and cosine are computed in the kernel, in fp32, once for all heads of a block. The angles are within one turn.
+Subtracting multiples of a quarter turn exactly gives the range of the polynomials of Cephes' sinf and cosf.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs of a head that a program turns at once, 16 bytes of bf16 a thread; heads of a program; its warps.
+# Pairs that a program rotates at a time (16 bytes of bf16 for each thread), heads of a program, and its warps.
 PAIRS_AT_ONCE, HEADS, WARPS = 1024, 8, 4
 
 
 @triton.jit
 def cos_sin(angle):
-    """Of fp32 angles from 0 to 2 pi, to 2e-7."""
+    """Cosine and sine of fp32 angles from 0 to 2 pi, with an error of at most 2e-7."""
     quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
-    # pi / 2 in three parts; the first two are short, so that their products with 0 to 4 are exact.
+    # pi / 2 in three parts; the first two have few bits, so that their products with 0 to 4 are exact.
     x = ((angle - quarters * 1.5703125) - quarters * 4.837512969970703125e-4) - quarters * 7.549789954891882e-8
     z = x * x
     sin = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
@@ -61,7 +61,8 @@ def rotate_kernel(
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """``ROWS`` of the ``tokens`` (sequence times batch), ``HEADS`` heads; entries past the pairs are copied."""
+    """Rotates ``ROWS`` of the ``tokens`` (sequence times batch) in ``HEADS`` heads; entries after the pairs are
+    copied."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = (row < tokens)[:, None]
     place, sample = (row // batch).to(tl.int64)[:, None], (row % batch).to(tl.int64)[:, None]
@@ -75,7 +76,7 @@ def rotate_kernel(
     for head in range(begin, tl.minimum(begin + HEADS, heads)):
         from_head, to_head = x + head * x_sh, out + head * out_sh
         if INTERLEAVED:
-            # Both entries of a pair by one load: [rows, pairs, 2].
+            # One load for both entries of a pair: [rows, pairs, 2].
             entry = 2 * pair[:, :, None] + tl.arange(0, 2)[None, None, :]
             both = tl.broadcast_to(mask[:, :, None], (ROWS, PAIRS_BLOCK, 2))
             first, second = tl.split(tl.load(from_head[:, :, None] + entry * x_sd, both, other=0.0).to(tl.float32))
@@ -93,7 +94,7 @@ def rotate_kernel(
 
 
 def rotated(x: Tensor, angles: Tensor, dim: int, factor: float, interleaved: bool, sign: int) -> Tensor:
-    """See `Rope.rotate`; ``sign`` -1 turns back. x [s, b, heads, d] in fp32, bf16 or fp16, of any strides."""
+    """See `Rope.rotate`; ``sign`` -1 is the inverse. x [s, b, heads, d] in fp32, bf16 or fp16, with any strides."""
     out = torch.empty_like(x)
     if x.numel():
         arguments, constants = launch(x, out, angles, dim, factor, interleaved, sign)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from megatron.decisions.division import goes_by_keys, head_plan
-from megatron.formulas.communication import RingBlocks, ring_blocks_sent, ring_keys_by_queries
+from megatron.decisions.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
 from megatron.formulas.host_bytes import forward_loads, waiting_chunks
 from megatron.formulas.sizes import heads_of
 from megatron.formulas.strategy import Strategy, Workload
@@ -44,8 +44,12 @@ class Attended:
     ring: int
     blocks: RingBlocks
     causal: bool
-    balanced: bool
+    balance: str
     seen: float = 0.0
+
+    @property
+    def balanced(self) -> bool:
+        return self.balance == "zigzag"
 
     @property
     def kernel(self) -> str:
@@ -75,9 +79,9 @@ def attended(workload: Workload, strategy: Strategy) -> Attended:
         sent_kv_away=sum(map(len, plan.kv_heads[1:])),
         head_dim=shape.head_dim,
         ring=strategy.ring,
-        blocks=ring_blocks_sent(strategy, causal),
+        blocks=ring_blocks(strategy.ring, strategy.balance, causal),
         causal=causal,
-        balanced=strategy.balance == "zigzag",
+        balance=strategy.balance,
         seen=workload.keys,
     )
 
@@ -179,13 +183,9 @@ def _hop(a: Attended, strategy: Strategy, itemsize: int, blocks: float = 1.0) ->
 
 
 def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
-    """A rank's own block, or another's. Zigzag: half of each; contiguous: the last rank has all pairs of the others."""
+    """The busiest rank's own block (``first``), or another rank's."""
     n = a.queries
-    pairs, keys = float(n) * n, n
-    if a.causal and first:
-        pairs /= 2
-    elif a.causal and a.balanced:
-        pairs, keys = pairs / 2, n // 2
+    pairs, keys = block_pairs(n, a.balance, a.causal, own=first)
     if a.seen:  # those nearest a query are its own block's
         spans, length = (2, n / 2) if a.balanced and a.ring > 1 else (1, n)
         near = min(a.seen, length)
@@ -215,7 +215,7 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     own = (_chunk_tile(a, size, own=True), begin) if strategy.fused else (_chunk_tile(a, size, own=True),)
     offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
     if strategy.fpdt_offload:
-        travelling = ring_keys_by_queries(strategy, a.causal, chunks)
+        travelling = key_blocks_by_queries(a.ring, strategy.balance, a.causal, chunks)
     kept = _copies(2 * q + kv + lse, 0) if offload and not _beside_all(a, strategy) else ()
     if chunks == 1:
         head, *rest = ring_forward(a, strategy)
@@ -362,14 +362,10 @@ def _by_keys(
 
 
 def _met(a: Attended, chunks: int) -> float:
-    """Pairs of a query chunk and another key chunk, of any rank, that meet on the busiest rank: if causal, half of all;
-    on a contiguous ring all of those with other ranks."""
-    every, own = chunks * chunks * a.ring, chunks * chunks
+    """Pairs of a query chunk and another key chunk, of any rank, that meet on the busiest rank."""
     if a.seen:  # a query chunk meets those within its reach
-        return min((every - chunks) / 2, chunks * ceil(a.seen / (a.queries / chunks)))
-    if not a.causal:
-        return every - chunks
-    return (every - chunks) / 2 if a.balanced else every - own + (own - chunks) / 2
+        return min((chunks * chunks * a.ring - chunks) / 2, chunks * ceil(a.seen / (a.queries / chunks)))
+    return chunk_pairs(chunks, a.ring, a.balance, a.causal)
 
 
 def _chunk_tile(a: Attended, size: float, *, own: bool = False, backward: bool = False) -> Kernel:

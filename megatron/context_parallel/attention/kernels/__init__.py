@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local attention kernels, one file a backend: a tile's (out, lse), and its gradients given the final out and lse."""
+"""Local attention kernels, one file for each: (out, lse) of a tile, and its gradients from the final out and lse."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ KERNELS: dict[str, Kernel] = {
 }
 
 NEEDS = {
-    "needs_mask": ("supports_mask", "takes no mask, which this attention pattern needs"),
-    "needs_dropout": ("supports_dropout", "has no attention dropout by position"),
-    "needs_softcap": ("supports_softcap", "has no soft-cap of attention scores"),
-    "needs_value_dim": ("supports_value_dim", "takes no value heads of another size than key heads"),
+    "needs_mask": ("supports_mask", "does not support masks, which this attention pattern needs"),
+    "needs_dropout": ("supports_dropout", "does not support attention dropout by position"),
+    "needs_softcap": ("supports_softcap", "does not support a soft-cap of attention scores"),
+    "needs_value_dim": ("supports_value_dim", "does not support value heads of another size than key heads"),
 }
-"""What an attention pattern may need beside plain tiles: the attribute of a kernel that has it, and a refusal."""
+"""Optional features of a kernel: the attribute that says whether it has it, and the message if not."""
 
 
 def available(
@@ -62,7 +62,7 @@ def select(
     Args:
         many_tiles: see `decisions.kernels.preferred`.
 
-    Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run here.
+    Raises KernelUnavailable, a ValueError of one line, for an unknown name and for a kernel that cannot run.
     """
     usable = available(device, dtype, head_dim, many_tiles=many_tiles, **needs)
     if name == "auto" and usable:
@@ -70,7 +70,7 @@ def select(
     if name in usable:
         return KERNELS[name]
     why = _why_not(name, torch.device(device), dtype, head_dim, needs) if name in KERNELS else None
-    raise _unavailable(name, f"no kernel takes {dtype} on {device}", why, "here", usable)
+    raise _unavailable(name, f"no kernel supports {dtype} on {device}", why, "here", usable)
 
 
 def choose_on(
@@ -83,29 +83,29 @@ def choose_on(
     many_tiles: bool = False,
     **needs: bool,
 ) -> str:
-    """The name of the kernel that `select` would choose on a GPU of ``capability``, which need not be here.
+    """The name of the kernel that `select` would choose on a GPU of ``capability``, which this machine need not have.
 
     Args:
-        flash_attn: version of the package that ``auto`` finds there; None: it is not installed.
+        flash_attn: version of the package that is installed there; None: it is not installed.
 
-    Raises KernelUnavailable as `select` does.
+    Raises KernelUnavailable like `select`.
     """
     why: dict[str, str | None] = {}
-    for found in preferred(capability, flash_attn=flash_attn, many_tiles=many_tiles):
-        why[found] = _lacks(found, needs) or KERNELS[found].why_not_on(capability, dtype, head_dim)
-    usable = [found for found, reason in why.items() if reason is None]
+    for kernel in preferred(capability, flash_attn=flash_attn, many_tiles=many_tiles):
+        why[kernel] = _lacks(kernel, needs) or KERNELS[kernel].why_not_on(capability, dtype, head_dim)
+    usable = [kernel for kernel, reason in why.items() if reason is None]
     if name in usable:
         return name
     if name == "auto":
-        usable = [found for found in usable if found != "flash_attn" or flash_attn]
+        usable = [kernel for kernel in usable if kernel != "flash_attn" or flash_attn]
         if usable:
             return usable[0]
-    unknown = "is not known of a GPU that is not here"
-    raise _unavailable(name, f"no kernel takes {dtype}", why.get(name, unknown), "there", usable)
+    unknown = "unknown: no such GPU is visible"
+    raise _unavailable(name, f"no kernel supports {dtype}", why.get(name, unknown), "there", usable)
 
 
 def _unavailable(name: str, nothing: str, why: str | None, where: str, usable: list[str]) -> KernelUnavailable:
-    """``nothing`` is what is wrong with ``auto``, ``why`` with a kernel of that name."""
+    """``nothing``: the reason for ``auto``; ``why``: the reason for the kernel ``name``."""
     if name == "auto":
         reason = nothing
     elif name in KERNELS:
@@ -121,7 +121,7 @@ def _order(device: torch.device, many_tiles: bool) -> list[str]:
         capability = torch.cuda.get_device_capability(device)
     order = preferred(capability, flash_attn=installed_version(capability), many_tiles=many_tiles)
     known = [name for name in order if name in KERNELS]
-    return [*known, *(name for name in KERNELS if name not in known)]  # a program's own come last
+    return [*known, *(name for name in KERNELS if name not in known)]  # kernels added by a program come last
 
 
 def _why_not(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a local attention kernel is, and the checks and tensor chores that all of them share.
+"""The interface of a local attention kernel, and checks and helpers that all kernels share.
 
 Shapes: q, dq ``[b, h, sq, d]``; k, dk ``[b, hk, sk, d]`` with hk dividing h; v, dv ``[b, hk, sk, dv]``; out, dout
 ``[b, h, sq, dv]``, where dv is d for kernels without ``supports_value_dim``; lse ``[b, h, sq]``. Query head i reads key
@@ -20,24 +20,21 @@ from megatron.context_parallel.layout.tiles import Tile
 from megatron.context_parallel.positions.position_dropout import Dropout, TileDropout
 from megatron.platform.streams import to_device
 
-# The mask of a tile, whole or made for a block of its rows at a time.
-
-
-ROW_MASK_BYTES = 32 * 2**20  # what the making of one block of a RowMask's rows may take
-PAIR_BYTES = 24  # of one pair while its mask is made: two int64 of arithmetic on positions, and the booleans
+ROW_MASK_BYTES = 32 * 2**20  # memory limit for computing one block of rows of a RowMask
+PAIR_BYTES = 24  # for each pair while its mask is computed: two int64 for positions, and booleans
 
 
 @dataclass(frozen=True)
 class RowMask:
-    """What a tile does with each of its pairs, made for a block of rows at a time.
+    """Mask, bias, dropout and soft-cap of a tile's pairs, computed for a block of rows at a time.
 
     Attributes:
-        allowed: (first row, end row, number of keys) -> boolean [rows, keys], on any device; None allows all.
-        bias: the same arguments -> [heads, rows, keys], in the dtype of lse, on the tile's device; None adds nothing.
-        heads: that ``bias`` is for.
-        dropout: which weights, of the softmax over *all* keys, become 0; None keeps all. A kernel's lse is that
-            softmax's: dropout does not change it, and tiles merge as without.
-        softcap: a score s becomes ``softcap * tanh(s / softcap)`` before ``bias`` is added; None leaves it.
+        allowed: (first row, end row, number of keys) -> boolean [rows, keys], on any device; None allows all pairs.
+        bias: same arguments -> [heads, rows, keys], in the dtype of lse, on the tile's device; None: no bias.
+        heads: number of heads of ``bias``.
+        dropout: which weights, of the softmax over *all* keys, become 0; None: no dropout. It does not change lse, so
+            that tiles are merged as without dropout.
+        softcap: a score s becomes ``softcap * tanh(s / softcap)`` before ``bias`` is added; None: no cap.
     """
 
     allowed: Callable[[int, int, int], Tensor] | None = None
@@ -47,8 +44,8 @@ class RowMask:
     softcap: float | None = None
 
     def bytes_per_row(self, keys: int, itemsize: int) -> int:
-        """Bytes that one row takes while it is made."""
-        made = PAIR_BYTES if self.allowed else itemsize  # besides: distances
+        """Bytes needed to compute one row."""
+        made = PAIR_BYTES if self.allowed else itemsize  # of the mask, or of the distances for the bias
         return keys * (made + (self.heads if self.bias else 1) * itemsize)
 
 
@@ -56,20 +53,20 @@ AnyMask = Tensor | RowMask | None
 
 
 def dropout_of(mask: AnyMask) -> TileDropout | None:
-    """What is dropped of a tile's weights."""
+    """The dropout of a tile's weights."""
     return mask.dropout if isinstance(mask, RowMask) else None
 
 
 def softcap_of(mask: AnyMask) -> float | None:
-    """What the scores of a tile are capped at."""
+    """The soft-cap of a tile's scores."""
     return mask.softcap if isinstance(mask, RowMask) else None
 
 
 def mask_rows(mask: AnyMask, causal: bool, start: int, end: int, keys: int, device: torch.device) -> Tensor | None:
-    """The pairs that query rows start..end of a tile may attend to, among its first ``keys`` keys; None for all.
+    """Which of a tile's first ``keys`` keys the query rows start..end may attend to; None: all.
 
-    A tensor is four-dimensional and may live elsewhere, in host memory say: only these rows move. Returns a boolean
-    tensor that broadcasts to ``[b, h, end - start, keys]``.
+    A tensor is four-dimensional and may be on another device, for example in host memory; only these rows are copied.
+    Returns a boolean tensor that broadcasts to ``[b, h, end - start, keys]``.
     """
     allowed = None
     if isinstance(mask, RowMask):
@@ -85,14 +82,14 @@ def mask_rows(mask: AnyMask, causal: bool, start: int, end: int, keys: int, devi
 
 
 def bias_rows(mask: AnyMask, start: int, end: int, keys: int) -> Tensor | None:
-    """What is added to the scores of query rows start..end and the first ``keys`` keys: [1, h, rows, keys] or None."""
+    """The bias of the scores of query rows start..end and the first ``keys`` keys: [1, h, rows, keys] or None."""
     if not isinstance(mask, RowMask) or mask.bias is None:
         return None
     return mask.bias(start, end, keys)[None]
 
 
 def row_blocks(rows: int, bytes_per_row: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cuts ``rows`` into (start, end) so that a block holds at most ``limit`` bytes, but always one row."""
+    """Blocks (start, end) of ``rows`` with at most ``limit`` bytes each, but at least one row."""
     step = max(1, limit // bytes_per_row)
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -101,29 +98,29 @@ Capability = tuple[int, int]
 
 
 class KernelUnavailable(ValueError):
-    """The kernel that was asked for cannot run here. ``reason`` is one line and names the way out."""
+    """The requested kernel cannot run. ``reason`` is one line with the alternatives."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f'kernel="{name}": {reason}')
         self.name, self.reason = name, reason
 
-    def __reduce__(self) -> tuple:  # pickled from process to process
+    def __reduce__(self) -> tuple:  # for pickle
         return type(self), (self.name, self.reason)
 
 
 class Kernel(Protocol):
     """One attention tile, forward and backward.
 
-    A tile is a block of queries against a block of keys. Its forward returns the softmax over *its* keys and their
-    log-sum-exp; tiles merge by lse. Its backward takes the *final*, merged ``out`` and ``lse``: with
-    ``p = exp(scale * q k^T - lse)`` and ``delta = rowsum(dout * out)`` from those, the gradients of the tiles sum up to
-    the gradient of the whole. Under dropout ``p`` of the weights that multiply v is what was kept of it, divided by the
-    probability to be kept, and the rest of this holds as it stands.
+    A tile is a block of queries against a block of keys. Forward returns the output of the softmax over the *tile's*
+    keys and its log-sum-exp, by which tiles are merged. Backward takes the *final*, merged ``out`` and ``lse``. With
+    ``p = exp(scale * q k^T - lse)`` and ``delta = rowsum(dout * out)`` from these, the sum of the tiles' gradients is
+    the gradient of the complete attention. Under dropout the weights that multiply v are p of the kept pairs divided by
+    the probability of keeping; the rest is unchanged.
 
-    A row without any key, by ``mask``, has out 0 and lse -inf; a row whose final lse is -inf has and gives no gradient.
+    A row without any key, by ``mask``, has out 0 and lse -inf. A row whose final lse is -inf has gradient 0.
 
-    Both methods are plain functions of tensors, to be called from within a ``torch.autograd.Function``. They take
-    strided views, usually of ``[s, b, h, d]`` memory, and return whatever strides suit the backend.
+    Both methods are plain functions of tensors, to be called from a ``torch.autograd.Function``. They accept strided
+    views, usually of ``[s, b, h, d]`` memory, and may return any strides.
     """
 
     name: str
@@ -133,11 +130,11 @@ class Kernel(Protocol):
     supports_value_dim: bool
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """None where the kernel can run such tensors, else one short reason, for example "needs a GPU"."""
+        """None if the kernel can run such tensors, else a short reason, for example "needs a GPU"."""
         ...
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        """The same of a GPU that may be elsewhere, which has the newest of all that the kernel needs."""
+        """The same for a GPU of this capability on another machine, with the newest versions of all packages."""
         ...
 
     def forward(
@@ -146,8 +143,8 @@ class Kernel(Protocol):
         """Returns out_BHSD in the dtype of q and lse_BHS, natural logarithm, in fp32 (fp64 for fp64 inputs).
 
         ``causal``: query i sees keys 0..i; the tile must be square. ``mask``: boolean, True = attend, broadcastable to
-        ``[b, h, sq, sk]``, or a `RowMask`; with ``causal`` both must allow a pair. Raises ValueError on a tile that
-        is not what it says, and on a mask where the kernel takes none.
+        ``[b, h, sq, sk]``, or a `RowMask`; with ``causal`` both must allow a pair. Raises ValueError if the tensors do
+        not fit, or if the kernel does not support masks.
         """
         ...
 
@@ -174,8 +171,8 @@ class Kernel(Protocol):
 class TilesKernel(Kernel, Protocol):
     """A kernel that also computes all tiles between a query block and a key block in one launch.
 
-    It adds to running sums in place and knows masks, ALiBi and dropout by position. Tensors are ``[s, b, heads, d]`` of
-    any strides, sums fp32.
+    It adds to running sums in place and supports masks, ALiBi and dropout by position. Tensors are ``[s, b, heads, d]``
+    with any strides, sums are fp32.
     """
 
     def attend(
@@ -193,7 +190,7 @@ class TilesKernel(Kernel, Protocol):
         softcap: float | None,
         dropout: Dropout | None,
     ) -> None:
-        """Merges tiles into what ``out`` and ``lse`` hold of all keys so far; at first 0 and -inf."""
+        """Merge tiles into ``out`` and ``lse``, the results for all keys so far; at first 0 and -inf."""
         ...
 
     def attend_grad(
@@ -215,7 +212,7 @@ class TilesKernel(Kernel, Protocol):
         softcap: float | None,
         dropout: Dropout | None,
     ) -> None:
-        """Adds the gradients of tiles to ``dq``, ``dk``, ``dv``; ``lse`` and ``delta`` are of the final output."""
+        """Add the gradients of tiles to ``dq``, ``dk``, ``dv``; ``lse`` and ``delta`` are those of the final output."""
         ...
 
     def delta(self, out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
@@ -224,30 +221,34 @@ class TilesKernel(Kernel, Protocol):
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse, and of the arithmetic behind it: fp64 for fp64, else fp32."""
+    """The dtype of lse and of sums: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: AnyMask) -> AnyMask:
-    """Raises ValueError where a tile breaks the contract; returns the mask, a tensor with four dimensions."""
+    """Check the arguments of a kernel. Returns the mask, as a tensor with four dimensions or a `RowMask`.
+
+    Raises:
+        ValueError: they do not fit, or the kernel does not support them.
+    """
     b, h, sq, d = q.shape
     hk, sk = k.shape[1:3]
     if k.shape != (b, hk, sk, d) or v.shape[:3] != k.shape[:3] or h % hk != 0:
         raise ValueError(f"q {list(q.shape)} does not fit k {list(k.shape)}, v {list(v.shape)} as [b, heads, s, d]")
     if v.shape[3] != d and not kernel.supports_value_dim:
-        raise ValueError(f"the attention kernel {kernel.name} takes value heads of the key heads' size, {d}, alone")
+        raise ValueError(f"the attention kernel {kernel.name} needs value heads of the key heads' size, {d}")
     if q.numel() == 0 or k.numel() == 0:
         raise ValueError(f"empty attention tile: q {list(q.shape)}, k {list(k.shape)}")
     if causal and sq != sk:
-        raise ValueError(f"a causal tile is square, this one has {sq} queries and {sk} keys")
+        raise ValueError(f"a causal tile must be square, this one has {sq} queries and {sk} keys")
     if mask is None:
         return None
     if not kernel.supports_mask:
-        raise ValueError(f"the attention kernel {kernel.name} takes no mask")
+        raise ValueError(f"the attention kernel {kernel.name} does not support masks")
     if isinstance(mask, RowMask):
         return mask
     if mask.dtype != torch.bool:
-        raise ValueError(f"an attention mask is boolean, True = attend; got {mask.dtype}")
+        raise ValueError(f"an attention mask must be boolean (True = attend), not {mask.dtype}")
     full = [1] * (4 - mask.dim()) + list(mask.shape)
     if len(full) != 4 or any(have not in (1, want) for have, want in zip(full, (b, h, sq, sk), strict=True)):
         raise ValueError(f"the mask {list(mask.shape)} does not broadcast to {[b, h, sq, sk]}")
@@ -255,7 +256,7 @@ def check_tile(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool,
 
 
 def empty_out(q_BHSD: Tensor, v_BHSD: Tensor) -> Tensor:
-    """Memory for the output, [b, h, sq, dv], in the order of q's."""
+    """Memory for the output, [b, h, sq, dv], in the memory order of q."""
     if v_BHSD.shape[3] == q_BHSD.shape[3]:
         return torch.empty_like(q_BHSD)
     b, h, sq, _ = q_BHSD.shape
@@ -263,31 +264,28 @@ def empty_out(q_BHSD: Tensor, v_BHSD: Tensor) -> Tensor:
 
 
 def lse_for_backward(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """The final lse in ``dtype``, +inf for -inf: a row without keys then has ``exp(score - lse)`` 0 and not NaN."""
+    """The final lse in ``dtype``, with +inf for -inf, so that ``exp(score - lse)`` is 0 and not NaN without keys."""
     lse = lse.to(dtype)
     return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
 def gpu_reason(device: torch.device) -> str | None:
-    """Why no GPU kernel can run on a device, or None."""
+    """Why GPU kernels cannot run on a device, or None."""
     return "needs a GPU" if device.type != "cuda" or not torch.cuda.is_available() else None
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether fused kernels take such tensors."""
+    """Whether ``dtype`` is bf16 or fp16, which fused kernels support."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
-# A tile in as many calls as a fused kernel needs that counts elements in int32, and memory that it can read.
-
-
-INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: no tensor of one call reaches this many elements
+INT32_ELEMENTS = 2**31  # some GPU kernels index with int32: tensors of one call must have fewer elements
 
 
 def compact(x: Tensor, limit: int = INT32_ELEMENTS) -> Tensor:
-    """``x`` itself where a fused kernel can read it in place, else a contiguous copy.
+    """``x`` itself if a fused kernel can read it in place, else a contiguous copy.
 
-    In place means: last dimension contiguous, no expanded dimension, all elements within ``limit`` of the first.
+    It can if the last dimension is contiguous, none is expanded, and all elements are within ``limit`` of the first.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -295,10 +293,10 @@ def compact(x: Tensor, limit: int = INT32_ELEMENTS) -> Tensor:
 
 
 def pieces(q: Tensor, k: Tensor, limit: int = INT32_ELEMENTS) -> list[tuple[slice, slice, slice]]:
-    """Cuts (batch, query heads, key heads) so that no tensor of a piece reaches ``limit`` elements, if a head allows.
+    """Slices (batch, query heads, key heads) of pieces whose tensors have fewer than ``limit`` elements.
 
-    Counts keys and values at the number of query heads, since kernels expand their gradients. A single head is never
-    cut. Nearly always returns one piece.
+    Keys and values are counted with the number of query heads, since kernels expand their gradients. A piece has at
+    least one head, however large. There is nearly always one piece.
     """
     b, h, sq, d = q.shape
     hk, sk = k.shape[1:3]
@@ -326,7 +324,7 @@ def forward_in_pieces(
     v: Tensor,
     limit: int = INT32_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """``out, lse = call(q, k, v)``, in as many calls as ``limit`` asks for, on tensors the kernel can read."""
+    """``out, lse = call(q, k, v)``, in as many calls as ``limit`` requires, on tensors that the kernel can read."""
     cuts = pieces(q, k, limit)
     if len(cuts) == 1:
         return call(compact(q, limit), compact(k, limit), compact(v, limit))
@@ -348,13 +346,13 @@ def backward_in_pieces(
     lse: Tensor,
     limit: int = INT32_ELEMENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``dq, dk, dv = call(dout, q, k, v, out, lse)``, in pieces; lse arrives contiguous, without -inf."""
+    """``dq, dk, dv = call(dout, q, k, v, out, lse)``, in pieces; ``call`` gets lse contiguous and without -inf."""
     dout, out, lse = dout.to(q.dtype), out.to(q.dtype), lse_for_backward(lse, accumulation_dtype(q.dtype))
     cuts = pieces(q, k, limit)
     if len(cuts) == 1:
         return call(*(compact(x, limit) for x in (dout, q, k, v, out)), lse.contiguous())
     dq = torch.empty_like(q)
-    # In fp32: several pieces add up in one key head where its query heads had to be cut.
+    # In fp32, because several pieces are summed in one key head if its query heads are in different pieces.
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     for batch, heads, key_heads in cuts:
         rows, columns = (batch, heads), (batch, key_heads)

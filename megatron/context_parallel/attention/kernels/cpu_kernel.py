@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's flash attention for the CPU.
 
-What the op does and does not do (torch 2.13), and what this file therefore adds:
+Limits of the operator (torch 2.13), and what this file does about them:
 
-- reads q, k, v, out by their strides, but takes the last one for 1 and is silently wrong otherwise: copy then;
-- takes an additive mask only; of another dtype than q it is silently wrong in fp64: made here, in the dtype of q;
-- gives lse 0 to a row without keys: -inf here; and NaN gradients for a final lse of -inf: +inf for the op;
-- returns gradients as ``[b, s, h, d]`` memory;
-- wants value heads of the key heads' size: the shorter ones are filled up with zeros;
-- has no dropout and no soft-cap: such tiles go to the math kernel, whose blocks fit the cache.
+- It reads q, k, v, out by their strides, but assumes that the last one is 1 and is silently wrong otherwise: we copy.
+- It supports only additive masks, and is silently wrong in fp64 if their dtype differs from q's: we make them in the
+  dtype of q.
+- It returns lse 0 for a row without keys, and NaN gradients for a final lse of -inf: we return -inf, and pass +inf.
+- It returns gradients as ``[b, s, h, d]`` memory.
+- It needs value heads of the key heads' size: we pad the smaller ones with zeros.
+- It has no dropout and no soft-cap: such tiles use the math kernel, whose blocks fit the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from megatron.context_parallel.attention.kernels.base import (
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 
 MATH = MathKernel()
-MASK_BYTES = 64 * 2**20  # a longer additive mask is made, and its tile computed, in blocks of rows
+MASK_BYTES = 64 * 2**20  # a tile with a larger additive mask is computed in blocks of rows
 
 
 class CpuKernel:
@@ -76,7 +77,7 @@ class CpuKernel:
                 q[:, :, rows], k[:, :, :keys], v[:, :, :keys], 0.0, False, attn_mask=bias, scale=scale
             )
             if allowed is not None:
-                without_keys = allowed.view(torch.uint8).amax(-1) == 0  # `any` on booleans is twenty times as slow
+                without_keys = allowed.view(torch.uint8).amax(-1) == 0  # `any` on booleans takes twenty times as long
                 lse_rows = lse_rows.masked_fill(without_keys, float("-inf"))
             lse[:, :, rows] = lse_rows
         return out[..., :value_dim], lse
@@ -101,7 +102,7 @@ class CpuKernel:
         tensors = (q_BHSD, k_BHSD, v_BHSD, out_BHSD.to(q_BHSD.dtype))
         q, k, v, out, dout = _one_size(*(compact(x) for x in tensors), dout_BHSD.to(q_BHSD.dtype))
         lse = lse_for_backward(lse_BHS, accumulation_dtype(q.dtype))
-        own = [slice(x.shape[3]) for x in (q_BHSD, k_BHSD, v_BHSD)]  # without what _one_size added
+        own = [slice(x.shape[3]) for x in (q_BHSD, k_BHSD, v_BHSD)]  # without the padding of _one_size
         if mask is None:
             grads = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
             return tuple(grad[..., part] for grad, part in zip(grads, own))
@@ -123,7 +124,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 def _one_size(*tensors: Tensor) -> list[Tensor]:
-    """Heads all of the size of the largest, filled up with zeros, which add nothing to any product."""
+    """All heads padded with zeros to the size of the largest; zeros do not change the products."""
     size = max(x.shape[3] for x in tensors)
     return [x if x.shape[3] == size else functional.pad(x, (0, size - x.shape[3])) for x in tensors]
 
@@ -143,7 +144,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool, mask: Tensor | RowMask):
 def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The bias, or 0, where a pair is allowed, -inf where not.
 
-    ``1 - 1 / allowed``: on the CPU ten times as fast as `masked_fill`.
+    It computes ``1 - 1 / allowed``, which is ten times as fast on the CPU as `masked_fill`.
     """
     if allowed is None:
         return bias.to(dtype)

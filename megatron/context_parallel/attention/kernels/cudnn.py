@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's fused attention, through PyTorch. Grouped heads natively, no masks.
+"""cuDNN's fused attention, through PyTorch. It supports grouped heads, but no masks.
 
-cuDNN builds a plan for each new combination of shapes and strides, on the host, and keeps it: a program whose tiles
-have few different shapes pays for that once.
+cuDNN makes a plan on the host for each new combination of shapes and strides, and keeps it. This is cheap if tiles have
+few different shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.decisions.kernels import SHORTER_HEADS, lacks
 
 
 class CudnnKernel:
-    """bf16 and fp16; reads strided tensors in place. A tile of a single query or key goes to the math kernel."""
+    """bf16 and fp16; reads strided tensors in place. Tiles with one query or one key use the math kernel."""
 
     name = "cudnn"
     supports_mask = False
@@ -85,7 +85,7 @@ class CudnnKernel:
             return MathKernel().backward(
                 dout_BHSD, q_BHSD, k_BHSD, v_BHSD, out_BHSD, lse_BHS, causal=causal, mask=None, scale=scale
             )
-        # The state of a generator that dropout 0 never reads.
+        # The random state, which is not used without dropout.
         unused = torch.empty((), dtype=torch.int64, device=q_BHSD.device)
         four_dims = _lse_dims(q_BHSD.device, q_BHSD.dtype) == 4
 
@@ -118,6 +118,6 @@ _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 @functools.cache
 def _lse_dims(device: torch.device, dtype: torch.dtype) -> int:
-    """3 or 4: PyTorch versions return lse as [b, h, s] or [b, h, s, 1], and expect it back as they returned it."""
+    """3 or 4: PyTorch versions return lse as [b, h, s] or [b, h, s, 1], and expect this shape in backward."""
     x = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
     return _forward(x, x, x, None, True, 0.0, False, scale=1.0)[1].dim()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The FlashAttention-2 that is built into PyTorch for CUDA. Grouped heads natively, no masks."""
+"""PyTorch's built-in FlashAttention-2 for CUDA. It supports grouped heads, but no masks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FlashKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(self, q_BHSD, k_BHSD, v_BHSD, causal=causal, mask=mask)
-        # The state of a generator that dropout 0 never reads.
+        # The random state, which is not used without dropout.
         seed = torch.empty(2, dtype=torch.uint64, device=q_BHSD.device)
         offset = torch.empty((), dtype=torch.uint64, device=q_BHSD.device)
 

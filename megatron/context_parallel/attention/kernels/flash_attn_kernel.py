@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flash-attn package: version 3 (``flash_attn_interface``) on Hopper where it is installed, else version 2.
+"""The flash-attn package: version 3 (``flash_attn_interface``) on Hopper if it is installed, else version 2.
 
-The low-level functions are private and their arguments change between releases. So every argument goes by name, and
-only those that the installed release knows: see `_call`.
+The low-level functions are private, and their arguments change between releases. Therefore all arguments are passed by
+name, and only those that the installed release has: see `_call`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.decisions.kernels import lacks
 
 
 class FlashAttnKernel:
-    """bf16 and fp16; reads strided tensors in place; grouped heads natively, no masks."""
+    """bf16 and fp16; reads strided tensors in place; supports grouped heads, but no masks."""
 
     name = "flash_attn"
     supports_mask = False
@@ -42,8 +42,8 @@ class FlashAttnKernel:
         reason = gpu_reason(device) or self.why_not_on(torch.cuda.get_device_capability(device), dtype, head_dim)
         if reason is not None:
             return reason
-        found = _library(torch.cuda.get_device_capability(device) == (9, 0))
-        return found if isinstance(found, str) else None
+        library = _library(torch.cuda.get_device_capability(device) == (9, 0))
+        return library if isinstance(library, str) else None
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
         return lacks(self.name, capability, head_dim, half=is_half(dtype))
@@ -100,7 +100,7 @@ class FlashAttnKernel:
 
 
 def _options(causal: bool, scale: float) -> dict[str, Any]:
-    """What forward and backward share, under every name that a release has had for it."""
+    """The options of forward and backward, under all names that releases have used."""
     return {
         "softmax_scale": scale,
         "causal": causal,
@@ -133,27 +133,27 @@ def _library(hopper: bool) -> ModuleType | str:
 
 
 def installed_version(capability: tuple[int, int] | None) -> int | None:
-    """Of the package that runs on such a GPU: 3, 2, or None where neither imports."""
+    """The version of the package that would run on such a GPU: 3, 2, or None if neither can be imported."""
     if capability is None:
         return None
     hopper = capability == (9, 0)
-    found = _library(hopper)
-    if isinstance(found, str):
+    library = _library(hopper)
+    if isinstance(library, str):
         return None
-    return 3 if hopper and found is not _library(False) else 2
+    return 3 if hopper and library is not _library(False) else 2
 
 
 def _library_for(q: Tensor) -> ModuleType:
-    found = _library(q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
-    if isinstance(found, str):
-        raise ImportError(f'kernel="flash_attn": {found}')
-    return found
+    library = _library(q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
+    if isinstance(library, str):
+        raise ImportError(f'kernel="flash_attn": {library}')
+    return library
 
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
     """Name of each argument -> whether it must be given."""
-    op = getattr(function, "_opoverload", None)  # torch.library.custom_op hides the signature of what it wraps
+    op = getattr(function, "_opoverload", None)  # torch.library.custom_op hides the signature of its function
     if op is not None:
         return {argument.name: not argument.has_default_value() for argument in op._schema.arguments}
     parameters = inspect.signature(function).parameters.values()
@@ -161,14 +161,14 @@ def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def _call(function: Callable[..., Any], **values: Any) -> Any:
-    """Calls with those of ``values`` that ``function`` knows, and None for whatever else it insists on."""
+    """Call ``function`` with those of ``values`` that it has as arguments, and None for other required arguments."""
     parameters = _parameters(function)
     return function(**{name: values.get(name) for name, needed in parameters.items() if name in values or needed})
 
 
 def _find_lse(results: tuple[Tensor, ...], q: Tensor) -> Tensor:
-    """lse [b, h, sq] fp32 among the results, the place of which differs between releases."""
+    """lse [b, h, sq] fp32 among the results; its index differs between releases."""
     for x in results[1:]:
         if isinstance(x, Tensor) and x.dtype == torch.float32 and x.dim() == 3 and x.shape[:2] == q.shape[:2]:
             return x[:, :, : q.shape[2]]
-    raise RuntimeError(f"flash-attn returned no lse of shape {list(q.shape[:3])}: an unknown release")
+    raise RuntimeError(f"flash-attn returned no lse of shape {list(q.shape[:3])}: this release is not supported")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in plain PyTorch: the reference. Any device, any float dtype, any mask, dropout; memory bounded.
+"""Attention in plain PyTorch, the reference: any device, float dtype, mask, and dropout, in bounded memory.
 
-Scores are made for a block of rows and heads at a time. On a CPU a block fits the cache of a core, which makes this as
-fast as scores that are written down can be; on a GPU it is large enough to fill the machine.
+Scores are computed for a block of rows and heads at a time. On a CPU a block fits the cache of a core; on a GPU it is
+large enough to keep it busy.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron.context_parallel.attention.kernels.base import (
     softcap_of,
 )
 
-SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # of a block's scores; a few buffers of this size live at once
-FEW_ROWS = 128  # rows that a block has before it has more than one head
-FEWEST_ROWS = 16  # on a CPU, however many keys there are: fewer are no matrix
+SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # of a block's scores; a few buffers of this size exist at once
+FEW_ROWS = 128  # a block with fewer rows has only one head
+FEWEST_ROWS = 16  # of a block on a CPU, for any number of keys, so that products stay efficient
 
 Block = tuple[slice, slice, slice]
 
 
 class MathKernel:
-    """Computes in fp32 for bf16 and fp16 inputs, in the dtype of the inputs for fp32 and fp64."""
+    """Computes in fp32 for bf16 and fp16 inputs, and in the inputs' dtype for fp32 and fp64."""
 
     name = "math"
     supports_mask = True
@@ -72,7 +72,7 @@ class MathKernel:
                     p.div_(softcap).tanh_().mul_(softcap)
                 _mask_(p, _part(allowed, batch, heads), _part(bias, batch, heads), causal)
                 top = p.amax(-1, keepdim=True)
-                top.masked_fill_(top == float("-inf"), 0.0)  # of a row without keys
+                top.masked_fill_(top == float("-inf"), 0.0)  # rows without keys
                 total = p.sub_(top).exp_().sum(-1, keepdim=True)
                 lse[batch, heads, rows] = (total.log() + top).squeeze(-1)
                 if dropout:
@@ -111,7 +111,7 @@ class MathKernel:
                 p, slope = _products(q, k, scale, end - start), None
                 if softcap:
                     p.div_(softcap).tanh_()
-                    slope = 1 - p * p  # of what caps, at each score
+                    slope = 1 - p * p  # derivative of the cap
                     p.mul_(softcap)
                 _mask_(p, _part(allowed, batch, heads), _part(bias, batch, heads), causal)
                 p.sub_(lse[batch, heads, rows].unsqueeze(-1)).exp_()
@@ -131,14 +131,14 @@ class MathKernel:
 def _blocks(q: Tensor, k: Tensor, causal: bool, mask: AnyMask) -> Iterator[tuple[int, int, int, list[Block]]]:
     """(first row, end row, number of keys that these rows can see, [(batch, query heads, key heads)]).
 
-    Rows come in the outer loop, so that what a mask makes of them is made once for all heads.
+    The outer loop is over rows, so that masks are computed once for all heads.
     """
     b, h, sq, _ = q.shape
     hk, keys = k.shape[1:3]
     limit, group = SCORE_BYTES["cpu" if k.device.type == "cpu" else "cuda"], h // hk
     if k.device.type == "cpu":
-        limit *= torch.get_num_threads()  # each has a cache of its own
-    row = group * keys * k.dtype.itemsize  # bytes that a row has of one key head
+        limit *= torch.get_num_threads()  # each core has its own cache
+    row = group * keys * k.dtype.itemsize  # bytes of a row's scores with one key head
     at_once = min(max(limit // (row * -(-min(sq, FEW_ROWS) // group)), 1), b * hk)  # key heads, of all samples
     if at_once >= hk:
         step = at_once // hk
@@ -164,7 +164,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> No
 
 
 def _part(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
-    """What is there for these heads of something that broadcasts to [b, h, rows, keys]."""
+    """The part of ``x``, which broadcasts to [b, h, rows, keys], for these samples and heads."""
     if x is None:
         return None
     x = x if x.size(0) == 1 else x[batch]
@@ -172,7 +172,7 @@ def _part(x: Tensor | None, batch: slice, heads: slice) -> Tensor | None:
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:
-    """[b, h, r, n] -> [b, hk, (h / hk) * r, n]: the query heads of a key head side by side, as one matrix."""
+    """[b, h, r, n] -> [b, hk, (h / hk) * r, n]: the query heads of a key head as one matrix."""
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[3])
 
 
@@ -182,9 +182,9 @@ def _products(q: Tensor, k: Tensor, scale: float, rows: int) -> Tensor:
 
 
 def _mask_(scores: Tensor, allowed: Tensor | None, bias: Tensor | None, causal: bool) -> None:
-    """Adds the bias to scores [b, h, rows, keys], and puts -inf where a pair is not allowed.
+    """Add the bias to scores [b, h, rows, keys], and set those of pairs that are not allowed to -inf.
 
-    ``causal``: the last row sees all keys, each one before it one less.
+    ``causal``: the last row sees all keys, each earlier row one key less.
     """
     if bias is not None:
         scores += bias

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of a block of queries, and of a block of keys, from all ranges of the other side that it meets.
 
-FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels, so that each sum has one owner: no atomics, and the
-same bits every time. With the *final* lse and delta, gradients of tiles add up, here into fp32 sums in place.
+It is FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels, so that each sum is written by one program:
+without atomics, and deterministic. With the *final* lse and delta the gradients of tiles can be added, here to fp32
+sums in place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def delta_kernel(
     out, dout, delta, out_ss, out_sb, out_sh, out_sd, dout_ss, dout_sb, dout_sh, dout_sd, delta_ss, delta_sb, delta_sh,
     rows, HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """``rowsum(dout * out)`` in fp32, of ``BLOCK`` rows of a head."""
+    """``rowsum(dout * out)`` in fp32, for ``BLOCK`` rows of a head."""
     first = tl.program_id(0) * BLOCK
     b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
     out += b * out_sb + h * out_sh
@@ -45,7 +46,7 @@ def _weights(
     products, lse, factor, cap, slope, q_at, k_at, counts, row_key, column_key, threshold, kept_scale,
     EDGE: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Of each pair: softmax's weight, the derivative of its score by the product, and what dropout multiplies by."""
+    """For each pair: the softmax weight, the derivative of the score with respect to the product, dropout's factor."""
     scores, tangent = log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI, CAPPED)
     p = tl.exp2(scores - lse)
     if EDGE:
@@ -123,7 +124,7 @@ def query_kernel(
     VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
     CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq, of one block of ``BLOCK`` queries of one head."""
+    """Adds to dq of one block of ``BLOCK`` queries of one head."""
     block = blocks + tl.program_id(0) * 5
     sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     first_row = tl.load(block) * BLOCK
@@ -137,7 +138,7 @@ def query_kernel(
         dout + b * dout_sb + h * dout_sh, first_row, q_rows, dout_ss, dout_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True
     ).to(q_block.dtype)
     lse_here = tl.load(lse + b * lse_sb + h * lse_sh + row * lse_ss, mask=here, other=float("-inf")) * LOG2E
-    here &= lse_here > float("-inf")  # the rest has no keys, and perhaps no output
+    here &= lse_here > float("-inf")  # other queries have no keys, and their output may be undefined
     lse_here = tl.where(here, lse_here, float("inf"))
     delta_here = tl.load(delta + b * delta_sb + h * delta_sh + row * delta_ss, mask=here, other=0.0)
     q_at, row_key, slope = rows, rows, 0.0
@@ -168,7 +169,7 @@ def _walk_queries(
     STEP: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All with keys down and queries across, so that nothing has to be turned before the second product."""
+    """Rows are keys and columns are queries, so that nothing has to be transposed before the second product."""
     for index in range(first, last):
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
@@ -226,7 +227,7 @@ def key_kernel(
     VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
     CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk and dv, of one block of ``BLOCK`` keys of one key head, from all query heads that read it."""
+    """Adds to dk and dv of one block of ``BLOCK`` keys of one key head, from all its query heads."""
     block = blocks + tl.program_id(0) * 5
     key_heads = HEADS // GROUP
     sample, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of Triton's attention kernels: what is attended to and how, as the arguments of one kernel each.
+"""Launches of the Triton attention kernels, with all their arguments.
 
-The kernels are in triton_forward.py and triton_backward.py; what they walk is made in triton_tiles.py. With
-``TRITON_INTERPRET=1``, set before Triton is first imported, all of it runs on CPU tensors, slowly, for tests.
+The kernels are in triton_forward.py and triton_backward.py; triton_tiles.py makes their ranges. With
+``TRITON_INTERPRET=1``, set before Triton is first imported, they run on CPU tensors, slowly, for tests.
 
-Sinks (a learned logit a head, without a value) need no kernel: once all tiles are in, ``out *= sigmoid(lse - sink)``
-and ``lse = logaddexp(lse, sink)``. The backward pass with that lse and out is right as it stands, and the gradient of
-a head's sink is ``-sum(exp(sink - lse) * delta)`` over its queries.
+Sinks (a learned logit for each head, without a value) need no kernel: after all tiles, ``out *= sigmoid(lse - sink)``
+and ``lse = logaddexp(lse, sink)``. The backward pass uses that lse and out unchanged, and the gradient of a head's sink
+is ``-sum(exp(sink - lse) * delta)`` over its queries.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron.context_parallel.layout.tiles import Tile
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
 from megatron.platform.streams import to_device
 
-# How large the blocks of the Triton kernels are, by head size and GPU: one table, and nothing tried at run time.
+# Block sizes of the Triton kernels, by head size and GPU; there is no autotuning at run time.
 #
-# Chosen without a GPU, by what the compiler makes of them (`benchmarks/triton_resources.py`): the largest of a few
-# usual sizes that spill no register with any mask, bias, cap or dropout. Measured times are to replace them.
+# They were chosen without a GPU, from the compiler's output (`benchmarks/triton_resources.py`): the largest of a few
+# usual sizes that spill no register with any mask, bias, cap or dropout. They should be replaced by measured ones.
 
 
 Pass = Literal["forward", "queries", "keys"]
@@ -40,12 +40,12 @@ class Blocks:
     """Sizes of one kernel.
 
     Attributes:
-        block: rows that one program owns: queries, or keys for dk and dv.
-        step: rows of the other side that it takes at once.
+        block: rows of one program: queries, or keys for dk and dv.
+        step: rows of the other side in one step.
         warps: of a program, 32 threads each.
-        stages: steps whose loads are under way at once.
-        registers: the most that a thread takes. Without a bound ptxas aims at more programs a multiprocessor, and
-            spills what the loop does not need (pointers of the output) for it; None where it has no need to.
+        stages: number of steps whose loads are in flight.
+        registers: limit for each thread. It is set where ptxas would otherwise aim at more programs for each
+            multiprocessor and spill registers; None elsewhere.
     """
 
     block: int
@@ -95,7 +95,7 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     },
 }
 
-# The same for four bytes, of which no tensor core multiplies, on every GPU. 255 registers are the most there are.
+# For elements of four bytes, on every GPU; tensor cores do not multiply these. 255 registers are the maximum.
 FP32: dict[Pass, dict[int, Blocks]] = {
     "forward": {64: Blocks(16, 16, 8, 1), 128: Blocks(16, 16, 8, 1, 255), 256: Blocks(16, 16, 8, 1, 255)},
     "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1, 128), 256: Blocks(16, 16, 8, 1, 128)},
@@ -104,26 +104,23 @@ FP32: dict[Pass, dict[int, Blocks]] = {
 
 
 def blocks(which: Pass, dtype: torch.dtype, head: int, capability: int | None) -> Blocks:
-    """Of a kernel; ``head`` the larger of q's and v's head sizes, ``capability`` 80, 90, .. or None: interpreted."""
+    """Sizes of a kernel. ``head``: the larger head size of q and v; ``capability``: 80, 90, ..; None: interpreter."""
     if capability is None:
         return INTERPRETED
     if dtype == torch.float32:
         known = FP32[which]
-    else:  # GPUs for desks have the tensor cores, or at least the shared memory, of an A100 or less
+    else:  # desktop GPUs have the tensor cores of an A100, and at most its shared memory
         family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
-        known = {size: found for (of, size), found in TABLE[which].items() if of == family}
+        known = {size: sizes for (of, size), sizes in TABLE[which].items() if of == family}
     return known[min(size for size in known if size >= head)]
 
 
-# One call of a Triton kernel, that a GPU runs and the compiler can be asked about.
-
-
-OPTIONS = {"enable_fp_fusion": True}  # a product and a sum in one instruction; Triton is about to change its default
+OPTIONS = {"enable_fp_fusion": True}  # fused multiply-add; Triton is about to change its default
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all it is called with, by name."""
+    """A kernel with all its arguments, which can be run on a GPU or compiled without one."""
 
     kernel: Any
     grid: tuple[int, int]
@@ -132,12 +129,12 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told besides."""
+        """Options of the compiler."""
         sizes = self.sizes
         return {"num_warps": sizes.warps, "num_stages": sizes.stages, "maxnreg": sizes.registers, **OPTIONS}
 
     def run(self) -> None:
-        """Enqueues it on the current stream of the tensors' GPU."""
+        """Enqueue the kernel on the current stream of the tensors' GPU."""
         device = self.arguments["out" if "out" in self.arguments else "q"].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.arguments, **self.options)
@@ -160,25 +157,26 @@ def attend_tiles(
     softcap: float | None = None,
     dropout: Dropout | None = None,
 ) -> None:
-    """Attends to all tiles between a query block and a key block, merged into ``out`` and ``lse`` in place.
+    """Compute all tiles between a query block and a key block, and merge them into ``out`` and ``lse`` in place.
 
-    One launch; more only where the bits of masked tiles would take over `triton_tiles.BITS_AT_ONCE` bytes.
+    It is one launch, unless the bits of masked tiles need more than `triton_tiles.BITS_AT_ONCE` bytes.
 
     Args:
         tiles: their rows count within q and k, v.
         q_SBHD: [s, b, heads, d]; k_SBHD: [t, b, kv_heads, d]; v_SBHD: [t, b, kv_heads, dv]. Any strides.
         scale: factor on q @ k^T, above 0.
-        out_SBHD, lse_SBH: fp32 [s, b, heads, dv] and [s, b, heads], any strides: the softmax over all keys so far and
-            their log-sum-exp, natural logarithm; for a query without any yet lse is -inf, and out is not read.
-        mask: asked about the pairs of masked tiles.
-        slopes: ALiBi's, fp32 [heads]: ``slope * |distance|`` is taken from each score.
+        out_SBHD, lse_SBH: fp32 [s, b, heads, dv] and [s, b, heads], any strides: the output for all keys so far and
+            their log-sum-exp (natural logarithm). For a query without any key lse is -inf, and out is not read.
+        mask: evaluated for the pairs of masked tiles.
+        slopes: of ALiBi, fp32 [heads]: ``slope * |distance|`` is subtracted from each score.
         softcap: scores become ``softcap * tanh(score / softcap)``, before ALiBi.
         dropout: of the weights, for these samples and heads.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
+    scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
+    call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
     for group in groups(tuple(tiles)):
         call.forward(group, out_SBHD, lse_SBH).run()
 
@@ -201,24 +199,25 @@ def attend_tiles_grad(
     softcap: float | None = None,
     dropout: Dropout | None = None,
 ) -> None:
-    """The backward pass of :func:`attend_tiles`: adds the tiles' gradients to sums, fp32 of any strides, in place.
+    """The backward pass of :func:`attend_tiles`: add the tiles' gradients to sums in place.
 
-    One launch for dq and one for dk and dv; the same bits every time.
+    One launch for dq and one for dk and dv. The result is deterministic.
 
     Args:
         dout: [s, b, heads, dv], any strides.
         lse: the *final* one, of all tiles of these queries, fp32 [s, b, heads].
-        delta_SBH: what :func:`delta` makes of the final output, fp32 [s, b, heads].
-        dq, dk, dv: in the shapes of q, k, v.
+        delta_SBH: :func:`delta` of the final output, fp32 [s, b, heads].
+        dq, dk, dv: the sums, fp32 in the shapes of q, k, v, with any strides.
     """
-    call = Call(q_SBHD, k_SBHD, v_SBHD, float(scale), mask, slopes, softcap, dropout)
+    scores = {"scale": float(scale), "mask": mask, "slopes": slopes, "softcap": softcap, "dropout": dropout}
+    call = Call(q_SBHD, k_SBHD, v_SBHD, **scores)
     for group in groups(tuple(tiles)):
         for launch in call.backward(group, dout, lse, delta_SBH, dq, dk, dv):
             launch.run()
 
 
 def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
-    """``sum(dout * out)`` over the last dimension, fp32 [s, b, heads], of the final output: once a backward pass."""
+    """``sum(dout * out)`` over the last dimension, fp32 [s, b, heads], of the final output."""
     s, b, h, d = out_SBHD.shape
     total = torch.empty(s, b, h, dtype=torch.float32, device=out_SBHD.device)
     tensors = {"out": out_SBHD, "dout": dout_SBHD, "delta": total}
@@ -238,9 +237,10 @@ def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """What forward and backward have in common; makes launches of it.
+    """The common arguments of forward and backward; makes the launches.
 
-    ``capability``: of the GPU, 80, 90, ..; None interprets. That of the tensors' device by default.
+    Attributes:
+        capability: of the GPU, 80, 90, ..; None: the interpreter. Default (-1): that of the tensors' device.
     """
 
     q: Tensor
@@ -259,15 +259,15 @@ class Call:
             shapes = (list(x.shape) for x in (self.q, self.k, self.v))
             raise ValueError("q {} does not fit k {}, v {} as [s, b, heads, d]".format(*shapes))
         if not self.scale > 0:
-            raise ValueError(f"a scale is above 0, not {self.scale}")
+            raise ValueError(f"the scale must be above 0, not {self.scale}")
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"a soft-cap is above 0, not {self.softcap}")
+            raise ValueError(f"the soft-cap must be above 0, not {self.softcap}")
         if self.slopes is not None and self.slopes.shape != (h,):
-            raise ValueError(f"slopes {list(self.slopes.shape)} are not one for each of {h} heads")
+            raise ValueError(f"slopes has shape {list(self.slopes.shape)}: give one number for each of {h} heads")
         if self.dropout is not None and len(self.dropout.samples) != b:
-            raise ValueError(f"dropout names {len(self.dropout.samples)} samples, the batch has {b}: name each")
+            raise ValueError(f"dropout names {len(self.dropout.samples)} samples, but the batch has {b}: name each")
         if b * h >= 2**16:
-            raise ValueError(f"{b} samples of {h} heads are more than a GPU's grid takes: fewer at once")
+            raise ValueError(f"{b} samples of {h} heads exceed the size of a GPU's grid: use a smaller batch")
         if self.capability == -1:
             major, minor = (0, 0) if interpreted() else torch.cuda.get_device_capability(self.q.device)
             object.__setattr__(self, "capability", 10 * major + minor or None)
@@ -298,7 +298,7 @@ class Call:
         if not any(tile.masked for tile in tiles):
             return [None] * len(sides)
         if self.mask is None:
-            raise ValueError("masked tiles ask a mask about their pairs: give it")
+            raise ValueError("masked tiles need a mask: give mask=")
         return pack(tiles, self.mask, self.q.device, sides)
 
     def _launch(
@@ -349,43 +349,43 @@ class Call:
         return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes)
 
     def _by_position(self, tiles: tuple[Tile, ...]) -> dict[str, Tensor | None]:
-        """Positions of rows, for ALiBi and dropout, and the keys of dropout's hashes."""
-        found = dict.fromkeys(("slopes", "q_places", "k_places", "row_keys", "column_keys"))
+        """The arguments for ALiBi and dropout: positions of rows, slopes, and the keys of dropout's hashes."""
+        arguments = dict.fromkeys(("slopes", "q_places", "k_places", "row_keys", "column_keys"))
         device = self.q.device
         if self.slopes is not None or self.dropout is not None:
-            found["q_places"] = places(tiles, "q", self.q.size(0), device)
-            found["k_places"] = places(tiles, "k", self.k.size(0), device)
+            arguments["q_places"] = places(tiles, "q", self.q.size(0), device)
+            arguments["k_places"] = places(tiles, "k", self.k.size(0), device)
         if self.slopes is not None:
-            found["slopes"] = to_device(self.slopes.to(torch.float32), device)
+            arguments["slopes"] = to_device(self.slopes.to(torch.float32), device)
         if self.dropout is not None:
-            found["row_keys"] = self.dropout.row_keys(found["q_places"].long(), self.q.size(2))
-            found["column_keys"] = self.dropout.column_keys(found["k_places"].long() // LANES)
-        return found
+            arguments["row_keys"] = self.dropout.row_keys(arguments["q_places"].long(), self.q.size(2))
+            arguments["column_keys"] = self.dropout.column_keys(arguments["k_places"].long() // LANES)
+        return arguments
 
 
 def _check_sums(tensors: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
     for name, (x, shape) in tensors.items():
         if x.shape != shape or x.dtype != torch.float32:
-            raise ValueError(f"{name} is to be fp32 {list(shape)}, not {x.dtype} {list(x.shape)}")
+            raise ValueError(f"{name} must be fp32 {list(shape)}, not {x.dtype} {list(x.shape)}")
 
 
 def _strides(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Those of a tensor q [s, b, h, d], as the kernels call them: q_ss, q_sb, q_sh, q_sd."""
+    """The strides of tensors [s, b, h, d] by the kernels' names, for q: q_ss, q_sb, q_sh, q_sd."""
     return {f"{name}_s{at}": stride for name, x in tensors.items() for at, stride in zip("sbhd", x.stride())}
 
 
 def _power(size: int) -> int:
-    """The block that holds a head: a power of two, of at least what a tensor core multiplies."""
+    """The block size for a head: a power of two, and at least 16, the smallest size for tensor cores."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def _wide(rows: int, *tensors: Tensor) -> bool:
-    """Whether distances within a block do not fit in 32 bits."""
+    """Whether offsets within a block need more than 32 bits."""
     return any((rows * x.stride(0) + _power(x.size(-1)) * x.stride(-1)) >= 2**31 for x in tensors)
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels, on CPU tensors."""
+    """Whether Triton is in interpreter mode, for CPU tensors."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
@@ -393,7 +393,7 @@ def interpreted() -> bool:
 
 @functools.cache
 def _functions() -> dict[str, Any]:
-    """The kernels; with them Triton is imported, which takes a second and need not be installed."""
+    """The kernels. They are imported here because Triton takes a second to import and need not be installed."""
     from megatron.context_parallel.attention.kernels.triton_kernels import triton_backward, triton_forward
 
     return {

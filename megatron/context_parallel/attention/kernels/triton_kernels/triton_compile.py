@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels as they are compiled for a GPU, without one: what they take of it.
+"""Compile the Triton kernels for a GPU that this machine does not have, and read the resources that they use.
 
-Triton brings NVIDIA's assembler. A `Launch` of tensors on the ``meta`` device is compiled as the first call of such
-tensors would compile it.
+Triton includes NVIDIA's assembler. A `Launch` with tensors on the ``meta`` device is compiled as the first call with
+such tensors on a GPU would compile it.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of compute capa
 SM_SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # CUDA's programming guide
 SM_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 SM_REGISTERS = 2**16
-TENSOR_COLUMNS = 512  # of the memory that Blackwell's tensor cores add up in
+TENSOR_COLUMNS = 512  # of Blackwell's tensor memory
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes.
+    """The resources of a kernel.
 
     Attributes:
         registers: of a thread.
-        spills: bytes of memory that a thread keeps values in for want of registers.
+        spills: bytes of a thread's local memory (spilled registers).
         shared: bytes of a block's shared memory.
         warps: of a block.
-        products: tensor core instructions in its PTX, by name.
+        products: number of tensor core instructions in its PTX, by name.
         columns: of tensor memory (Blackwell).
-        step: instructions of the innermost loop where all pairs count; None without tensor cores.
-        capability: what it was compiled for.
+        step: instructions of the innermost loop for plain pairs; None without tensor cores.
+        capability: the compute capability that it was compiled for.
     """
 
     registers: int
@@ -67,22 +67,22 @@ class Resources:
 
     @property
     def programs(self) -> int:
-        """Programs that one multiprocessor holds at once."""
-        registers = -(-self.registers // 8) * 8 * 32 * self.warps  # a warp gets them by 256
+        """Programs that run on one multiprocessor at the same time."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps  # allocated to warps in units of 256
         limits = [SM_REGISTERS // registers, SM_WARPS[self.capability] // self.warps]
-        limits.append(SM_SHARED_KIB[self.capability] * 1024 // (self.shared + 1024))  # 1 KiB is the system's
+        limits.append(SM_SHARED_KIB[self.capability] * 1024 // (self.shared + 1024))  # 1 KiB is reserved
         if self.columns:
             limits.append(TENSOR_COLUMNS // self.columns)
         return min(limits)
 
     @property
     def occupancy(self) -> float:
-        """Warps that one multiprocessor holds, as a share of the most it can."""
+        """Warps on one multiprocessor, as a share of its maximum."""
         return self.programs * self.warps / SM_WARPS[self.capability]
 
 
 def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
-    """Compiles for a GPU of ``capability`` 80, 90, ..; in a process that does not interpret."""
+    """Compile for a GPU of ``capability`` 80, 90, ..; Triton must not be in interpreter mode."""
     signature, constants, aligned = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
@@ -104,7 +104,7 @@ def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
 
 
 def resources(launch: Launch, capability: int) -> Resources:
-    """What a launch takes on a GPU of ``capability``, as its machine code says."""
+    """The resources of a launch on a GPU of ``capability``, read from its machine code."""
     compiled = compile_launch(launch, capability)
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     usage = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", _dump("-res-usage", cubin))}
@@ -122,7 +122,7 @@ def resources(launch: Launch, capability: int) -> Resources:
 
 
 def _dump(what: str, cubin: bytes) -> str:
-    """A report of NVIDIA's tool on machine code."""
+    """Output of NVIDIA's cuobjdump."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(cubin)
@@ -131,7 +131,7 @@ def _dump(what: str, cubin: bytes) -> str:
 
 
 def _step(sass: str) -> int | None:
-    """Instructions of the shortest innermost loop in which tensor cores work."""
+    """Instructions of the shortest innermost loop with tensor core instructions."""
     instructions = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in instructions)
     loops = {(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at}
@@ -158,15 +158,15 @@ def example(
     call = Call(
         meta(rows, 1, heads, head, kind=dtype),
         *(meta(rows, 1, key_heads, head, kind=dtype) for _ in range(2)),
-        head**-0.5,
-        mask,
-        meta(heads) if "alibi" in features else None,
-        30.0 if "softcap" in features else None,
-        Dropout(0.1, seed=1) if "dropout" in features else None,
-        capability,
+        scale=head**-0.5,
+        mask=mask,
+        slopes=meta(heads) if "alibi" in features else None,
+        softcap=30.0 if "softcap" in features else None,
+        dropout=Dropout(0.1, seed=1) if "dropout" in features else None,
+        capability=capability,
     )
-    found = tiles(((0, rows),), ((0, rows),), mask)
+    computed = tiles(((0, rows),), ((0, rows),), mask)
     of_query, of_key, row = meta(rows, 1, heads, head), meta(rows, 1, key_heads, head), meta(rows, 1, heads)
     dout = meta(rows, 1, heads, head, kind=dtype)
-    queries, keys = call.backward(found, dout, row, row, of_query, of_key, of_key)
-    return {"forward": call.forward(found, of_query, row), "queries": queries, "keys": keys}
+    queries, keys = call.backward(computed, dout, row, row, of_query, of_key, of_key)
+    return {"forward": call.forward(computed, of_query, row), "queries": queries, "keys": keys}

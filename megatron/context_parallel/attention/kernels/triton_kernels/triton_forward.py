@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a block of queries to all ranges of keys it meets, merged into what it has attended to before.
+"""Attention of a block of queries to all ranges of keys that it meets, merged into a running output.
 
-FlashAttention-2's forward pass (arXiv 2307.08691), which begins not with nothing but with a running output: that is one
-more key of weight 1, whose score is the running lse and whose value is the running output.
+It is FlashAttention-2's forward pass (arXiv 2307.08691) with the running output as the initial state: as one additional
+key, whose score is the running lse and whose value is the running output.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _walk(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attends to ranges ``first .. last``, of KIND 0: all pairs count; 1: they are compared; 2: bits are asked."""
+    """Computes ranges ``first .. last`` of a KIND, 0: plain; 1: edges, pairs are compared; 2: masked, bits are read."""
     for index in range(first, last):
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
@@ -78,7 +78,7 @@ def _walk(
             k_at = keys
             if ALIBI or DROPS:
                 k_at = tl.load(k_places + keys, mask=keys < stop, other=0)
-            scores, unit = products, factor  # multiplied late, with a sum, in one instruction
+            scores, unit = products, factor  # multiplied later, by a fused multiply-add
             if ALIBI or CAPPED:
                 scores, _ = log2_scores(products, factor, cap, slope, q_at[:, None], k_at[None, :], ALIBI, CAPPED)
                 unit = 1.0
@@ -158,7 +158,7 @@ def forward_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of ``BLOCK`` queries of one head: out fp32 and lse, natural logarithm, are read, merged and written."""
+    """One block of ``BLOCK`` queries of one head: updates out (fp32) and lse (natural logarithm) in place."""
     block = blocks + tl.program_id(0) * 5
     sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     first_row = tl.load(block) * BLOCK
@@ -176,7 +176,7 @@ def forward_kernel(
     total = tl.where(before == float("-inf"), 0.0, 1.0)
     out_at = block_pointers(out, first_row, out_ss, out_sd, BLOCK, VALUE_BLOCK, WIDE)
     out_here = inside(first_row, q_rows, BLOCK, VALUE, VALUE_BLOCK)
-    # What was not attended to is not read either.
+    # The output of queries without any key so far is not read.
     acc = tl.load(out_at, mask=out_here & (total > 0)[:, None], other=0.0)
 
     q_block = load_rows(q, first_row, q_rows, q_ss, q_sd, BLOCK, HEAD, HEAD_BLOCK, WIDE, True)
@@ -187,14 +187,14 @@ def forward_kernel(
     if DROPS:
         row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
         column_keys += b * k_rows
-        acc = acc / kept_scale  # by which all is multiplied in the end
+        acc = acc / kept_scale  # the result is multiplied by it at the end
     for kind in tl.static_range(3 if MASKED else 2):
         acc, top, total = _walk(
             acc, top, total, q_block, rows, k, v, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits,
             q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold,
             HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # of a row without keys
+    total = tl.where(total == 0.0, 1.0, total)  # rows without keys
     if DROPS:
         acc = acc * kept_scale
     tl.store(out_at, acc / total[:, None], mask=out_here)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over all tiles of a key block in one launch, in Triton: every mask, ALiBi, soft-cap, dropout, any strides.
-
-The launches are in triton_call.py.
-"""
+"""The Triton backend: all tiles of a key block in one launch, with any mask, ALiBi, soft-cap, dropout and strides."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class TritonKernel:
     supports_value_dim = True
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """``head_dim``: the larger one of keys and values."""
+        """``head_dim``: the larger head size of keys and values."""
         missing = missing_triton()
         if missing is not None:
             return missing
@@ -45,7 +42,7 @@ class TritonKernel:
         if reason is not None:
             return reason
         if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
-            return "needs a GPU"  # said without the second that importing Triton takes
+            return "needs a GPU"  # without importing Triton, which takes a second
         if interpreted():
             return None if device.type == "cpu" else "is interpreted (TRITON_INTERPRET), which needs tensors on the CPU"
         return gpu_reason(device) or too_old(torch.cuda.get_device_capability(device))
@@ -106,7 +103,7 @@ def _tensor_reason(dtype: torch.dtype, head_dim: int) -> str | None:
 def _check_plain(kernel: TritonKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: AnyMask) -> None:
     check_tile(kernel, q, k, v, causal=causal, mask=mask)
     if mask is not None:
-        raise ValueError("the attention kernel triton knows masks by position: attend() takes them, forward() none")
+        raise ValueError("the attention kernel triton supports masks in attend(), not in forward(): use attend()")
 
 
 def _one_tile(q_SBHD: Tensor, k_SBHD: Tensor, causal: bool) -> tuple[Tile, ...]:
@@ -116,10 +113,10 @@ def _one_tile(q_SBHD: Tensor, k_SBHD: Tensor, causal: bool) -> tuple[Tile, ...]:
 
 @functools.cache
 def missing_triton() -> str | None:
-    """Why there is no Triton here that these kernels can be compiled with, or None."""
+    """Why there is no Triton that can compile these kernels, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     version = importlib.metadata.version("triton")
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        return f"needs triton {'.'.join(map(str, OLDEST))} or newer, this one is {version}"
+        return f"needs triton {'.'.join(map(str, OLDEST))} or newer, not {version}"
     return None

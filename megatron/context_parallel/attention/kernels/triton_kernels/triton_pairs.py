@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels share: rows of a tensor, the score of each pair, and whether it counts.
+"""Functions that the Triton kernels share: loading rows, the score of each pair, masks and dropout.
 
-Vectors over queries and keys come shaped to broadcast, [rows, 1] and [1, keys] or the other way round, so that the same
-lines serve both orders.
+Vectors over queries and keys have shapes that broadcast, [rows, 1] and [1, keys] or [1, rows] and [keys, 1], so that
+the same code works for both orders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEVELS = tl.constexpr(position_dropout.LEVELS)
 def block_pointers(
     base, first, row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Where rows ``first ..`` are. Distances within the block have 32 bits, unless WIDE."""
+    """Pointers to rows from ``first`` on. Offsets within the block have 32 bits, or 64 if WIDE."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     if WIDE:
         rows, columns = rows.to(tl.int64), columns.to(tl.int64)
@@ -32,7 +32,7 @@ def block_pointers(
 
 @triton.jit
 def inside(first, stop, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which elements of a block there are: rows before ``stop``, ``SIZE`` columns."""
+    """Which elements of a block exist: rows before ``stop``, the first ``SIZE`` columns."""
     return ((first + tl.arange(0, ROWS)) < stop)[:, None] & (tl.arange(0, COLUMNS) < SIZE)[None, :]
 
 
@@ -49,7 +49,7 @@ def load_rows(
     WIDE: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
-    """Rows ``first ..`` as [ROWS, COLUMNS], 0 from column ``SIZE`` on and, where CHECKED, from row ``stop`` on."""
+    """Rows from ``first`` on as [ROWS, COLUMNS]; 0 from column ``SIZE`` on and, if CHECKED, from row ``stop`` on."""
     at = block_pointers(base, first, row_stride, column_stride, ROWS, COLUMNS, WIDE)
     if CHECKED:
         return tl.load(at, mask=inside(first, stop, ROWS, SIZE, COLUMNS), other=0.0)
@@ -61,7 +61,7 @@ def load_rows(
 
 @triton.jit
 def dot(a, b, total, PRECISION: tl.constexpr):
-    """``a @ b + total`` in fp32. The interpreter takes bf16 for integers: there, both become fp32 first."""
+    """``a @ b + total`` in fp32. The interpreter treats bf16 as integers; there both are converted to fp32 first."""
     if PRECISION == "interpreted":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
@@ -70,7 +70,7 @@ def dot(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """fp32 as ``dtype``, to the nearest. The interpreter cuts bf16 off instead: there, it is done on the bits."""
+    """fp32 rounded to the nearest in ``dtype``. The interpreter would truncate to bf16; there we round the bits."""
     if PRECISION == "interpreted" and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -80,9 +80,9 @@ def rounded(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, CAPPED: tl.constexpr):
-    """Scores times log2(e), of ``q k^T``; and what the tangent was, of which the backward pass has need.
+    """Scores times log2(e), from ``q k^T``; and the tanh of the soft-cap, which the backward pass needs.
 
-    The cap comes before ALiBi's bias, as in flash-attn. ``factor``: scale * log2(e); under a cap 2 * scale * log2(e) /
+    The cap comes before ALiBi's bias, as in flash-attn. ``factor``: scale * log2(e); with a cap 2 * scale * log2(e) /
     softcap, and ``cap`` is softcap * log2(e).
     """
     scores = products * factor
@@ -97,22 +97,23 @@ def log2_scores(products, factor, cap, slope, q_at, k_at, ALIBI: tl.constexpr, C
 
 @triton.jit
 def marked(bits, row, words, first, exists, STEP: tl.constexpr):
-    """The mask's answer for rows of a tile's block side, [rows], and STEP of the other one from its ``first`` on.
+    """The mask of rows of the block's side, ``row`` [rows], and STEP rows of the other side from ``first`` on.
 
-    ``bits``: the tile's; a row has ``words``. ``exists``: which rows there are. A word is read once for all its pairs.
+    ``bits``: the tile's mask, ``words`` words for each row. ``exists``: which rows exist. A word is read once for all
+    its pairs.
     """
     column = tl.arange(0, STEP)[None, :] + (first & 31)
     at = bits + (row * words + (first >> 5))
-    found = tl.load(at, mask=exists, other=0)[:, None]
+    word = tl.load(at, mask=exists, other=0)[:, None]
     for index in tl.static_range(1, STEP // 32):
         further = tl.load(at + index, mask=exists & ((first >> 5) + index < words + row * 0), other=0)
-        found = tl.where(column >= 32 * index, further[:, None], found)
-    return ((found >> (column & 31)) & 1) != 0
+        word = tl.where(column >= 32 * index, further[:, None], word)
+    return ((word >> (column & 31)) & 1) != 0
 
 
 @triton.jit
 def kept(row_key, column_key, k_at, threshold):
-    """Dropout's answer: `positions.dropout.Dropout.kept`, for one element of a hash at a time."""
+    """Whether dropout keeps a pair: `position_dropout.Dropout.kept`, for one element of a hash at a time."""
     x = row_key.to(tl.uint64, bitcast=True) ^ column_key.to(tl.uint64, bitcast=True)
     x = x * FIRST
     x = x ^ (x >> 32)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles as a GPU walks them: for each block of rows, the ranges of the other side's rows that it meets.
+"""Tiles as the Triton kernels read them: for each block of rows, the ranges of the other side's rows that it meets.
 
-A tile is a rectangle with, perhaps, one slanting edge: rows a and b of its sides meet where ``low <= b - a <= high``.
-Each block of one side so meets consecutive rows of the other. Those that all rows of the block meet are plain: the
-kernel computes them without a question. The rest, at either end and along a diagonal, are edges, where each pair is
-compared; and where a mask has to be asked, a bit is read for each pair besides.
+A tile is a rectangle, perhaps cut by a diagonal: rows a and b of its sides meet if ``low <= b - a <= high``. Each block
+of one side therefore meets consecutive rows of the other. Ranges that all rows of the block meet are *plain*: the
+kernel computes them without checks. The others, at both ends and along a diagonal, are *edges*, where the kernel
+compares each pair. In *masked* tiles it also reads a bit for each pair.
 
-All of it is arithmetic on a few small arrays in host memory, done once for tiles that come again every layer.
+All of this is arithmetic on a few small arrays in host memory, and cached, because the tiles of all layers are equal.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megatron.context_parallel.layout.tiles import Tile, parts
 
 Side = Literal["q", "k"]
 
-FAR = 2**30  # further than any two rows are apart
+FAR = 2**30  # more than the distance of any two rows
 WORD = 32  # pairs in a word of bits
-BITS_AT_ONCE = 2**28  # bytes that the bits of one launch take at most
-MASKED_ROWS = 2**14  # queries, and keys, of a masked tile whose bits alone are more than that: 32 MiB
+BITS_AT_ONCE = 2**28  # most bytes of bits in one launch
+MASKED_ROWS = 2**14  # a masked tile with more bits is cut into parts of so many queries and keys (32 MiB)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What each block of one side meets of the other, heaviest block first.
+    """The ranges of one side that each block of the other side meets; blocks with the most work come first.
 
     Attributes:
-        blocks: int32 [blocks, 5]: the block's number; its first range; one past its last plain, edge and masked one.
-        ranges: int32 [ranges, 9]: from and to, of the rows walked; then of the tile: first row and one past the last
-            of the block's side, low, high, the word of bits at which it begins (-1: not masked), words a row, and the
-            first row of the side that is walked.
-        pairs: that are computed, those that edges throw away with them.
+        blocks: int32 [blocks, 5]: the block's number; its first range; one past its last plain, edge and masked range.
+        ranges: int32 [ranges, 9]: first row and one past the last of the range; then of the tile: first row and one
+            past the last of the block's side, low, high, the first word of its bits (-1: not masked), words per row,
+            and the first row of the range's side.
+        pairs: number of computed pairs, including those that edges discard.
     """
 
     blocks: Tensor
@@ -52,7 +52,7 @@ class Walk:
 
 @lru_cache(maxsize=1024)
 def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, device: torch.device) -> Walk:
-    """The walk of blocks of ``block`` rows, of a side that has ``rows``, over the other side in steps of ``step``."""
+    """The walk of blocks of ``block`` rows, of a side with ``rows`` rows, over the other side in steps of ``step``."""
     t = _table(tiles, side)
     first = t["a0"] // block
     count = (t["a1"] - 1) // block - first + 1
@@ -63,8 +63,8 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
     begin, end = number * block, np.minimum((number + 1) * block, rows)
     start = np.maximum(b0, np.maximum(begin, a0) + low)
     stop = np.minimum(b1, np.minimum(end, a1) + high)
-    start = np.where(masked, b0 + np.maximum(start - b0, 0) // WORD * WORD, start)  # a step's bits: as few words
-    # What all rows of the block meet, in whole steps from the start.
+    start = np.where(masked, b0 + np.maximum(start - b0, 0) // WORD * WORD, start)  # so that steps begin with a word
+    # The plain range, which all rows of the block meet, in complete steps from the start.
     plain = start + -(-np.maximum(np.maximum(b0, end - 1 + low) - start, 0) // step) * step
     steps = (np.minimum(b1, begin + high + 1) - plain) // step
     steps = np.where((a0 <= begin) & (end <= a1) & ~masked & (start < stop), np.maximum(steps, 0), 0)
@@ -90,7 +90,7 @@ def walk(tiles: tuple[Tile, ...], side: Side, rows: int, block: int, step: int, 
 
 
 def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
-    """Tiles in columns: a is the block's side, b the one that is walked."""
+    """The tiles as columns: a is the block's side, b the other one."""
     q, k = (
         np.array([t.q for t in tiles], np.int64).reshape(-1, 2),
         np.array([t.k for t in tiles], np.int64).reshape(-1, 2),
@@ -109,23 +109,23 @@ def _table(tiles: tuple[Tile, ...], side: Side) -> dict[str, np.ndarray]:
 
 
 def _int32(x: np.ndarray, device: torch.device) -> Tensor:
-    """On the device, once the copy is done: what is kept may be used on any stream."""
+    """On the device, after the copy is done, because cached results may be used on any stream."""
     return torch.from_numpy(x.astype(np.int32)).to(device)
 
 
 @lru_cache(maxsize=64)
 def places(tiles: tuple[Tile, ...], side: Side, rows: int, device: torch.device) -> Tensor:
     """The global position of each row of a side, int32 [rows]; 0 for rows that are in no tile."""
-    found = torch.zeros(rows, dtype=torch.int32)
+    result = torch.zeros(rows, dtype=torch.int32)
     for tile in tiles:
         (first, _), spans = (tile.q, tile.q_at) if side == "q" else (tile.k, tile.k_at)
         for row, (start, stop) in numbered(spans):
-            found[first + row : first + row + stop - start] = torch.arange(start, stop, dtype=torch.int32)
-    return found.to(device)
+            result[first + row : first + row + stop - start] = torch.arange(start, stop, dtype=torch.int32)
+    return result.to(device)
 
 
 def groups(tiles: tuple[Tile, ...]) -> Iterator[tuple[Tile, ...]]:
-    """Tiles as they are launched: all at once, but for bits that would take more than `BITS_AT_ONCE`."""
+    """The tiles of each launch: all in one, unless their bits need more than `BITS_AT_ONCE` bytes."""
     group, held = [], 0
     for whole in tiles:
         for tile in parts(whole, MASKED_ROWS) if _bit_bytes(whole) > BITS_AT_ONCE else (whole,):
@@ -139,29 +139,29 @@ def groups(tiles: tuple[Tile, ...]) -> Iterator[tuple[Tile, ...]]:
 
 
 def _bit_bytes(tile: Tile) -> int:
-    """Of the larger one of a tile's two sides."""
+    """Bytes of a tile's bits, for the side that needs more."""
     queries, keys = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
     return tile.masked * 4 * max(queries * -(-keys // WORD), keys * -(-queries // WORD))
 
 
 def pack(tiles: tuple[Tile, ...], mask: Mask, device: torch.device, sides: Sequence[Side]) -> list[Tensor]:
-    """The answers of ``mask`` to all pairs of the masked tiles, one tile after another, int32 [words], for each side.
+    """The mask of all pairs of the masked tiles as bits, one tile after another, int32 [words], for each side.
 
-    A word has 32 keys of a query (for the other side: queries of a key), the first in its lowest bit; each query (key)
-    of a tile begins a word.
+    A word has 32 keys of a query (for side "k": queries of a key), the first in its lowest bit. Each query (key) of a
+    tile begins a new word.
     """
-    found: dict[Side, list[Tensor]] = {side: [] for side in sides}
+    words: dict[Side, list[Tensor]] = {side: [] for side in sides}
     for tile in tiles:
         if not tile.masked:
             continue
         q_at, k_at = positions(tile.q_at, device)[:, None], positions(tile.k_at, device)[None]
-        step = max(WORD, ROW_MASK_BYTES // (PAIR_BYTES * k_at.size(1)) // WORD * WORD)  # words of queries stay whole
+        step = max(WORD, ROW_MASK_BYTES // (PAIR_BYTES * k_at.size(1)) // WORD * WORD)  # complete words of queries
         blocks = [mask.allowed(q_at[i : i + step], k_at) for i in range(0, len(q_at), step)]
-        if "q" in found:
-            found["q"] += [_packed(allowed).flatten() for allowed in blocks]
-        if "k" in found:
-            found["k"].append(torch.cat([_packed(allowed.t()) for allowed in blocks], dim=1).flatten())
-    return [torch.cat(found[side]) for side in sides]
+        if "q" in words:
+            words["q"] += [_packed(allowed).flatten() for allowed in blocks]
+        if "k" in words:
+            words["k"].append(torch.cat([_packed(allowed.t()) for allowed in blocks], dim=1).flatten())
+    return [torch.cat(words[side]) for side in sides]
 
 
 def _packed(allowed: Tensor) -> Tensor:
@@ -169,5 +169,5 @@ def _packed(allowed: Tensor) -> Tensor:
     rows, columns = allowed.shape
     padded = torch.zeros(rows, -(-columns // WORD) * WORD, dtype=torch.uint8, device=allowed.device)
     padded[:, :columns] = allowed
-    # Eight bytes of 0 or 1, as one number, to a byte: the product has them in order in its highest one.
+    # Pack eight bytes of 0 or 1, read as one number, into one byte: the product has the bits in its highest byte.
     return (padded.view(torch.int64) * 0x0102040810204080).bitwise_right_shift_(56).to(torch.uint8).view(torch.int32)
