@@ -141,7 +141,7 @@ def shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None
 
 def refusals(refusal: Refusal, found: Launch, done: Record) -> None:
     """Print what is refused, and the command that would be taken."""
-    lines = refusal.lines if isinstance(refusal, Refusals) else [str(refusal)]
+    lines = [str(part) for part in refusal.parts]
     print("refused" if len(lines) == 1 else f"refused, for {len(lines)} reasons")
     for line in lines:
         flag = line.partition(" ")[0].rstrip(":")

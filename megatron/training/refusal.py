@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -44,18 +45,62 @@ def near(value: int, unit: int) -> str:
     return f"{below} or {above}" if below else f"{above}"
 
 
-class Refusal(ValueError):
-    """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2."""
+@dataclass(frozen=True)
+class Fix:
+    """A change of the command line that may answer a refusal.
 
-    everywhere = False  # whether every rank has raised it; then rank 0 tells it for all
+    Attributes:
+        use: flags to set, each with its values, as on a command line.
+        drop: flags to leave out, separated by spaces. SUBJECT stands for the flags that the refusal is about.
+        rename: a flag, and the name under which its values are given in its place.
+    """
+
+    use: str = ""
+    drop: str = ""
+    rename: tuple[str, str] | None = None
+
+
+SUBJECT = "SUBJECT"
+LEAVE_OUT = Fix(drop=SUBJECT)
+
+
+class Refusal(ValueError):
+    """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2.
+
+    Args:
+        subject: the flags at fault, with their values; or the whole line, if no part of it is needed alone.
+        reason: what is wrong with them, and what to do. It follows the subject after a space, or begins with ``: ``.
+        fixes: what to do once more, as changes of the command line, best first. None where the user has a choice.
+        about: the flags at fault, where the line does not begin with them.
+    """
+
+    everywhere = False  # whether every rank has raised it; then rank 0 prints it for all
+
+    def __init__(self, subject: str, reason: str = "", *fixes: Fix, about: str | Iterable[str] = "") -> None:
+        super().__init__(f"{subject}{' ' if reason and reason[0] not in ':,;' else ''}{reason}")
+        self.about = tuple(about.split() if isinstance(about, str) else about)
+        if reason:
+            self.about += tuple(word.rstrip(",") for word in subject.split() if word.startswith("-"))
+        self.fixes = fixes
 
     def __str__(self) -> str:
         """One line, whatever the settings and files that it quotes hold."""
         return printable(super().__str__())
 
+    @property
+    def parts(self) -> list[Refusal]:
+        """The single refusals that this one consists of."""
+        return [self]
+
     def told(self) -> str:
         """What is printed."""
         return str(self)
+
+
+def idle(flag: str, need: str, *, switch: bool = False) -> Refusal:
+    """Refusal of a flag that does nothing without another one; ``switch``: the other one takes no value."""
+    reason = f"does nothing without {need}: add {need}, or leave it out"
+    return Refusal(flag, reason, *([Fix(need)] if switch else []), LEAVE_OUT)
 
 
 @contextmanager
@@ -68,35 +113,47 @@ def permitted() -> Iterator[None]:
 
 
 class Refusals(Refusal):
-    """Several at once, in order; as a string, still one line.
+    """Several refusals at once, in order; as a string, still one line.
 
     Args:
-        lines: one or more.
-        command: the flags of a command line that would be taken, where there is one.
-        changes: how it differs from what was given.
+        parts: one or more.
+        command: the flags of a command line that would be accepted, if there is one.
+        changes: how it differs from the command line that was given.
     """
 
-    def __init__(self, lines: Sequence[str], command: str | None = None, changes: str = "") -> None:
-        super().__init__("; ".join(lines))
-        self.lines, self.command, self.changes = list(lines), command, changes
+    def __init__(self, parts: Iterable[Refusal], command: str | None = None, changes: str = "") -> None:
+        self._parts = list(parts)
+        super().__init__("; ".join(self.lines))
+        self.command, self.changes = command, changes
+
+    @property
+    def parts(self) -> list[Refusal]:
+        return self._parts
+
+    @property
+    def lines(self) -> list[str]:
+        return [str(part) for part in self._parts]
 
     def __str__(self) -> str:
-        return "; ".join(map(printable, self.lines))
+        return "; ".join(self.lines)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._parts, self.command, self.changes)
 
     def told(self) -> str:
-        """One refusal a line, then the command line that would be taken."""
-        text = [f"{len(self.lines)} settings cannot run"]
-        text += [f"  {number}. {printable(line)}" for number, line in enumerate(self.lines, 1)]
+        """One refusal a line, then the command line that would be accepted."""
+        text = [f"{len(self.parts)} settings cannot run"]
+        text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
         if self.command is not None:
             text += [f"taken would be, {printable(self.changes)}:", f"  {self.command}"]
         return "\n".join(text)
 
 
 class Gather:
-    """Runs checks one after the other and keeps what each refuses, in place of stopping at the first."""
+    """Runs checks one after the other and keeps what each refuses, instead of stopping at the first."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.refusals: list[Refusal] = []
         self._failed: set[str] = set()
 
     def check(self, name: str, action: Callable[[], T], *needs: str) -> T | None:
@@ -108,7 +165,7 @@ class Gather:
             return action()
         except Refusal as refusal:
             self._failed.add(name)
-            self.lines += refusal.lines if isinstance(refusal, Refusals) else [str(refusal)]
+            self.refusals += refusal.parts
             return None
 
     def finish(self) -> None:
@@ -117,11 +174,16 @@ class Gather:
         Raises:
             Refusal: there was one. Refusals: several.
         """
-        lines = list(dict.fromkeys(self.lines))
-        if len(lines) == 1:
-            raise Refusal(lines[0])
-        if lines:
-            raise Refusals(lines)
+        raise_all(self.refusals)
+
+
+def raise_all(refusals: Iterable[Refusal]) -> None:
+    """Raise the one refusal, or :class:`Refusals` of several; nothing without any. Equal lines count once."""
+    distinct: dict[str, Refusal] = {}
+    for refusal in refusals:
+        distinct.setdefault(str(refusal), refusal)
+    if distinct:
+        raise next(iter(distinct.values())) if len(distinct) == 1 else Refusals(distinct.values())
 
 
 def together(action: Callable[[], T]) -> T:

@@ -89,8 +89,8 @@ def take_ranks(argv: Sequence[str], environment: MutableMapping[str, str]) -> No
     for flag in (flag for flag in URLS if given.get(flag, "env://") != "env://"):
         place = re.fullmatch(r"tcp://([^/:]+|\[[^\]]+\]):(\d+)/?", given[flag])
         if place is None:
-            raise Refusal(f"{flag} {given[flag]}: give tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
+            raise Refusal(f"{flag} {given[flag]}", ": give tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
         found |= {"MASTER_ADDR": (flag, place[1].strip("[]")), "MASTER_PORT": (flag, place[2])}
     for name, (flag, value) in found.items():
         if environment.setdefault(name, value) != value:
-            raise Refusal(f"{flag} {value} and {name}={environment[name]} of the environment differ: leave one out")
+            raise Refusal(f"{flag} {value}", f"and {name}={environment[name]} of the environment differ: leave one out")

@@ -8,7 +8,7 @@ from copy import deepcopy
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.data_paths import WEIGHTED
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def settle(config: Config, started: int) -> Config:
@@ -25,8 +25,9 @@ def settle(config: Config, started: int) -> Config:
         if simulation.world_size not in (None, started):
             here = "1 process was" if started == 1 else f"{started} processes were"
             raise Refusal(
-                f"--world-size {simulation.world_size}, and {here} started: start as many, or add --dry-run, which "
-                "simulates them"
+                f"--world-size {simulation.world_size}",
+                f", and {here} started: start as many, or add --dry-run, which simulates them",
+                Fix("--dry-run"),
             )
         given = {
             "--dry-run-json": simulation.dry_run_json,
@@ -37,19 +38,34 @@ def settle(config: Config, started: int) -> Config:
         }
         for flag in (flag for flag, value in given.items() if value):
             more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
-            raise Refusal(f"{flag} does nothing without --dry-run: add --dry-run{more}, or leave it out")
+            raise Refusal(
+                flag,
+                f"does nothing without --dry-run: add --dry-run{more}, or leave it out",
+                Fix("--dry-run"),
+                LEAVE_OUT,
+            )
         return config
     if simulation.dry_run_jitter and not simulation.gpu:
-        raise Refusal("--dry-run-jitter: it is about the time of a step: add --gpu NAME, or leave it out")
+        raise Refusal(
+            "--dry-run-jitter",
+            ": it is about the time of a step: add --gpu NAME, or leave it out",
+            LEAVE_OUT,
+        )
     if not 0 <= simulation.dry_run_jitter < 1:
-        raise Refusal(f"--dry-run-jitter {simulation.dry_run_jitter:g}: give a share from 0 to below 1, such as 0.02")
+        raise Refusal(
+            f"--dry-run-jitter {simulation.dry_run_jitter:g}", ": give a share from 0 to below 1, such as 0.02"
+        )
     if simulation.world_size is not None and simulation.world_size < 1:
-        raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
+        raise Refusal(f"--world-size {simulation.world_size}", ": give the number of simulated processes, at least 1")
     events = simulation.dry_run_trace_events
     if events is not None and not (simulation.gpu and simulation.dry_run_json):
-        raise Refusal("--dry-run-trace-events is of the trace: add --gpu and --dry-run-json, or leave it out")
+        raise Refusal(
+            "--dry-run-trace-events",
+            "is of the trace: add --gpu and --dry-run-json, or leave it out",
+            LEAVE_OUT,
+        )
     if events is not None and events < 1:
-        raise Refusal(f"--dry-run-trace-events {events}: give a number of at least 1")
+        raise Refusal(f"--dry-run-trace-events {events}", ": give a number of at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
     files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path)

@@ -50,15 +50,21 @@ def read_grids(text: str) -> dict[int, Sizes]:
         parts = [PART.fullmatch(word) for word in words.lower().split()]
         names = [part[1] for part in parts if part]
         if not (colon and processes.strip().isdigit() and all(parts) and len(set(names)) == len(parts)):
-            raise Refusal(f"{entry!r} cannot be read of {HOW}")
+            raise Refusal(f"{entry!r} cannot be read of {HOW}", about="--elastic-grids")
         number, sizes = int(processes), Sizes(**{part[1]: int(part[2]) for part in parts})
         if number < 1 or sizes.model < 1 or number % sizes.model:
-            raise Refusal(f"{entry!r} of --elastic-grids: {sizes} does not divide {number} processes; make it smaller")
+            raise Refusal(
+                f"{entry!r} of --elastic-grids: {sizes} does not divide {number} processes; make it smaller",
+                about="--elastic-grids",
+            )
         if number in found:
-            raise Refusal(f"{entry!r} of --elastic-grids: {number} processes have a grid already; leave one out")
+            raise Refusal(
+                f"{entry!r} of --elastic-grids: {number} processes have a grid already; leave one out",
+                about="--elastic-grids",
+            )
         found[number] = sizes
     if not found:
-        raise Refusal(f"{text!r} holds no grid: {HOW}")
+        raise Refusal(f"{text!r} holds no grid: {HOW}", about="--elastic-grids")
     return found
 
 
@@ -83,16 +89,17 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
         return config
     folders = config.checkpoint.save, config.checkpoint.load
     if None in folders or folders[0] != folders[1]:
-        raise Refusal("--elastic goes on from its own checkpoints: give --save DIR and --load with the same folder")
+        raise Refusal("--elastic", "goes on from its own checkpoints: give --save DIR and --load with the same folder")
     if config.data.global_batch_size is None and config.data.rampup_batch_size is None:
-        raise Refusal("--elastic: without --global-batch-size the batch would change with the processes; give it")
+        raise Refusal("--elastic", ": without --global-batch-size the batch would change with the processes; give it")
     if parallel.elastic_grids:
         grids = read_grids(parallel.elastic_grids)
         fitting = [number for number in sorted(grids) if world_size % number == 0]
         if not fitting:
             raise Refusal(
-                f"--elastic-grids has no grid for {world_size} processes, nor for a divisor of it: add one, or raise "
-                "the minimum of --nnodes"
+                "--elastic-grids",
+                f"has no grid for {world_size} processes, nor for a divisor of it: add one, or raise the minimum "
+                "of --nnodes",
             )
         chosen = _with(config, grids[fitting[-1]])
     elif config.simulation.gpu and fastest is not None:
@@ -142,12 +149,13 @@ def _planned(config: Config, world_size: int, complete: Complete, fastest: Faste
             continue
         grids.append(grid)
     if not grids:
-        raise refused or Refusal(f"--elastic: no grid of {world_size} processes can run this")
+        raise refused or Refusal("--elastic", f": no grid of {world_size} processes can run this")
     best = fastest(completed, world_size)
     if best is None:
         raise Refusal(
-            f"--elastic: no grid of {world_size} processes fits {config.simulation.gpu}: save memory "
-            "(--recompute-granularity full, --fpdt, --zero-stage 3), or raise the minimum of --nnodes"
+            "--elastic",
+            f": no grid of {world_size} processes fits {config.simulation.gpu}: save memory "
+            "(--recompute-granularity full, --fpdt, --zero-stage 3), or raise the minimum of --nnodes",
         )
     return grids[best]
 
@@ -182,6 +190,7 @@ def _largest(config: Config, world_size: int, complete: Complete) -> Config:
             continue
         return chosen
     raise refused or Refusal(
-        f"--elastic: TP x PP = {kept} does not divide {world_size} processes: use --elastic-grids, or raise the "
-        "minimum of --nnodes"
+        "--elastic",
+        f": TP x PP = {kept} does not divide {world_size} processes: use --elastic-grids, or raise the "
+        "minimum of --nnodes",
     )

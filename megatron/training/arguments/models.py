@@ -60,7 +60,9 @@ def shape(name: str) -> dict[str, Any]:
         "genslm-33b": GPT | _size(80, 5760, 80),
     }
     if name not in shapes:
-        raise Refusal(f"--model {name}: not a known shape; choose from {', '.join(shapes)}, or give the sizes by flags")
+        raise Refusal(
+            f"--model {name}", f": not a known shape; choose from {', '.join(shapes)}, or give the sizes by flags"
+        )
     return shapes[name]
 
 

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from megatron.training.arguments.argv import flat, options, plain
@@ -20,7 +20,7 @@ from megatron.training.arguments.foreign.foreign_flags import translate
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
-from megatron.training.refusal import Gather, Refusal, Refusals, one_line
+from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, one_line, raise_all
 
 # ``--use-checkpoint-args``: the model's settings from a checkpoint, as Megatron-LM takes them.
 
@@ -63,7 +63,7 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
     """
     settings = config.checkpoint
     if settings.load is None and settings.pretrained_checkpoint is None:
-        raise Refusal("--use-checkpoint-args: from which checkpoint? Give --load or --pretrained-checkpoint")
+        raise Refusal("--use-checkpoint-args", ": from which checkpoint? Give --load or --pretrained-checkpoint")
     saved = None
     if settings.load:
         saved = shape_of(settings.load, settings.ckpt_step, settings.skip_damaged_checkpoints)
@@ -150,8 +150,8 @@ def parse(
     try:
         return _read(given, defaults, world_size, shape_of, fastest)
     except Refusal as refusal:
-        told = explained(refusal, given, lambda words: _read(words, defaults, world_size, shape_of), _kinds()[0])
-    raise told
+        shown = explained(refusal, given, lambda words: _read(words, defaults, world_size, shape_of))
+    raise shown
 
 
 def _read(
@@ -185,7 +185,11 @@ def _read(
         setattr(getattr(config, section), field, list(value) if isinstance(value, list) else value)
     translate(config, given)
     if "--no-position-embedding" in dict(others) and config.model.position_embedding_type == "learned_absolute":
-        raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
+        raise Refusal(
+            "--no-position-embedding",
+            ": use --position-embedding-type none, or rope",
+            Fix("--position-embedding-type none"),
+        )
     if config.checkpoint.use_checkpoint_args and shape_of is not None:
         take_checkpoint_args(config, given, shape_of)
     if world_size is None:
@@ -200,22 +204,17 @@ def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, li
         try:
             return build_parser().parse_known_args(words)
         except Refusal as refusal:  # two spellings of one setting
-            gather.check("spellings", partial(refuse, str(refusal)))
+            gather.refusals += refusal.parts
             gather.finish()
         except argparse.ArgumentError as error:
             flags = (error.argument_name or "").split("/")
             reason = one_line(error.message)
             flag = next((option[0] for option in options(words) if option[0] in flags), flags[0])
-            gather.check(flag, partial(refuse, f"{flag}: {reason}"))
+            gather.refusals.append(Refusal(flag, f": {reason}"))
             rest = [option for option in options(words) if option[0] not in flags]
             if len(rest) == len(options(words)):
                 gather.finish()
             words = flat(rest)
-
-
-def refuse(line: str) -> None:
-    """Raise."""
-    raise Refusal(line)
 
 
 @cache
@@ -308,7 +307,7 @@ class _Store(argparse.Action):
         spelled = dict(getattr(namespace, "spelled", {}))
         other, value = spelled.get(self.dest, (option_string, values))
         if other != option_string and value != values:
-            raise Refusal(f"{other} and {option_string} are two spellings of one setting, and differ: leave one out")
+            raise Refusal(f"{other} and {option_string}", "are two spellings of one setting, and differ: leave one out")
         namespace.spelled = {**spelled, self.dest: (option_string, values)}
         setattr(namespace, self.dest, values)
 
@@ -348,15 +347,19 @@ def number(text: str) -> float:
 
 
 def _check_values(given: dict[str, Any]) -> None:
-    lines = []
+    refused = []
     for section, _, field in settings():
         value, choices = given.get(f"{section}.{field.name}"), field.metadata.get("choices")
         flag, numbers = spellings(field)[0], value if isinstance(value, list) else [value]
         if value == "" and section != "logging" or value == [] and not field.metadata.get("nargs"):
-            lines.append(f"{flag} has no value: give one, or leave it out")  # an empty variable of a script
+            refused.append(
+                Refusal(flag, "has no value: give one, or leave it out", LEAVE_OUT)
+            )  # an empty variable of a script
         elif choices is not None and value is not None and value not in choices:
-            lines.append(f"{flag} {value}: not supported; choose from {', '.join(map(str, choices))}")
+            only = [Fix(f"{flag} {choices[0]}")] if len(choices) == 1 else []
+            refused.append(
+                Refusal(f"{flag} {value}", f": not supported; choose from {', '.join(map(str, choices))}", *only)
+            )
         elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
-            lines.append(f"{flag} {value}: nothing here counts so far; use less")
-    if lines:
-        raise Refusals(lines)
+            refused.append(Refusal(f"{flag} {value}", ": nothing here counts so far; use less"))
+    raise_all(refused)

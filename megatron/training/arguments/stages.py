@@ -9,7 +9,7 @@ from math import gcd
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import model_shape
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def stage_layers(config: Config) -> list[int]:
@@ -45,24 +45,26 @@ def slots(config: Config) -> list[int]:
             near = [layers // stages * stages - len(counted), (layers // stages + 1) * stages - len(counted)]
             more = f", with {' and '.join(counted)}," if counted else ""
             raise Refusal(
-                f"--num-layers {config.model.num_layers}{more} is no multiple of --pipeline-model-parallel-size "
-                f"{stages}: use {' or '.join(str(n) for n in near if n > 0)}"
+                f"--num-layers {config.model.num_layers}{more}",
+                f"is no multiple of --pipeline-model-parallel-size {stages}: use "
+                f"{' or '.join(str(n) for n in near if n > 0)}",
             )
         return [layers // stages] * stages
     given = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     words = " and ".join(f"{flag} {count}" for flag, count in given.items() if count is not None)
     if counted:
-        raise Refusal(f"{words} and {' and '.join(counted)} both say how long stages are: leave one out")
+        raise Refusal(f"{words} and {' and '.join(counted)}", "both say how long stages are: leave one out")
     if stages == 1:
-        raise Refusal(f"{words} needs --pipeline-model-parallel-size above 1: raise it, or leave {words} out")
+        raise Refusal(words, f"needs --pipeline-model-parallel-size above 1: raise it, or leave {words} out", LEAVE_OUT)
     left, others = layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
     if min(count for count in given.values() if count is not None) < 1 or left < others or (others and left % others):
         raise Refusal(
-            f"{words} of --num-layers {layers} leave {left} layers for the other {others} of "
-            f"--pipeline-model-parallel-size {stages} stages: leave each the same number, at least one"
+            words,
+            f"of --num-layers {layers} leave {left} layers for the other {others} of "
+            f"--pipeline-model-parallel-size {stages} stages: leave each the same number, at least one",
         )
     if not others and left:
-        raise Refusal(f"{words} are not --num-layers {layers} in all: make them")
+        raise Refusal(words, f"are not --num-layers {layers} in all: make them")
     middle = left // others if others else 0
     found = [middle] * stages
     found[0] = middle if first is None else first
@@ -81,33 +83,40 @@ def settle_virtual_stages(config: Config) -> None:
     uneven = len(set(each)) > 1
     if depth and uneven:
         raise Refusal(
-            f"--num-layers-per-virtual-pipeline-stage {depth} with stages of {', '.join(map(str, each))} layers: give "
-            "--num-virtual-stages-per-pipeline-rank"
+            f"--num-layers-per-virtual-pipeline-stage {depth}",
+            f"with stages of {', '.join(map(str, each))} layers: give --num-virtual-stages-per-pipeline-rank",
         )
     layers = gcd(*each)
     if depth and (layers % depth or virtual not in (None, layers // depth)):
         raise Refusal(
-            f"--num-layers-per-virtual-pipeline-stage {depth} does not cut the {layers} layers of a stage evenly, or "
-            "not into --num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor"
+            f"--num-layers-per-virtual-pipeline-stage {depth}",
+            f"does not cut the {layers} layers of a stage evenly, or not into "
+            "--num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor",
         )
     virtual = layers // depth if depth else virtual or 1
     if layers % virtual:
         raise Refusal(
-            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the "
-            f"{' or '.join(map(str, sorted(set(each))))} layers of a pipeline stage: use {gcd(layers, virtual)}"
+            f"--num-virtual-stages-per-pipeline-rank {virtual}",
+            f"does not divide the {' or '.join(map(str, sorted(set(each))))} layers of a pipeline stage: use "
+            f"{gcd(layers, virtual)}",
         )
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if virtual > 1 and len(each) == 2 and None not in (first, last):  # megatron-core divides by the stages between them
         raise Refusal(
             "virtual pipeline stages with --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and "
-            "no stage between them: leave out one of the two"
+            "no stage between them: leave out one of the two",
+            about="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
         )
+    virtual_flags = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
     if virtual > 1 and len(each) == 1:
         raise Refusal(
-            "virtual pipeline stages need --pipeline-model-parallel-size above 1: raise it, or leave them out"
+            "virtual pipeline stages",
+            "need --pipeline-model-parallel-size above 1: raise it, or leave them out",
+            Fix(drop=virtual_flags),
+            about=f"--pipeline-model-parallel-size {virtual_flags}",
         )
     if min(stage_layers(config)) < 0 or (_counted(config) and min(each) // virtual < 1):
-        raise Refusal(f"{' and '.join(_counted(config))}: a stage has no room for them: use fewer stages")
+        raise Refusal(" and ".join(_counted(config)), ": a stage has no room for them: use fewer stages")
     parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
     parallel.num_layers_per_virtual_pipeline_stage = layers // virtual if virtual > 1 and not uneven else None
 

@@ -9,15 +9,17 @@ ours are in settings/ and not here. Rows of tables/ read ``--flag [values] [defa
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.foreign import fork_flags, ignored_flags, refused_flags
-from megatron.training.refusal import Refusal, Refusals
+from megatron.training.arguments.foreign.refused_flags import Advice
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
-GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
+TYPO = 0.86  # likeness of two flags from which one is the other, misspelt
+GROUPS: dict[str, tuple[tuple[str | Advice, str], ...]] = {
     "hint": ignored_flags.HINTS + fork_flags.HINTS,
     "refused": refused_flags.REFUSED + fork_flags.REFUSED + refused_flags.OTHER_NAMES,
 }
@@ -30,7 +32,11 @@ class Row(NamedTuple):
     values: str
     default: str | None
     verdict: str
-    reason: str
+    advice: Advice
+
+    @property
+    def reason(self) -> str:
+        return self.advice.reason
 
 
 @cache
@@ -39,12 +45,13 @@ def rows() -> dict[str, Row]:
     table = {}
     for verdict, groups in GROUPS.items():
         for reason, text in groups:
+            advice = reason if isinstance(reason, Advice) else Advice(reason)
             for entry in text.replace("\n", " ").split(" --"):
                 if not (words := entry.split()):
                     continue
                 flag = "--" + words[0].removeprefix("--")
                 values = words[1] if len(words) > 1 else "0"
-                table[flag] = Row(flag, values, words[2] if len(words) > 2 else None, verdict, reason)
+                table[flag] = Row(flag, values, words[2] if len(words) > 2 else None, verdict, advice)
     return table
 
 
@@ -59,12 +66,13 @@ def judge(given: list[tuple[str, list[str]]]) -> list[str]:
         row = table[flag]
         if row.default is not None and _same(values, row.default):
             continue
-        flags = (hints if row.verdict == "hint" else refused).setdefault(row.reason, [])
+        flags = (hints if row.verdict == "hint" else refused).setdefault(row.advice, [])
         if flag not in flags:
             flags.append(flag)
-    if refused:
-        raise Refusals([f"{', '.join(flags)}: {reason}" for reason, flags in refused.items()])
-    return [f"no effect here: {', '.join(flags)} ({reason})" for reason, flags in hints.items()]
+    raise_all(
+        Refusal(", ".join(flags), f": {advice.reason}", *advice.fixes(flags)) for advice, flags in refused.items()
+    )
+    return [f"no effect here: {', '.join(flags)} ({advice.reason})" for advice, flags in hints.items()]
 
 
 def unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:
@@ -82,19 +90,19 @@ def unknown(words: list[str], supported: list[str], given: list[str] | None = No
     if words and not flags:
         before = next((flag for flag, *values in options(given or []) if words[0] in values), None)
         after = f" after {before}" if before else ""
-        raise Refusal(f"{words[0]!r}{after} belongs to no flag: quote values that hold spaces")
-    if flags:
-        own = tuple(supported)
-        raise Refusals([f"{flag} is not a known flag{_suggestion(flag, own)}" for flag in dict.fromkeys(flags)])
+        line = f"{words[0]!r}{after} belongs to no flag: quote values that hold spaces"
+        raise Refusal(line, about=[*words, before or ""])
+    raise_all(_unknown(flag, tuple(supported)) for flag in dict.fromkeys(flags))
 
 
 @cache
-def _suggestion(flag: str, supported: tuple[str, ...]) -> str:
-    """The flag that is meant, as far as it can be told: never one that is refused."""
+def _unknown(flag: str, supported: tuple[str, ...]) -> Refusal:
+    """The refusal of a flag that no table knows. It names the flag that may be meant, never one that is refused."""
+    problem = "is not a known flag"
     word, table = flag.strip("-").replace("_", "-").lower(), rows()
     for row in (table.get("--" + word), table.get("--" + word.replace("-", "_"))):
         if row is not None and row.verdict == "refused":
-            return f": {row.reason}"
+            return Refusal(flag, f"{problem}: {row.reason}", *row.advice.fixes([flag]))
     known = [name[2:] for name in supported] + [name[2:] for name, row in table.items() if row.verdict == "hint"]
     own = [name[2:] for name in supported]
     longer = [name for name in known if name.startswith(f"{word}-") and len(word) > 7]
@@ -107,7 +115,12 @@ def _suggestion(flag: str, supported: tuple[str, ...]) -> str:
         parts = set(word.split("-"))
         likeness = {name: len(parts & set(name.split("-"))) / len(parts | set(name.split("-"))) for name in known}
         near = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
-    return f": did you mean --{near[0]}?" if near else ": --help lists them"
+    if not near:
+        return Refusal(flag, f"{problem}: --help lists them", LEAVE_OUT)
+    name = f"--{near[0]}"
+    misspelt = SequenceMatcher(None, flag, name).ratio() >= TYPO
+    fix = Fix(rename=(flag, name)) if misspelt else LEAVE_OUT
+    return Refusal(flag, f"{problem}: did you mean {name}?", fix)
 
 
 def _same(values: list[str], default: str) -> bool:

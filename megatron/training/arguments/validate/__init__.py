@@ -43,7 +43,7 @@ from megatron.training.arguments.validate.check_run import (
     check_ranges,
     check_schedule,
 )
-from megatron.training.refusal import Gather, Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
 
 __all__ = ["complete", "data_parallel_size", "transformer_engine_installed"]
 
@@ -109,21 +109,29 @@ def transformer_engine_installed() -> bool:
 def _precision(config: Config) -> None:
     model, optimizer = config.model, config.optimizer
     if optimizer.bf16 and optimizer.fp16:
-        raise Refusal("--bf16 and --fp16 are two precisions: leave one out")
+        raise Refusal("--bf16 and --fp16", "are two precisions: leave one out")
     installed = transformer_engine_installed() or config.simulation.dry_run
     if model.transformer_impl == "transformer_engine" and not installed:
         raise Refusal(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; install the [gpu] extra, or "
-            "use --transformer-impl local"
+            "--transformer-impl transformer_engine",
+            ": Transformer Engine is not installed; install the [gpu] extra, or use --transformer-impl local",
+            Fix("--transformer-impl local"),
         )
     if model.fp8_format and (model.transformer_impl == "local" or not installed):
         raise Refusal(
-            f"--fp8-format {model.fp8_format} needs Transformer Engine: install the [gpu] extra and use "
-            "--transformer-impl transformer_engine, or leave --fp8-format out"
+            f"--fp8-format {model.fp8_format}",
+            "needs Transformer Engine: install the [gpu] extra and use --transformer-impl "
+            "transformer_engine, or leave --fp8-format out",
+            LEAVE_OUT,
         )
     if model.fp8_format:
         model.transformer_impl = "transformer_engine"
     if config.simulation.dry_run:
         config.notes += priced(config)
     if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
-        raise Refusal("--grad-reduce-in-bf16 needs --bf16: add it, or leave --grad-reduce-in-bf16 out")
+        raise Refusal(
+            "--grad-reduce-in-bf16",
+            "needs --bf16: add it, or leave --grad-reduce-in-bf16 out",
+            Fix("--bf16"),
+            LEAVE_OUT,
+        )
