@@ -27,9 +27,9 @@ from unittest.mock import patch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments import validate
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal, Refusals, reason
-from pretrain_llama import LLAMA
 from tools.launch_command import Launch, grid, launch, slurm
 from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record
@@ -112,7 +112,7 @@ def tell(found: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
     name = Path(found.program).name
     if not name.startswith(("pretrain_gpt", "pretrain_llama")):
         print(f"{name} is another program: its flags are read as pretrain_gpt.py's, whatever else it does")
-    defaults = LLAMA if "pretrain_llama" in name else None
+    defaults = LLAMA_DEFAULTS if "pretrain_llama" in name else None
     flags = [written(word, cwd, done) for word in found.flags]
     before = Path.cwd()
     os.chdir(cwd)

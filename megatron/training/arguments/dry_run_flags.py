@@ -11,7 +11,7 @@ from megatron.training.arguments.data_paths import WEIGHTED
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
-def settle(config: Config, started: int) -> Config:
+def complete_dry_run(config: Config, started: int) -> Config:
     """A dry run needs no data, no duration and no learning rate: what was left open is filled in.
 
     Args:

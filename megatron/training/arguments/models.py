@@ -11,6 +11,7 @@ from megatron.formulas.strategy import Shape
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
 
+# What every Llama has, whichever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -21,6 +22,7 @@ LLAMA: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+LLAMA_DEFAULTS = {f"model.{name}": value for name, value in LLAMA.items()}  # as `parser.parse` takes them
 
 # Values of --position-embedding-type that rotate queries and keys.
 ROTARY = ("rope", "yarn")

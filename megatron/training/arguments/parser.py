@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.training.arguments.argv import flat, options, plain
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run_flags import processes, settle
+from megatron.training.arguments.dry_run_flags import complete_dry_run, processes
 from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.foreign.foreign_flags import translate
@@ -194,7 +194,7 @@ def _read(
         take_checkpoint_args(config, given, shape_of)
     if world_size is None:
         return config
-    config = settle(config, world_size)
+    config = complete_dry_run(config, world_size)
     return complete(choose_grid(config, processes(config, world_size), complete, fastest), world_size)
 
 

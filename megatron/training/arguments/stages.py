@@ -72,7 +72,7 @@ def slots(config: Config) -> list[int]:
     return found
 
 
-def settle_virtual_stages(config: Config) -> None:
+def complete_virtual_stages(config: Config) -> None:
     """Check how stages are cut, and settle the number of virtual ones from either of its spellings.
 
     Raises:

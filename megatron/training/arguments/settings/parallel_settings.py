@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.decisions.kernels import KERNELS
 from megatron.training.arguments.settings.flag import flag
 
 
@@ -98,7 +99,7 @@ class AttentionConfig:
     attention_kernel: str = flag(
         "auto",
         "kernel of one attention tile",
-        choices=["auto", "flash_attn", "cudnn", "flash", "cpu", "triton", "math"],
+        choices=["auto", *KERNELS],
     )
     attention_mask: str | None = flag(
         None,

@@ -21,7 +21,7 @@ READS = {"GPT2BPETokenizer": BPE, "QwenTokenizer": BPE, "HuggingFaceTokenizer": 
 WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
 
 
-def check_data(config: Config) -> None:
+def complete_data(config: Config) -> None:
     """Settle where the data and the tokenizer come from."""
     data, model = config.data, config.model
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
@@ -126,7 +126,7 @@ def check_lengths(config: Config) -> None:
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-def check_sft(config: Config) -> None:
+def complete_sft(config: Config) -> None:
     """Settle --sft: conversations are documents of their own, with positions that restart."""
     data = config.data
     if not data.sft:
@@ -158,7 +158,7 @@ def check_sft(config: Config) -> None:
     data.reset_position_ids = data.reset_attention_mask = True
 
 
-def check_lora(config: Config) -> None:
+def complete_lora(config: Config) -> None:
     """Settle which layers get adapters, and refuse those that hide what goes into a layer."""
     model = config.model
     if model.lora_rank is None:
@@ -193,7 +193,7 @@ READ_BY = {
 }
 
 
-def check_evaluation(config: Config) -> None:
+def complete_evaluation(config: Config) -> None:
     """Settle --eval-tasks and its lengths; refuse flags that no task reads, and masks under which nothing is scored."""
     settings, length = config.evaluation, config.data.seq_length
     tasks = settings.eval_tasks or []

@@ -10,7 +10,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
 
-def check_context(config: Config) -> None:
+def complete_context(config: Config) -> None:
     """Settle Ulysses x Ring = context parallel, from whichever of the three was given."""
     parallel, model = config.parallel, config.model
     total, ulysses, ring = parallel.context_parallel_size, parallel.ulysses_parallel_size, parallel.ring_parallel_size
@@ -150,7 +150,7 @@ def check_heads(config: Config) -> None:
         )
 
 
-def check_sequence(config: Config) -> None:
+def complete_sequence(config: Config) -> None:
     """Refuse a sequence that the grid cannot cut, or that goes beyond learned positions."""
     model, parallel, length = config.model, config.parallel, config.data.seq_length
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
@@ -188,7 +188,7 @@ def check_sequence(config: Config) -> None:
 # Checks of the global batch: how it is cut over ranks, micro-batches and virtual stages.
 
 
-def check_batch(config: Config, data_parallel: int) -> None:
+def complete_batch(config: Config, data_parallel: int) -> None:
     """Settle the global batch: a whole number of micro-batches on every data-parallel rank."""
     data, parallel = config.data, config.parallel
     unit = data.micro_batch_size * data_parallel

@@ -11,7 +11,7 @@ from megatron.training.arguments.stages import chunk_layers
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, idle
 
 
-def check_chunks(config: Config) -> None:
+def complete_chunks(config: Config) -> None:
     """Settle FPDT, chunked MLP and offloading."""
     chunks, attention, model = config.chunks, config.attention, config.model
     if chunks.fpdt:
@@ -134,7 +134,7 @@ def layers_recompute(config: Config) -> bool:
 # Checks of what saves memory, recompute and ZeRO, and of the step whose memory is recorded.
 
 
-def check_recompute(config: Config) -> None:
+def complete_recompute(config: Config) -> None:
     """Settle recompute."""
     attention = config.attention
     if attention.recompute_activations:
@@ -181,7 +181,7 @@ def check_recompute(config: Config) -> None:
         attention.recompute_method = attention.recompute_num_layers = None
 
 
-def check_zero(config: Config) -> None:
+def complete_zero(config: Config) -> None:
     """Settle ZeRO."""
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.zero_stage is None:
@@ -228,7 +228,7 @@ def _fsdp(config: Config) -> None:
     parallel.overlap_grad_reduce = parallel.overlap_param_gather = False
 
 
-def check_profile(config: Config) -> None:
+def complete_profile(config: Config) -> None:
     """Settle which step --profile-memory records."""
     logging = config.logging
     if logging.profile_memory is None:

@@ -14,7 +14,7 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 # Checks of the shape of the model and its positions.
 
 
-def check_required(config: Config) -> None:
+def complete_required(config: Config) -> None:
     """Refuse a model without a shape; settle its longest sequence."""
     model, data = config.model, config.data
     relative = model.position_embedding_type != "learned_absolute"  # nothing is as long as that, and it says no more
@@ -29,7 +29,7 @@ def check_required(config: Config) -> None:
         raise Refusal(f"missing: {', '.join(flags)}{shape}", about=" ".join(flags))
 
 
-def check_model(config: Config) -> None:
+def complete_model(config: Config) -> None:
     """Derive the shape of the model, and refuse what is none."""
     model, heads = config.model, config.model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
@@ -121,7 +121,7 @@ READ_BY = {  # settings that only some patterns read
 }
 
 
-def check_attention(config: Config) -> None:
+def complete_attention(config: Config) -> None:
     """Settle the mask inside a document, whether documents are packed, and the ring's balance."""
     attention, data = config.attention, config.data
     if attention.attention_mask == "document":
@@ -224,11 +224,11 @@ def varies_by_batch(config: Config) -> bool:
 
 
 def sees_ahead(attention: AttentionConfig) -> bool:
-    """Whether a mask, settled by :func:`check_attention`, lets tokens attend to later ones."""
+    """Whether a mask, settled by :func:`complete_attention`, lets tokens attend to later ones."""
     return attention.attention_mask == "full" or (attention.window_size is not None and attention.window_size[1] != 0)
 
 
-def check_partitioned_positions(config: Config) -> None:
+def complete_partitioned_positions(config: Config) -> None:
     """Settle --partition-position-embedding."""
     model, parallel = config.model, config.parallel
     if not parallel.partition_position_embedding:

@@ -17,7 +17,7 @@ from megatron.training.refusal import Fix, Gather, Refusal, idle
 ON = "--non-persistent-save-interval"
 
 
-def check_checkpoint(config: Config) -> None:
+def complete_checkpoint(config: Config) -> None:
     """Refuse what saves or loads nothing."""
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
@@ -69,7 +69,7 @@ def check_checkpoint(config: Config) -> None:
             raise Refusal("--keep-best-checkpoints and --eval-iters 0", "contradict each other: leave one out")
 
 
-def check_copies(config: Config, world_size: int) -> None:
+def complete_copies(config: Config, world_size: int) -> None:
     """Refuse what would load something else than a restart needs; note what has no neighbour."""
     settings = config.checkpoint
     if settings.non_persistent_save_interval is None:
@@ -182,7 +182,7 @@ def check_duration(config: Config) -> None:
         )
 
 
-def check_schedule(config: Config) -> None:
+def complete_schedule(config: Config) -> None:
     """Settle the learning rate's schedule; nothing where nothing is trained."""
     if config.run.skip_train:
         return
@@ -293,6 +293,13 @@ BELOW_ONE = {"model": "hidden_dropout attention_dropout", "optimizer": "adam_bet
 DROPOUT = {"model": "hidden_dropout attention_dropout"}
 
 
+def complete_intervals(config: Config) -> None:
+    """Read numbers that mean "never", as Megatron-LM does: intervals of 0, and -1 batches of validation."""
+    config.run.exit_interval = config.run.exit_interval or None
+    config.checkpoint.save_interval = config.checkpoint.save_interval or None
+    config.run.eval_iters = max(config.run.eval_iters, 0)
+
+
 def check_ranges(config: Config) -> None:
     """Refuse single numbers that make no sense."""
     rules = (
@@ -307,9 +314,6 @@ def check_ranges(config: Config) -> None:
         ),
     )
     gather = Gather()
-    config.run.exit_interval = config.run.exit_interval or None  # 0 is never, as in Megatron-LM
-    config.checkpoint.save_interval = config.checkpoint.save_interval or None
-    config.run.eval_iters = max(config.run.eval_iters, 0)  # -1 evaluates nothing, likewise
 
     def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
         if number is not None and not holds(number):
