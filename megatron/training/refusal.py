@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that settings end in, and how all ranks end in it together."""
+"""The error for settings and files that cannot be used, and how all ranks stop with it together."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LONGEST = 1000  # characters of a line that quotes a file
+LONGEST = 1000  # characters of a printed line
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def one_line(error: object, most: int | None = None) -> str:
-    """What an error says without its line breaks, at most so many characters of it; its kind if it says nothing."""
+    """The text of an error in one line of at most ``most`` characters; the name of its class if it has no text."""
     return (" ".join(str(error).split()) or type(error).__name__)[:most]
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line of at most 300 characters; a file's error without the file, which others name."""
+    """The text of an error in one line of at most 300 characters; without the file's name, which the caller gives."""
     return one_line(getattr(error, "strerror", None) or error, 300)
 
 
 def short(value: Any) -> str:
-    """What a value looks like, in some hundred characters however large and deep it is."""
+    """``repr`` of a value, shortened to about a hundred characters."""
     return _SHORT.repr(value)
 
 
 def printable(text: str) -> str:
-    """A text as one line that moves no cursor and sends a terminal no command; of a long one, both ends."""
+    """A text as one line without control characters; of a long one, only its start and end."""
     if not text.isprintable():
         text = text if len(text) <= 4 * LONGEST else text[: 2 * LONGEST] + text[-2 * LONGEST :]
         text = " ".join(text.splitlines())
@@ -40,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def near(value: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``value``, as words."""
+    """The multiples of ``unit`` below and above ``value``, as text."""
     below, above = value // unit * unit, (value // unit + 1) * unit
     return f"{below} or {above}" if below else f"{above}"
 
@@ -70,8 +70,8 @@ class Refusal(ValueError):
     Args:
         subject: the flags at fault, with their values; or the whole line, if no part of it is needed alone.
         reason: what is wrong with them, and what to do. It follows the subject after a space, or begins with ``: ``.
-        fixes: what to do once more, as changes of the command line, best first. None where the user has a choice.
-        about: the flags at fault, where the line does not begin with them.
+        fixes: what to do, as changes of the command line, best first; none if the user has to choose.
+        about: more flags at fault, which the subject does not name.
     """
 
     everywhere = False  # whether every rank has raised it; then rank 0 prints it for all
@@ -84,7 +84,7 @@ class Refusal(ValueError):
         self.fixes = fixes
 
     def __str__(self) -> str:
-        """One line, whatever the settings and files that it quotes hold."""
+        """One printable line, even if it quotes settings or files that are not."""
         return printable(super().__str__())
 
     @property
@@ -93,7 +93,7 @@ class Refusal(ValueError):
         return [self]
 
     def told(self) -> str:
-        """What is printed."""
+        """The text to print."""
         return str(self)
 
 
@@ -105,7 +105,7 @@ def idle(flag: str, need: str, *, switch: bool = False) -> Refusal:
 
 @contextmanager
 def permitted() -> Iterator[None]:
-    """Turn an error of missing permission into a Refusal that names the file. Serves as a decorator as well."""
+    """Turn a PermissionError into a Refusal that names the file. Can be used as a decorator too."""
     try:
         yield
     except PermissionError as error:
@@ -187,21 +187,21 @@ def raise_all(refusals: Iterable[Refusal]) -> None:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; if it is refused on any, it is refused on all, and nobody waits for anybody.
+    """Run ``action`` on every rank. If one rank refuses, all do, so that no rank waits for another.
 
     Raises:
-        Refusal: of the first rank that refused; ``everywhere`` is set, so that one rank tells it for all.
+        Refusal: the one of the first rank that refused; ``everywhere`` is set, so that only rank 0 prints it.
     """
-    import torch.distributed as dist  # not for those who only refuse
+    import torch.distributed as dist  # slow to import, and not needed to refuse
 
-    result, told = None, None
+    result, line = None, None
     try:
         with permitted():
             result = action()
     except Refusal as refusal:
-        told = str(refusal)
+        line = str(refusal)
     lines: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, told)
+    dist.all_gather_object(lines, line)
     refused = [(index, line) for index, line in enumerate(lines) if line]
     if refused:
         index, line = refused[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data as Megatron-DeepSpeed's forks name it: ``--train-weighted-split-paths "NAME: WEIGHT START:STOP PATH, ..."``.
+"""--data-path, --split, and BigScience's ``--train-weighted-split-paths "NAME: WEIGHT START:STOP PATH, ..."``.
 
-A group is a blend in which each prefix comes with the portion of its documents. Of validation and test data there may
-be several groups, which are evaluated one by one. Facts from megatron/arguments.py (parse_data_paths) and
+A group of the latter is a blend in which each prefix has a portion of its documents. Validation and test data may have
+several groups, which are evaluated one by one. Facts from megatron/arguments.py (parse_data_paths) and
 megatron/data/dataset_utils.py (get_split_by_range_) of bigscience-workshop/Megatron-DeepSpeed.
 """
 
@@ -17,14 +17,11 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 
-# --data-path and --split as words: prefixes with or without weights, and shares; read as Megatron reads them.
-
-
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
 
 
 def parse_blend(values: Sequence[str], flag: str) -> Blend:
-    """Prefixes, or weights and prefixes in turn: an odd number of words is prefixes alone."""
+    """A blend from prefixes, or from weights and prefixes in turn; an odd number of words has no weights."""
     if not values:
         raise Refusal(flag, "is empty: give a prefix, or weights and prefixes")
     weights = [_number(word) for word in values[::2]] if len(values) % 2 == 0 else [None]
@@ -47,7 +44,7 @@ def _number(word: str) -> float | None:
 
 
 def parse_split(split: str | None) -> str:
-    """Megatron's train,valid,test shares; core would read "9,-1" as 9,1 and "0,0,0" as NaN."""
+    """The shares train,valid,test. Checked here because core reads "9,-1" as 9,1 and "0,0,0" as NaN."""
     if split is None:
         return "969,30,1"
     number = r"\s*(\d+\.?\d*|\.\d+)\s*"
@@ -63,7 +60,7 @@ ENTRY = re.compile(rf"{NUMBER}\s+{NUMBER}:{NUMBER}\s+(\S+)")
 
 
 class Group(NamedTuple):
-    """One named blend: prefixes, each with its portion behind a space, and their weights."""
+    """One named blend: prefixes, each followed by a space and its portion, and their weights."""
 
     name: str
     prefixes: list[str]
@@ -71,10 +68,10 @@ class Group(NamedTuple):
 
 
 def weighted_groups(data: DataConfig, split: str) -> list[Group]:
-    """The groups of ``train``, ``valid`` or ``test``; none where no flag names them.
+    """The groups of ``train``, ``valid`` or ``test``; an empty list if no flag gives any.
 
     Raises:
-        Refusal: not of the form, twice the same, or a file that cannot be read.
+        Refusal: a group is not of this form, two have one name, or a file cannot be read.
     """
     flag = f"--{split}-weighted-split-paths"
     texts, file = getattr(data, f"{split}_weighted_split_paths"), getattr(data, f"{split}_weighted_split_paths_path")
@@ -92,9 +89,9 @@ def weighted_groups(data: DataConfig, split: str) -> list[Group]:
 
 
 def portion(prefix: str) -> tuple[str, tuple[float, float] | None]:
-    """(the prefix itself, the portion of its documents that is meant), of a prefix of a group; None: no such thing."""
-    found = re.fullmatch(rf"(.*) {NUMBER}:{NUMBER}", prefix)
-    return (found[1], (float(found[2]), float(found[3]))) if found else (prefix, None)
+    """(prefix, (start, stop)) from a prefix of a group; the second is None if it has no portion."""
+    match = re.fullmatch(rf"(.*) {NUMBER}:{NUMBER}", prefix)
+    return (match[1], (float(match[2]), float(match[3]))) if match else (prefix, None)
 
 
 def _group(text: str, flag: str) -> Group:
@@ -119,7 +116,7 @@ def _in_file(file: str, flag: str) -> Sequence[str]:
         lines = read_bytes(file).decode("utf-8").strip().splitlines()
     except (OSError, ValueError) as error:
         raise Refusal(f"{flag} {file}", f": {getattr(error, 'strerror', None) or error}") from None
-    found = re.findall(r'"([^"]*)"', lines[0]) if len(lines) == 1 else []
-    if not found or re.sub(r'"[^"]*"', "", lines[0]).strip():
+    groups = re.findall(r'"([^"]*)"', lines[0]) if len(lines) == 1 else []
+    if not groups or re.sub(r'"[^"]*"', "", lines[0]).strip():
         raise Refusal(f"{flag} {file}", f": not one line of groups in double quotes, each of the form {FORM}")
-    return found
+    return groups

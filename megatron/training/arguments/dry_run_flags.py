@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of --dry-run, before the rest is checked."""
+"""The flags of --dry-run, which are completed before the others are checked."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def complete_dry_run(config: Config, started: int) -> Config:
-    """A dry run needs no data, no duration and no learning rate: what was left open is filled in.
+    """Fill in the data, the duration and the learning rate of a dry run, which needs none of them.
 
     Args:
-        started: processes; where launchers say their number with --world-size, the two must agree.
+        started: number of processes. If a launcher passes --world-size to a training run, the two must agree.
 
     Raises:
-        Refusal: a flag that only a dry run reads is there without it, or the other way round.
+        Refusal: a flag that only a dry run reads is given without it, or is out of range.
     """
     simulation = config.simulation
     if not simulation.dry_run:
@@ -84,13 +84,13 @@ def complete_dry_run(config: Config, started: int) -> Config:
 
 
 def processes(config: Config, started: int) -> int:
-    """Processes of the run: of a simulated one --world-size, else as many as were ``started``."""
+    """Number of processes: --world-size for a dry run, else as many as were ``started``."""
     simulation = config.simulation
     return simulation.world_size or started if simulation.dry_run else started
 
 
 def priced(config: Config) -> list[str]:
-    """What a dry run does not run as the run would, or what its time hangs on: a line each."""
+    """One note for each thing that a dry run computes by formula, or leaves out, instead of running it."""
     model, notes = config.model, []
     if model.fp8_format:
         notes.append(
@@ -108,5 +108,5 @@ def priced(config: Config) -> list[str]:
 
 
 def leaves(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether this process has nothing to do: a launcher started many, and one of them simulates them all."""
+    """Whether this process has nothing to do: of the processes that a launcher starts, rank 0 simulates all."""
     return "--dry-run" in argv and environment.get("RANK", "0") != "0"

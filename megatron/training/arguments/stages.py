@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many layers each pipeline stage holds, as Megatron-LM's flags cut them."""
+"""How many layers each pipeline stage holds; and a configuration as workload and strategy of the closed forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def stage_layers(config: Config) -> list[int]:
-    """Layers of each pipeline rank; an embedding or a loss that counts as a layer is not one of them."""
+    """Number of layers of each pipeline rank, without an embedding or a loss that counts as a layer."""
     layers, parallel = slots(config), config.parallel
     layers[0] -= parallel.account_for_embedding_in_pipeline_split
     layers[-1] -= parallel.account_for_loss_in_pipeline_split
@@ -21,19 +21,19 @@ def stage_layers(config: Config) -> list[int]:
 
 
 def chunk_layers(config: Config) -> list[int]:
-    """Layers of each model chunk: of each virtual stage of each pipeline rank, once the number of those is settled."""
+    """Number of layers of each virtual stage of each pipeline rank, once the number of virtual stages is complete."""
     parallel, virtual = config.parallel, config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    found = [layers // virtual for layers in slots(config) for _ in range(virtual)]
-    found[0] -= parallel.account_for_embedding_in_pipeline_split
-    found[-1] -= parallel.account_for_loss_in_pipeline_split
-    return found
+    counts = [layers // virtual for layers in slots(config) for _ in range(virtual)]
+    counts[0] -= parallel.account_for_embedding_in_pipeline_split
+    counts[-1] -= parallel.account_for_loss_in_pipeline_split
+    return counts
 
 
 def slots(config: Config) -> list[int]:
-    """What each pipeline rank has room for: layers, and an embedding and a loss where those count as layers.
+    """Number of layers of each pipeline rank, with an embedding and a loss that count as layers.
 
     Raises:
-        Refusal: it cannot be cut as the flags say.
+        Refusal: the layers cannot be split as the flags say.
     """
     parallel, layers = config.parallel, config.model.num_layers
     stages = parallel.pipeline_model_parallel_size
@@ -66,17 +66,17 @@ def slots(config: Config) -> list[int]:
     if not others and left:
         raise Refusal(words, f"are not --num-layers {layers} in all: make them")
     middle = left // others if others else 0
-    found = [middle] * stages
-    found[0] = middle if first is None else first
-    found[-1] = middle if last is None else last
-    return found
+    counts = [middle] * stages
+    counts[0] = middle if first is None else first
+    counts[-1] = middle if last is None else last
+    return counts
 
 
 def complete_virtual_stages(config: Config) -> None:
-    """Check how stages are cut, and settle the number of virtual ones from either of its spellings.
+    """Complete the number of virtual stages from either of its two flags.
 
     Raises:
-        Refusal: a stage cannot be cut so.
+        Refusal: the layers cannot be split into these stages.
     """
     parallel, each = config.parallel, slots(config)
     depth, virtual = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
@@ -130,11 +130,8 @@ def _counted(config: Config) -> list[str]:
     return [flag for flag, on in given.items() if on]
 
 
-# What the closed forms are asked of a run: its workload, and how it is trained.
-
-
 def workload_of(config: Config, vocab_size: int) -> Workload:
-    """Of a completed configuration. Every pipeline stage has as many layers as the longest one."""
+    """The workload of a completed configuration; every pipeline stage counts with the layers of the longest one."""
     parallel = config.parallel
     layers = max(stage_layers(config)) * parallel.pipeline_model_parallel_size
     return Workload(
@@ -146,7 +143,7 @@ def workload_of(config: Config, vocab_size: int) -> Workload:
 
 
 def strategy_of(config: Config) -> Strategy:
-    """Of a completed configuration, as if on one data-parallel replica: how many there are, the processes say."""
+    """The strategy of a completed configuration, for one data-parallel replica."""
     parallel, attention, chunks = config.parallel, config.attention, config.chunks
     return Strategy(
         tensor=parallel.tensor_model_parallel_size,

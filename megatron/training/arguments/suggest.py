@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From refusals to a command line that would be accepted.
 
-Refusals carry their fixes as data (:class:`megatron.training.refusal.Fix`). Each fix is tried: it counts if its refusal
-goes and no other one comes about the flags that it brought. What else is refused once the first refusals are out of the
-way is listed too. No command line is proposed if a refusal leaves a choice to the user.
+Refusals carry their fixes as data (:class:`megatron.training.refusal.Fix`). Each fix is tried by reading the changed
+command line: it is used if its refusal disappears and none appears about the flags that it added. Refusals that were
+hidden behind the first ones are listed too. No command line is proposed if a refusal leaves a choice to the user.
 """
 
 from __future__ import annotations

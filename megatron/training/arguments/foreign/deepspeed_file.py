@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's JSON file (``--deepspeed_config``), read into settings of ours.
+"""Copies DeepSpeed's JSON file (``--deepspeed_config``) into settings.
 
-Keys and defaults are DeepSpeed's; what Megatron-DeepSpeed takes from its flags and not from the file is said. A key
-that we can express must agree with the flags that are given; one that asks for what we lack is refused, by its name.
+Keys and defaults are DeepSpeed's. A key that has an equivalent must agree with the given flags; a key that asks for
+something unsupported is refused by name. Notes say what Megatron-DeepSpeed takes from flags and not from the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ZERO_HINTS = (
     "zero_hpz_partition_size memory_efficient_linear override_module_apply log_trace_cache_warnings mics_shard_size "
     "mics_hierarchical_params_gather"
 ).split()
-# Sections that change the training; refused where they are switched on.
+# Sections that change the training, which are refused if they are switched on.
 REFUSED = {
     "scheduler": "it would replace the schedule of the flags: use --lr-decay-style and its kin",
     "amp": "it is not built here: use --bf16 or --fp16",
@@ -85,7 +85,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 class DeepSpeedFile:
-    """One file on its way into a :class:`Config`; faults are collected, so that all are told at once."""
+    """Copies one file into a :class:`Config`; its faults are collected and refused together."""
 
     def __init__(self, path: str, config: Config, express: Any) -> None:
         self.path, self.config, self.express = path, config, express
@@ -97,7 +97,7 @@ class DeepSpeedFile:
         """Express every key.
 
         Raises:
-            Refusal: one line with every key that cannot be, or that contradicts a flag.
+            Refusal: for every key that is not supported, or that contradicts a flag.
         """
         rules: dict[str, Callable[[Any], None]] = {
             "train_batch_size": lambda v: self._number("data.global_batch_size", v, "train_batch_size"),
@@ -200,7 +200,7 @@ class DeepSpeedFile:
         fixed = section.get("loss_scale", 0)
         if fixed:
             self._number("optimizer.loss_scale", fixed, "fp16.loss_scale", float)
-        elif settings.loss_scale is not None:  # Megatron-DeepSpeed leaves the scaling of fp16 to the file
+        elif settings.loss_scale is not None:  # Megatron-DeepSpeed takes the loss scale from the file
             self.config.notes.append(
                 f"--loss-scale {settings.loss_scale:g} is not read beside fp16 in {self.path}, as in "
                 "Megatron-DeepSpeed: the loss scale is dynamic"
@@ -233,7 +233,7 @@ class DeepSpeedFile:
             self.express(f"optimizer.{name}", on, source)
 
     def _curriculum(self, value: Any) -> None:
-        """Sequences that grow: --rampup-seq-length."""
+        """Curriculum learning by sequence length: --rampup-seq-length."""
         section = self._section(value, "curriculum_learning")
         if not section.get("enabled", False):
             return
@@ -263,7 +263,7 @@ class DeepSpeedFile:
         self.express("data.rampup_seq_length", ramp, source)
 
     def _communication(self, value: Any, key: str = "communication_data_type") -> None:
-        """The type that gradients are summed in: fp32 here, or bf16 with --grad-reduce-in-bf16."""
+        """The dtype that gradients are summed in: fp32, or bf16 with --grad-reduce-in-bf16."""
         names = {
             None: None,
             "auto": None,
@@ -293,12 +293,12 @@ class DeepSpeedFile:
 
 
 def _written(value: Any) -> str:
-    """A value as JSON writes it; of a list or an object the beginning."""
+    """A value in JSON; long ones shortened."""
     return short(value) if isinstance(value, list | dict) else json.dumps(value)[:100]
 
 
 def _switched_on(value: Any) -> bool:
-    """By its own switch; without one, by those of its parts (compression). A scheduler has none, but a type."""
+    """Whether a section is on: by "enabled", by the sections within it (compression), or by "type" (scheduler)."""
     if not isinstance(value, dict):
         return bool(value)
     if "enabled" in value:

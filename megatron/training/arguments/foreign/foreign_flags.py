@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other programs' names for settings of ours, read into those settings.
+"""Copies other programs' flags into settings of this one.
 
-Older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP say in flags of their own what a combination of ours says.
-Each is either expressed exactly, or refused where it contradicts a flag that was given too. Where the other program
-would not have read it either, a note says so.
+Older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP have flags that mean one or several of our settings. Each
+is expressed exactly, or refused if it contradicts another given flag. A note says if the other program ignores it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def translate(config: Config, given: Collection[str]) -> None:
-    """Read ``config.elsewhere`` into the settings proper and leave it empty; remarks go to ``config.notes``.
+    """Copy ``config.elsewhere`` into the other settings and empty it; remarks go to ``config.notes``.
 
     Args:
-        given: the settings that the command line gives, as "section.field": they win over nothing, but must agree.
+        given: settings that the command line sets, as "section.field"; other programs' flags must agree with them.
 
     Raises:
-        Refusal: two flags say different things about one setting.
+        Refusal: two flags give one setting different values.
     """
     express = _Express(config, given)
     _deepspeed(config, express)
@@ -41,7 +40,7 @@ def translate(config: Config, given: Collection[str]) -> None:
 
 
 class _Express:
-    """Sets a setting, unless the command line says something else about it."""
+    """Sets a setting, and refuses a value that differs from the one on the command line."""
 
     def __init__(self, config: Config, given: Collection[str]) -> None:
         self.config, self.given = config, given
@@ -129,8 +128,7 @@ def _precision(config: Config, express: _Express) -> None:
 
 
 def _recompute(config: Config, express: _Express) -> None:
-    """Megatron-LM 2.6 reads --checkpoint-activations as --activations-checkpoint-method uniform, and both as one layer
-    a unit unless told otherwise."""
+    """Megatron-LM 2.6 reads --checkpoint-activations as --activations-checkpoint-method uniform; units have one layer."""
     other, attention = config.elsewhere, config.attention
     read = attention.recompute_granularity and attention.recompute_method != "block"
     if attention.recompute_num_layers == 0 and not read:
@@ -166,8 +164,8 @@ def _recompute(config: Config, express: _Express) -> None:
         express("attention.recompute_granularity", "full", source)
         express("attention.recompute_method", method, source)
         if counts or not express.is_given("attention.recompute_num_layers"):
-            said = "".join(f" {flag} {count}" for flag, count in counts.items())
-            express("attention.recompute_num_layers", layers, source + said)
+            with_counts = source + "".join(f" {flag} {count}" for flag, count in counts.items())
+            express("attention.recompute_num_layers", layers, with_counts)
     if counts and not sources:
         config.notes.append(
             f"{', '.join(counts)} says nothing without --checkpoint-activations or --activations-checkpoint-method"
@@ -203,7 +201,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def _zero(config: Config, express: _Express) -> None:
-    """Megatron-FSDP and torch's FSDP2. Both overlap their messages by themselves here."""
+    """Megatron-FSDP and PyTorch's FSDP2 become a ZeRO stage, which overlaps its messages without further flags."""
     other, parallel = config.elsewhere, config.parallel
     strategy = other.data_parallel_sharding_strategy
     if other.use_megatron_fsdp and other.use_torch_fsdp2:
@@ -249,7 +247,7 @@ def _heads(config: Config, express: _Express) -> None:
         raise Refusal("--attention-head-type multihead and --group-query-attention", "differ: leave one out")
 
 
-# Modules whose layer is megatron-core's own, by the flags: --qk-layernorm and the rest.
+# Modules whose layers are megatron-core's, configured by flags such as --qk-layernorm.
 PLAIN_SPECS = (["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"],)
 
 
@@ -282,7 +280,7 @@ def _grid(config: Config, express: _Express) -> None:
 
 
 def _partition(config: Config, express: _Express) -> None:
-    """DeepSpeed weighs layers by the names of their classes; the tied output layer is an embedding once more."""
+    """DeepSpeed counts layers by the names of their classes; a tied output layer counts as an embedding."""
     method, stages = config.elsewhere.pp_partition_method, config.parallel.pipeline_model_parallel_size
     kinds = set(method.lower().removeprefix("type:").split("|")) if method.lower().startswith("type:") else set()
     both = kinds == {"transformer", "embedding"} and not config.model.untie_embeddings_and_output_weights
@@ -294,7 +292,7 @@ def _partition(config: Config, express: _Express) -> None:
 
 
 def _rope(config: Config, express: _Express) -> None:
-    """MindSpeed-LLM's Llama 3.1 scaling has the constants as flags; megatron-core has them in its code."""
+    """MindSpeed-LLM has the constants of Llama 3.1's scaling as flags; in megatron-core they are fixed."""
     other = config.elsewhere
     constants = {
         "--low-freq-factor": (other.low_freq_factor, 1),
@@ -315,7 +313,7 @@ def _rope(config: Config, express: _Express) -> None:
 
 
 def _checkpoints(config: Config) -> None:
-    """MindSpeed-LLM converts a Hugging Face folder before it trains, and stops where --load names none."""
+    """MindSpeed-LLM converts a Hugging Face folder before training, and stops without one in --load."""
     if not config.elsewhere.enable_hf2mg_convert:
         return
     if config.checkpoint.load is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM's forks and of its older versions, in tables read by `megatron_flags.py`.
+"""Flags of Megatron-LM's forks and of its older versions, for `megatron_flags.py`.
 
-Megatron-DeepSpeed, BigScience's and BigCode's forks of it, MindSpeed-LLM (Ascend) and Habana's Megatron-LM.
+The forks are Megatron-DeepSpeed, those of BigScience and BigCode, MindSpeed-LLM (Ascend) and Habana's Megatron-LM.
 """
 
 from __future__ import annotations

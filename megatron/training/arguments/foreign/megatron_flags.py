@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM and DeepSpeed that are not settings of ours, and what becomes of each.
+"""Flags of Megatron-LM and DeepSpeed that are no settings here: which are ignored, and which are refused.
 
-A *hint* cannot change the result: it is accepted and one line says so. Any other flag is *refused* with the reason or
-the flag to use instead, unless its value is Megatron-LM's default, which asks for nothing. Flags that are settings of
-ours are in settings/ and not here. Rows of tables/ read ``--flag [values] [default]``: how many values the flag takes
-(none, 1, 3, + or *) and Megatron-LM's default; ``same`` marks a flag that spells out its default.
+A *hint* cannot change the result: it is accepted with a note. Any other flag is *refused* with the reason or the flag
+to use instead, unless its value is Megatron-LM's default. Entries of the tables read ``--flag [values] [default]``: the
+number of values (none, 1, 3, + or *) and Megatron-LM's default; ``same`` marks a flag that states its default.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ def rows() -> dict[str, Row]:
 
 
 def judge(given: list[tuple[str, list[str]]]) -> list[str]:
-    """Notes on the hints among the flags given, with their values; one line a reason.
+    """Notes on the hints among the given flags and their values, one line per reason.
 
     Raises:
-        Refusal: a refused flag is among them with a value other than Megatron-LM's default.
+        Refusal: a refused flag has a value other than Megatron-LM's default.
     """
     table, hints, refused = rows(), {}, {}
     for flag, values in given:
@@ -76,12 +75,12 @@ def judge(given: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:
-    """Refuse what no table knows, with the nearest flag that one does.
+    """Refuse words that no table knows, and name the nearest flag that is known.
 
     Args:
-        words: those that nothing reads.
-        supported: the flags that set a setting.
-        given: the whole command line.
+        words: words that argparse could not place.
+        supported: flags that set a setting.
+        given: the complete command line.
 
     Raises:
         Refusal: there is anything in ``words``.
@@ -111,7 +110,7 @@ def _unknown(flag: str, supported: tuple[str, ...]) -> Refusal:
     else:
         near = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
         near = near or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
-    if not near:  # the same words, in another order or with one more or less
+    if not near:  # the same words in another order, or one word more or less
         parts = set(word.split("-"))
         likeness = {name: len(parts & set(name.split("-"))) / len(parts | set(name.split("-"))) for name in known}
         near = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
@@ -132,7 +131,7 @@ def _same(values: list[str], default: str) -> bool:
         return values == [default]
 
 
-# Older spellings that store a value in a setting of ours: flag -> (section.field, value).
+# Other flags that store a value in a setting: flag -> (section.field, value).
 SPELLINGS: dict[str, tuple[str, Any]] = {
     "--use-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
     "--RMSNorm": ("model.normalization", "RMSNorm"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM that are refused, with the reason or what to use instead: rows of `megatron_flags.py`."""
+"""Flags of Megatron-LM and others that are refused, with the reason or what to use instead, for `megatron_flags.py`."""
 
 from __future__ import annotations
 
@@ -271,13 +271,8 @@ REFUSED: tuple[tuple[str | Advice, str], ...] = (
 )
 
 
-# What other programs call settings of ours, for those who come from there: a table read by `megatron_flags.py`.
-#
-# USP (yunchang), LoongTrain, DeepSpeed, Hugging Face's trainer and configurations. Megatron-LM's own forks, whose
-# scripts run here, are in `fork_flags.py`. None of these is read as ours: their values are not always what ours
-# would be.
-
-
+# Names that USP (yunchang), LoongTrain, DeepSpeed and Hugging Face's trainer have for settings of this program. They are
+# refused and not read, since their values do not always mean the same. Forks of Megatron-LM are in `fork_flags.py`.
 OTHER_NAMES: tuple[tuple[str | Advice, str], ...] = (
     # the grid
     (rename("--tensor-model-parallel-size"), "--tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1"),

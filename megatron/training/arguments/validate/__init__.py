@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes a :class:`Config` and refuses what cannot run, before anything is built; a file for each subject.
+"""Completes a :class:`Config` and refuses what cannot run, before anything is built.
 
-Each refusal is one line that names the options and the way out. Kernels and data files are checked where they are
-opened.
+Functions named complete_* change the configuration, those named check_* only read it. Each refusal is one line that
+names the flags and the way out. Kernels and data files are checked when they are opened.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ __all__ = ["complete", "data_parallel_size", "transformer_engine_installed"]
 
 
 def complete(config: Config, world_size: int) -> Config:
-    """A copy of ``config`` with everything derived that the flags leave open; idempotent.
+    """A copy of ``config`` in which everything is derived that the flags leave open; idempotent.
 
     Remarks for the user are added to ``config.notes``.
 
     Args:
-        world_size: processes that were started; a dry run is completed for its own ``--world-size``.
+        world_size: number of processes that were started; a dry run is completed for its ``--world-size``.
 
     Raises:
         Refusal: the settings contradict each other or do not fit the processes.
@@ -102,7 +102,7 @@ def complete(config: Config, world_size: int) -> Config:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Data-parallel ranks of a completed configuration."""
+    """Number of data-parallel ranks of a completed configuration."""
     parallel = config.parallel
     model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return world_size // (model * (parallel.context_parallel_size or 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of data and tokenizer, texts to fill in, and lengths that grow."""
+"""Checks of data, tokenizer, fine-tuning and evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "
 
 
 def complete_data(config: Config) -> None:
-    """Settle where the data and the tokenizer come from."""
+    """Complete where the data and the tokenizer come from."""
     data, model = config.data, config.model
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     weighted = [name for name in WEIGHTED if getattr(data, name)]
@@ -66,10 +66,10 @@ def complete_data(config: Config) -> None:
 
 
 def check_tokenizer(data: DataConfig, vocab_size: int | None) -> None:
-    """Refuse a tokenizer that lacks what it is read from, before anyone looks whether the files are there.
+    """Refuse a tokenizer without the flags that it is read from; whether its files exist is checked later.
 
     Raises:
-        Refusal: it names the flag that is missing, and one that gives a file to a tokenizer that reads another.
+        Refusal: names the missing flag, and a given flag that this tokenizer does not read.
     """
     kind = data.tokenizer_type
     if kind is None:
@@ -102,7 +102,7 @@ def _check_fim(data: DataConfig) -> None:
 
 
 def check_lengths(config: Config) -> None:
-    """Refuse a --rampup-seq-length that grows to no length, or whose tokens see those that do not count."""
+    """Refuse a --rampup-seq-length beyond --seq-length, or with a mask under which tokens see later ones."""
     data = config.data
     if data.rampup_seq_length is None:
         return
@@ -120,14 +120,12 @@ def check_lengths(config: Config) -> None:
     )
 
 
-# Checks of fine-tuning: chats (--sft), and adapters (--lora-rank).
-
-
+# Fine-tuning: chats (--sft) and adapters (--lora-rank).
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def complete_sft(config: Config) -> None:
-    """Settle --sft: conversations are documents of their own, with positions that restart."""
+    """Complete --sft: each conversation is a document, whose positions start at 0."""
     data = config.data
     if not data.sft:
         return
@@ -159,7 +157,7 @@ def complete_sft(config: Config) -> None:
 
 
 def complete_lora(config: Config) -> None:
-    """Settle which layers get adapters, and refuse those that hide what goes into a layer."""
+    """Complete which layers get adapters; refuse Transformer Engine's layers, whose inputs are not accessible."""
     model = config.model
     if model.lora_rank is None:
         return
@@ -179,9 +177,7 @@ def complete_lora(config: Config) -> None:
     model.transformer_impl = "local"
 
 
-# Checks of --eval-tasks. What needs the tokenizer is checked where samples are planned.
-
-
+# Evaluation. What needs the tokenizer is checked when samples are planned. READ_BY: the tasks that read a setting.
 READ_BY = {
     "eval_lengths": MADE,
     "eval_depths": MADE,
@@ -194,7 +190,7 @@ READ_BY = {
 
 
 def complete_evaluation(config: Config) -> None:
-    """Settle --eval-tasks and its lengths; refuse flags that no task reads, and masks under which nothing is scored."""
+    """Complete --eval-tasks and its lengths; refuse flags that no task reads, and masks that show later tokens."""
     settings, length = config.evaluation, config.data.seq_length
     tasks = settings.eval_tasks or []
     for task in tasks:

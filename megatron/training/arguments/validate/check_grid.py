@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the grid: Ulysses x Ring, the processes it takes, and the heads and tokens that it cuts."""
+"""Checks of the grid: its sizes, the number of processes, and the heads, tokens and samples that it splits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
 
 def complete_context(config: Config) -> None:
-    """Settle Ulysses x Ring = context parallel, from whichever of the three was given."""
+    """Complete Ulysses, Ring and their product, the context-parallel size, from those that were given."""
     parallel, model = config.parallel, config.model
     total, ulysses, ring = parallel.context_parallel_size, parallel.ulysses_parallel_size, parallel.ring_parallel_size
     if sizes := parallel.hierarchical_context_parallel_sizes:
@@ -23,13 +23,13 @@ def complete_context(config: Config) -> None:
             )
         ulysses, ring = sizes
     given = (ulysses or 1) * (ring or 1)
-    if total == 1 and given > 1:  # Megatron-LM's default, spelled out in a script that the other flags were added to
+    if total == 1 and given > 1:  # scripts give Megatron-LM's default, and the sizes were added later
         config.notes.append("--context-parallel-size 1 is read as not given: the sizes of Ulysses and Ring decide")
         total = None
     if parallel.cp_comm_type:
         ulysses, ring = _by_comm_type(config, total, ulysses, ring)
         if parallel.cp_comm_type != ["all_gather"]:
-            parallel.cp_comm_type = None  # the sizes say it from here on
+            parallel.cp_comm_type = None  # from here on only the sizes are read
         given = (ulysses or 1) * (ring or 1)
     if total is not None and (total % given or (ulysses and ring and total != given)):
         sizes = {"--ulysses-parallel-size": ulysses, "--ring-parallel-size": ring}
@@ -53,7 +53,7 @@ def complete_context(config: Config) -> None:
 
 
 def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: int | None) -> tuple:
-    """Ulysses and Ring as --cp-comm-type names them; without --context-parallel-size it says nothing."""
+    """The sizes of Ulysses and Ring by --cp-comm-type, which has no effect without --context-parallel-size."""
     kinds = set(config.parallel.cp_comm_type)
     words = f"--cp-comm-type {' '.join(config.parallel.cp_comm_type)}"
     if unknown := kinds - {"p2p", "a2a", "a2a+p2p", "all_gather"}:
@@ -94,7 +94,7 @@ def _choose_ulysses(total: int, config: Config) -> int:
 
 
 def check_grid(config: Config, world_size: int) -> None:
-    """Refuse processes that are no multiple of the grid."""
+    """Refuse a number of processes that is no multiple of the grid."""
     parallel = config.parallel
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -114,7 +114,7 @@ def check_grid(config: Config, world_size: int) -> None:
 
 
 def check_heads(config: Config) -> None:
-    """Refuse heads, and an MLP, that TP and Ulysses do not divide."""
+    """Refuse numbers of heads and MLP widths that TP and Ulysses do not divide."""
     model, parallel = config.model, config.parallel
     heads, groups, tensor = model.num_attention_heads, model.num_query_groups, parallel.tensor_model_parallel_size
     if heads % tensor:
@@ -151,7 +151,7 @@ def check_heads(config: Config) -> None:
 
 
 def complete_sequence(config: Config) -> None:
-    """Refuse a sequence that the grid cannot cut, or that goes beyond learned positions."""
+    """Refuse a sequence length that the grid cannot split, or that is beyond the learned positions."""
     model, parallel, length = config.model, config.parallel, config.data.seq_length
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         parallel.sequence_parallel = False
@@ -185,11 +185,8 @@ def complete_sequence(config: Config) -> None:
         )
 
 
-# Checks of the global batch: how it is cut over ranks, micro-batches and virtual stages.
-
-
 def complete_batch(config: Config, data_parallel: int) -> None:
-    """Settle the global batch: a whole number of micro-batches on every data-parallel rank."""
+    """Complete the global batch, an integer number of micro-batches on every data-parallel rank."""
     data, parallel = config.data, config.parallel
     unit = data.micro_batch_size * data_parallel
     if data.gradient_accumulation_steps is not None:
@@ -236,7 +233,10 @@ def complete_batch(config: Config, data_parallel: int) -> None:
 
 
 def _groups(config: Config, unit: int) -> None:
-    """Interleaved 1F1B takes micro-batches in groups, the last of which may be smaller, but not than the pipeline."""
+    """Refuse batches that interleaved 1F1B cannot run.
+
+    It takes micro-batches in groups. The last group may be smaller, but not smaller than the number of stages.
+    """
     data, parallel = config.data, config.parallel
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     stages, given = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_virtual_pipeline_stage

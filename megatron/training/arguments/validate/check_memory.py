@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of chunks and host memory, and the numbers of chunks that follow from the flags."""
+"""Checks of what saves memory: chunks, host memory, recompute and ZeRO; and the numbers of chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, idle
 
 
 def complete_chunks(config: Config) -> None:
-    """Settle FPDT, chunked MLP and offloading."""
+    """Complete FPDT, the chunked MLP and offloading."""
     chunks, attention, model = config.chunks, config.attention, config.model
     if chunks.fpdt:
         _fpdt(config)
@@ -92,7 +92,7 @@ def _fpdt(config: Config) -> None:
 
 
 def _unit(config: Config) -> int:
-    """A ring rank's chunk is a multiple of this."""
+    """Number of tokens that the chunk of a ring rank is a multiple of."""
     parallel = config.parallel
     return counts.chunk_unit(
         parallel.ulysses_parallel_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
@@ -100,22 +100,22 @@ def _unit(config: Config) -> int:
 
 
 def _rows(config: Config) -> int:
-    """Tokens of a rank, between the layers."""
+    """Tokens of a rank between the layers."""
     return config.data.seq_length // config.parallel.ring_parallel_size // _unit(config)
 
 
 def rows_of_a_chunk(config: Config) -> int:
-    """Longest chunk of a ring rank, in units of one token a rank."""
+    """Longest chunk of a ring rank, in units of one token per rank."""
     return counts.chunk_rows(config.chunks.fpdt_chunk_size, config.parallel.ring_parallel_size, _unit(config))
 
 
 def attention_chunks(config: Config) -> int:
-    """Chunks that FPDT cuts the sequence in (1 without FPDT), of a completed configuration."""
+    """Number of chunks that FPDT cuts the sequence into (1 without FPDT), of a completed configuration."""
     return counts.attention_chunks(_rows(config), rows_of_a_chunk(config)) if config.chunks.fpdt else 1
 
 
 def loss_chunks(config: Config, vocab_size: int) -> int | None:
-    """Chunks of the loss: as the flags say, or as FPDT derives them; None: the loss is whole."""
+    """Number of chunks of the loss, given or derived by FPDT; None: the loss is not cut."""
     model, chunks = config.model, config.chunks
     if chunks.loss_chunks or not chunks.fpdt:
         return chunks.loss_chunks
@@ -124,18 +124,15 @@ def loss_chunks(config: Config, vocab_size: int) -> int | None:
 
 
 def layers_recompute(config: Config) -> bool:
-    """Whether layers recompute one by one inside FPDT, and not in units of megatron-core's."""
+    """Whether FPDT recomputes each layer by itself, instead of megatron-core in units of layers."""
     attention = config.attention
     if not config.chunks.fpdt or attention.recompute_granularity != "full":
         return False
     return attention.recompute_method == "block" or attention.recompute_num_layers == 1
 
 
-# Checks of what saves memory, recompute and ZeRO, and of the step whose memory is recorded.
-
-
 def complete_recompute(config: Config) -> None:
-    """Settle recompute."""
+    """Complete recompute."""
     attention = config.attention
     if attention.recompute_activations:
         if attention.recompute_granularity == "full":
@@ -182,7 +179,7 @@ def complete_recompute(config: Config) -> None:
 
 
 def complete_zero(config: Config) -> None:
-    """Settle ZeRO."""
+    """Complete ZeRO."""
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.zero_stage is None:
         parallel.zero_stage = int(parallel.use_distributed_optimizer)
@@ -206,7 +203,7 @@ def complete_zero(config: Config) -> None:
 
 
 def _fsdp(config: Config) -> None:
-    """ZeRO 2 and 3 are PyTorch's FSDP2."""
+    """Refuse what ZeRO 2 and 3, which are PyTorch's FSDP2, cannot run with."""
     parallel = config.parallel
     zero = f"--zero-stage {parallel.zero_stage}"
     if parallel.pipeline_model_parallel_size > 1:
@@ -229,7 +226,7 @@ def _fsdp(config: Config) -> None:
 
 
 def complete_profile(config: Config) -> None:
-    """Settle which step --profile-memory records."""
+    """Complete which step --profile-memory records."""
     logging = config.logging
     if logging.profile_memory is None:
         if logging.profile_memory_step is not None:

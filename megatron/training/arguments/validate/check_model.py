@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of masks, packed documents, the balance that suits them, and partitioned positions."""
+"""Checks of the model's shape, its positions, the attention mask and the balance of the ring."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from megatron.training.arguments.config import AttentionConfig, Config, ModelCon
 from megatron.training.arguments.models import ROTARY, derive_shape
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
-# Checks of the shape of the model and its positions.
-
 
 def complete_required(config: Config) -> None:
-    """Refuse a model without a shape; settle its longest sequence."""
+    """Refuse a model without its sizes; complete its longest sequence."""
     model, data = config.model, config.data
-    relative = model.position_embedding_type != "learned_absolute"  # nothing is as long as that, and it says no more
+    relative = model.position_embedding_type != "learned_absolute"  # then no table depends on the length
     if (model.model or relative) and model.max_position_embeddings is None:
         model.max_position_embeddings = data.seq_length
     names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -30,7 +28,7 @@ def complete_required(config: Config) -> None:
 
 
 def complete_model(config: Config) -> None:
-    """Derive the shape of the model, and refuse what is none."""
+    """Complete the shape of the model; refuse sizes that contradict each other."""
     model, heads = config.model, config.model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
@@ -122,7 +120,7 @@ READ_BY = {  # settings that only some patterns read
 
 
 def complete_attention(config: Config) -> None:
-    """Settle the mask inside a document, whether documents are packed, and the ring's balance."""
+    """Complete the mask within a document, whether documents are packed, and the balance of the ring."""
     attention, data = config.attention, config.data
     if attention.attention_mask == "document":
         data.reset_attention_mask = True
@@ -153,7 +151,7 @@ def complete_attention(config: Config) -> None:
             "each sample has tiles of its own: use --micro-batch-size 1",
             Fix("--micro-batch-size 1"),
         )
-    if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not _masks_pairs(attention):
+    if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not _has_dense_mask(attention):
         config.notes.append(
             f"--mask-cpu-threshold has nothing to decide: --attention-mask {attention.attention_mask} is cut in tiles, "
             "and makes no mask of pairs"
@@ -161,7 +159,7 @@ def complete_attention(config: Config) -> None:
     _balance(config)
 
 
-def _masks_pairs(attention: AttentionConfig) -> bool:
+def _has_dense_mask(attention: AttentionConfig) -> bool:
     narrow = attention.window_size is not None and sum(attention.window_size) < NARROW
     return attention.attention_mask == "function" or narrow
 
@@ -203,17 +201,17 @@ def _balance(config: Config) -> None:
             )
     if parallel.context_parallel_balance is not None:
         return
-    dealt = data.micro_batch_size == 1 and not parallel.partition_position_embedding
-    if documents and dealt and config.attention.attention_mask in ("causal", "full"):
+    one_order = data.micro_batch_size == 1 and not parallel.partition_position_embedding
+    if documents and one_order and config.attention.attention_mask in ("causal", "full"):
         parallel.context_parallel_balance = "documents"
     elif _even_rows(config.attention):
-        parallel.context_parallel_balance = "contiguous"  # neighbours exchange, the others have little to say
+        parallel.context_parallel_balance = "contiguous"  # then only neighbours exchange keys
     else:
         parallel.context_parallel_balance = "zigzag"
 
 
 def _even_rows(attention: AttentionConfig) -> bool:
-    """Whether each query attends to about as many keys, most of them near: then there is nothing to balance."""
+    """Whether each query attends to about the same number of keys, most of them near: then nothing needs balance."""
     sparse = attention.attention_mask == "block-sparse" and attention.sparse_pattern in ("longformer", "bigbird")
     return attention.attention_mask == "window" or sparse
 
@@ -224,12 +222,12 @@ def varies_by_batch(config: Config) -> bool:
 
 
 def sees_ahead(attention: AttentionConfig) -> bool:
-    """Whether a mask, settled by :func:`complete_attention`, lets tokens attend to later ones."""
+    """Whether a mask, completed by :func:`complete_attention`, lets tokens attend to later ones."""
     return attention.attention_mask == "full" or (attention.window_size is not None and attention.window_size[1] != 0)
 
 
 def complete_partitioned_positions(config: Config) -> None:
-    """Settle --partition-position-embedding."""
+    """Complete --partition-position-embedding."""
     model, parallel = config.model, config.parallel
     if not parallel.partition_position_embedding:
         return
@@ -248,7 +246,7 @@ def complete_partitioned_positions(config: Config) -> None:
             "is not supported, since a rank's positions would hang on the documents in the batch: leave one "
             f"out{'' if reset else ', or use --context-parallel-balance zigzag'}",
         )
-    if config.optimizer.fp16:  # the table has an optimizer of its own in core, which would scale its loss on its own
+    if config.optimizer.fp16:  # the table has a separate optimizer in core, which would scale the loss separately
         raise Refusal(
             "--partition-position-embedding with --fp16",
             "is not supported: use --bf16, or leave it out",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the length of a run, and of the learning rate over it."""
+"""Checks of checkpoints, faults, the length of the run, the learning rate, and ranges of numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.refusal import Fix, Gather, Refusal, idle
 
-# Checks of checkpoints on disk, and copies of the training state in the memory of the hosts.
-
-
 ON = "--non-persistent-save-interval"
 
 
 def complete_checkpoint(config: Config) -> None:
-    """Refuse what saves or loads nothing."""
+    """Refuse flags that save or load nothing; complete what follows from the others."""
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
     needs = (
@@ -70,7 +67,7 @@ def complete_checkpoint(config: Config) -> None:
 
 
 def complete_copies(config: Config, world_size: int) -> None:
-    """Refuse what would load something else than a restart needs; note what has no neighbour."""
+    """Refuse flags that make copies in memory useless for a restart; switch off replication without other nodes."""
     settings = config.checkpoint
     if settings.non_persistent_save_interval is None:
         return
@@ -115,11 +112,8 @@ def complete_copies(config: Config, world_size: int) -> None:
         settings.replication = False
 
 
-# Checks of bad batches, replicas and stragglers.
-
-
 def check_faults(config: Config, world_size: int) -> None:
-    """Refuse what contradicts itself; note what has nothing to look at."""
+    """Refuse contradicting flags about faults; note those without effect on this grid."""
     faults, parallel = config.faults, config.parallel
     if faults.spike_factor <= 1:
         raise Refusal(f"--spike-factor {faults.spike_factor:g}", "makes every second step a spike: use more than 1")
@@ -155,7 +149,7 @@ def check_faults(config: Config, world_size: int) -> None:
 
 
 def check_duration(config: Config) -> None:
-    """Refuse two lengths of the run, or none, and a schedule in the other unit."""
+    """Refuse a run without a length or with two, and a schedule in another unit than the length."""
     run, optimizer = config.run, config.optimizer
     if run.train_iters is not None and run.train_samples is not None:
         raise Refusal("--train-iters and --train-samples", "are two lengths of the run: leave one out")
@@ -183,7 +177,7 @@ def check_duration(config: Config) -> None:
 
 
 def complete_schedule(config: Config) -> None:
-    """Settle the learning rate's schedule; nothing where nothing is trained."""
+    """Complete the schedule of the learning rate, unless nothing is trained."""
     if config.run.skip_train:
         return
     optimizer, run = config.optimizer, config.run
@@ -230,7 +224,7 @@ def complete_schedule(config: Config) -> None:
 
 
 def _tokens(config: Config, own: str) -> None:
-    """A count of tokens is the one that is read, as in Megatron-DeepSpeed."""
+    """Let counts of tokens win over counts of iterations or samples, as in Megatron-DeepSpeed."""
     optimizer = config.optimizer
     for name in ("decay", "warmup"):
         other = getattr(optimizer, f"lr_{name}_{own}")
@@ -249,10 +243,7 @@ def _tokens(config: Config, own: str) -> None:
         )
 
 
-# Checks of plain ranges of single numbers.
-
-
-# Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
+# Ranges of single numbers. POSITIVE: counts, which are at least 1 if they are given.
 POSITIVE = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
@@ -301,7 +292,7 @@ def complete_intervals(config: Config) -> None:
 
 
 def check_ranges(config: Config) -> None:
-    """Refuse single numbers that make no sense."""
+    """Refuse single numbers that are out of range."""
     rules = (
         (POSITIVE, lambda value: value >= 1, "must be at least 1"),
         (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
