@@ -112,6 +112,10 @@ def permitted() -> Iterator[None]:
         raise Refusal(f"{error.filename}: permission denied: ask its owner for access, or give another path") from None
 
 
+class Unreadable(Refusal):
+    """A flag that has no value, or one that cannot be read."""
+
+
 class Refusals(Refusal):
     """Several refusals at once, in order; as a string, still one line.
 
@@ -145,7 +149,7 @@ class Refusals(Refusal):
         text = [f"{len(self.parts)} settings cannot run"]
         text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
         if self.command is not None:
-            text += [f"taken would be, {printable(self.changes)}:", f"  {self.command}"]
+            text += [f"this would be accepted, {printable(self.changes)}:", f"  {self.command}"]
         return "\n".join(text)
 
 

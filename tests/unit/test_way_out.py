@@ -62,7 +62,7 @@ def test_the_list_ends_with_the_command_line_that_is_taken():
     refusal = refused(f"{GOOD} --num-experts 8 --kd --ulyses-parallel-size 4 --fpdt")
     told = refusal.told().splitlines()
     assert told[0] == "4 settings cannot run" and told[1].startswith("  1. --ulyses-parallel-size is not a known flag")
-    assert "taken would be, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
+    assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
     config = parse(shlex.split(told[6]), world_size=8)
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 

@@ -20,7 +20,7 @@ from megatron.training.arguments.foreign.foreign_flags import translate
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
-from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, one_line, raise_all
+from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all
 
 # ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM
 # (load_args_from_checkpoint in its megatron/training/checkpointing.py); for the others, flags that are given win.
@@ -208,7 +208,7 @@ def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, li
             flags = (error.argument_name or "").split("/")
             reason = one_line(error.message)
             flag = next((option[0] for option in options(words) if option[0] in flags), flags[0])
-            gather.refusals.append(Refusal(flag, f": {reason}"))
+            gather.refusals.append(Unreadable(flag, f": {reason}"))
             rest = [option for option in options(words) if option[0] not in flags]
             if len(rest) == len(options(words)):
                 gather.finish()
@@ -350,9 +350,7 @@ def _check_values(given: dict[str, Any]) -> None:
         value, choices = given.get(f"{section}.{field.name}"), field.metadata.get("choices")
         flag, numbers = spellings(field)[0], value if isinstance(value, list) else [value]
         if value == "" and section != "logging" or value == [] and not field.metadata.get("nargs"):
-            refused.append(
-                Refusal(flag, "has no value: give one, or leave it out", LEAVE_OUT)
-            )  # an empty variable of a script
+            refused.append(Unreadable(flag, "has no value: give one, or leave it out", LEAVE_OUT))  # an empty variable
         elif choices is not None and value is not None and value not in choices:
             only = [Fix(f"{flag} {choices[0]}")] if len(choices) == 1 else []
             refused.append(

@@ -128,7 +128,7 @@ def _precision(config: Config, express: _Express) -> None:
 
 
 def _recompute(config: Config, express: _Express) -> None:
-    """Megatron-LM 2.6 reads --checkpoint-activations as --activations-checkpoint-method uniform; units have one layer."""
+    """As Megatron-LM 2.6: --checkpoint-activations is --activations-checkpoint-method uniform; units have one layer."""
     other, attention = config.elsewhere, config.attention
     read = attention.recompute_granularity and attention.recompute_method != "block"
     if attention.recompute_num_layers == 0 and not read:

@@ -271,8 +271,8 @@ REFUSED: tuple[tuple[str | Advice, str], ...] = (
 )
 
 
-# Names that USP (yunchang), LoongTrain, DeepSpeed and Hugging Face's trainer have for settings of this program. They are
-# refused and not read, since their values do not always mean the same. Forks of Megatron-LM are in `fork_flags.py`.
+# Names that USP (yunchang), LoongTrain, DeepSpeed and Hugging Face's trainer have for settings of this program. They
+# are refused, since their values do not always mean the same. Flags of Megatron-LM's forks are in `fork_flags.py`.
 OTHER_NAMES: tuple[tuple[str | Advice, str], ...] = (
     # the grid
     (rename("--tensor-model-parallel-size"), "--tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1"),
