@@ -6,17 +6,8 @@ import sys
 
 from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.planner.search import fastest
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.pretrain import main
 
-LLAMA = {
-    "model.normalization": "RMSNorm",
-    "model.swiglu": True,
-    "model.position_embedding_type": "rope",
-    "model.add_bias_linear": False,
-    "model.untie_embeddings_and_output_weights": True,
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
-}
-
 if __name__ == "__main__":
-    sys.exit(main(defaults=LLAMA, simulate=simulate, fastest=fastest))
+    sys.exit(main(defaults=LLAMA_DEFAULTS, simulate=simulate, fastest=fastest))

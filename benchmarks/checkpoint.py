@@ -33,15 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 GOAL = 2.0  # seconds, our first save
-LLAMA = {
-    "model.normalization": "RMSNorm",
-    "model.swiglu": True,
-    "model.position_embedding_type": "rope",
-    "model.add_bias_linear": False,
-    "model.untie_embeddings_and_output_weights": True,
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
-}
 QUICKSTART = (
     "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--zero-stage 1"
@@ -110,6 +101,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
     """One rank of a turn."""
     import torch.distributed as dist
 
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint, checksums
     from megatron.training.checkpoint.megatron_lm.checked import examine
@@ -121,7 +113,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
 
     world = int(os.environ["WORLD_SIZE"])
     save = ["--save", folder, *(["--async-save"] if writer == "async" else [])]
-    config = parse([*RUN, "--global-batch-size", str(world), *save, *flags], LLAMA, world)
+    config = parse([*RUN, "--global-batch-size", str(world), *save, *flags], LLAMA_DEFAULTS, world)
     job = prepare(config, start(config))
     batches = batches_for(job, job.datasets[0], 0, 0)
     stopper, lines = Stopper(job.runtime.device, None), []

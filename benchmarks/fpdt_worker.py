@@ -16,14 +16,13 @@ import torch
 
 from benchmarks.gpu.profile import where_time_goes
 from benchmarks.machine import busy_seconds, foreign_share
-from megatron.training.arguments.models import shape
+from megatron.training.arguments.models import LLAMA_DEFAULTS, shape
 from megatron.training.arguments.parser import parse
 from megatron.training.job import Job, batches_for, prepare
 from megatron.training.report.mfu import peak_flops, step_flops
 from megatron.training.report.tensor_memory import TensorMeter
 from megatron.training.setup import start, stop
 from megatron.training.step import train_step
-from pretrain_llama import LLAMA
 
 
 def work(words: list[str]) -> int:
@@ -34,7 +33,7 @@ def work(words: list[str]) -> int:
 def serve(words: list[str], requests: Iterable[str], answer: Callable[[dict], None]) -> None:
     """Make ready what the flags say; then a step for each request."""
     named = words[words.index("--model") + 1] if "--model" in words else None
-    defaults = None if named and not shape(named).get("swiglu") else LLAMA
+    defaults = None if named and not shape(named).get("swiglu") else LLAMA_DEFAULTS
     config = parse(words, defaults, 1)
     runtime = start(config)
     try:

@@ -35,14 +35,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal, Refusals
 
 RECIPES = Path(__file__).parent / "unit" / "data" / "recipes.json"
 UPSTREAM = RECIPES.with_name("upstream_flags.json")
-LLAMA = {"model.normalization": "RMSNorm", "model.swiglu": True, "model.position_embedding_type": "rope",
-         "model.add_bias_linear": False, "model.untie_embeddings_and_output_weights": True,
-         "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}  # fmt: skip
 
 
 def recipes() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -57,7 +55,11 @@ def refused(recipe: dict[str, Any]) -> list[str]:
     installed = "megatron.training.arguments.validate.transformer_engine_installed"
     with _files(recipe.get("files", {})), patch(installed, lambda: True):
         try:
-            parse(shlex.split(recipe["flags"]), LLAMA if recipe["program"] == "llama" else None, recipe["processes"])
+            parse(
+                shlex.split(recipe["flags"]),
+                LLAMA_DEFAULTS if recipe["program"] == "llama" else None,
+                recipe["processes"],
+            )
         except Refusal as refusal:
             return refusal.lines if isinstance(refusal, Refusals) else [str(refusal)]
     return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a launch command: which program, on how many processes, with which flags; what Slurm would tell a script."""
+"""Parses launch commands: the program, its flags and the number of processes; and the variables that Slurm sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRAINING = ("--num-layers", "--hidden-size", "--seq-length", "--micro-batch-size
 PER_NODE = ("nproc_per_node", "num_gpus", "nproc")
 NODES = ("nnodes", "num_nodes")
 TASKS = {"srun": ("n", "ntasks"), "mpirun": ("np", "n"), "mpiexec": ("np", "n"), "aprun": ("n",), "jsrun": ("n", "np")}
-GPUS = 8  # of a node, where the launcher counts them itself
+GPUS = 8  # per node, if the launcher counts them
 COUNT = re.compile(r"[0-9]{1,9}")  # of processes, nodes or GPUs
 
 
@@ -25,10 +25,10 @@ class Launch(NamedTuple):
 
 
 def launch(words: list[str], tasks: int | None = None) -> Launch | None:
-    """The training program among a command's words; None where there is none.
+    """The training command among the words of a command; None if there is none.
 
     Args:
-        tasks: of the Slurm job, where srun does not say.
+        tasks: number of tasks of the Slurm job, if srun does not give it.
     """
     for at, word in enumerate(words):
         flags = words[at + 1 :]
@@ -38,7 +38,7 @@ def launch(words: list[str], tasks: int | None = None) -> Launch | None:
 
 
 def processes(launcher: list[str], tasks: int | None = None) -> int | None:
-    """How many processes a launcher's words start."""
+    """How many processes a launcher starts; None if its words do not say."""
     names = [word.split("/")[-1] for word in launcher]
     given = _options(launcher)
     nodes = next((given[name] for name in NODES if name in given), None)
@@ -64,7 +64,7 @@ def processes(launcher: list[str], tasks: int | None = None) -> int | None:
 
 
 def grid(flags: list[str]) -> int:
-    """The processes that one copy of the model takes, as far as the flags name the sizes of its axes."""
+    """Number of processes of one copy of the model, from the flags that give the sizes of its axes."""
     given, ranks = _options(flags), 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                  "ds_sequence_parallel_size", "ulysses_parallel_size", "ring_parallel_size"):  # fmt: skip
@@ -73,8 +73,8 @@ def grid(flags: list[str]) -> int:
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    """Options with a value, in every way of writing them, by name with underscores."""
-    found = {}
+    """Options with their values in any notation, by name with underscores."""
+    given = {}
     for at, word in enumerate(words):
         if match := re.fullmatch(r"--?([A-Za-z][\w-]*)(?:=(.*))?", word):
             name, value = match[1].replace("-", "_"), match[2]
@@ -82,12 +82,12 @@ def _options(words: list[str]) -> dict[str, str]:
                 value = words[at + 1]
             if re.fullmatch(r"[nN]\d+", name):
                 name, value = name[0], name[1:]
-            found[name] = value or ""
-    return found
+            given[name] = value or ""
+    return given
 
 
 def slurm(script: str) -> dict[str, str]:
-    """The variables that Slurm sets for a script with these ``#SBATCH`` lines; empty without any."""
+    """The variables that Slurm sets for a script with these ``#SBATCH`` lines; empty without such lines."""
     lines = re.findall(r"^#SBATCH\s+(.*)", script, re.MULTILINE)
     if not lines:
         return {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confines a process and all that it starts: it may read, and write to the paths it is given; nothing else.
+"""Confines a process and all its children: they may read files, and write only to given paths.
 
-Linux' Landlock decides where files are opened for writing, made, renamed and removed. A seccomp filter refuses what
-Landlock does not see: sockets, signals, owners, modes and times of files, device commands. Capabilities are dropped,
-limits are set, and setuid programs gain nothing. None of it can be undone from inside.
+Linux' Landlock controls where files are opened for writing, created, renamed and removed. A seccomp filter refuses what
+Landlock does not control: sockets, signals, owners, modes and times of files, device commands. Capabilities are
+dropped, limits are set, and setuid programs gain nothing. A confined process cannot undo any of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import resource
 import struct
 from pathlib import Path
 
-MEMORY, FILE = 4 << 30, 64 << 20  # bytes of address space of a process, and of a file it writes
+MEMORY, FILE = 4 << 30, 64 << 20  # limits in bytes: address space of a process, size of a file
 
-# Numbers of system calls: of Landlock everywhere; of those refused on x86-64 and on arm64 (-1: it has none).
+# Numbers of system calls: Landlock's; the refused ones on (x86-64, arm64); -1: does not exist there.
 RULESET, ADD_RULE, RESTRICT = 444, 445, 446
 REFUSED = {
     "socket": (41, 198), "io_uring_setup": (425, 425), "ioctl": (16, 29), "openat2": (437, 437),
@@ -50,21 +50,21 @@ class NotConfined(OSError):
 
 
 def why_not() -> str:
-    """What keeps this machine from confining a process; empty where it can."""
+    """Why this machine cannot confine a process; empty if it can."""
     if platform.machine() not in MACHINES or platform.system() != "Linux":
         return f"{platform.system()} on {platform.machine()} cannot confine a process here"
     return "" if _version() >= 1 else "this kernel, or this container, has no Landlock to confine a process with"
 
 
 def confine(folders: list[Path], files: list[Path]) -> None:
-    """Confine the calling process, for good. Call it between fork and exec.
+    """Confine the calling process permanently. Call it between fork and exec.
 
     Args:
-        folders: in which anything may be made, changed and removed.
-        files: that may be written to, and not replaced.
+        folders: folders in which anything may be created, changed and removed.
+        files: files that may be written to, but not replaced.
 
     Raises:
-        NotConfined: the kernel refused a part of it.
+        NotConfined: the kernel refused a part of the confinement.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     version = _version()
@@ -92,7 +92,7 @@ def confine(folders: list[Path], files: list[Path]) -> None:
 
 
 def _version() -> int:
-    """The version of the kernel's Landlock; below 1: it has none."""
+    """The version of the kernel's Landlock; below 1: the kernel has none."""
     return ctypes.CDLL(None, use_errno=True).syscall(RULESET, None, ctypes.c_size_t(0), 1)
 
 
@@ -103,9 +103,9 @@ def _checked(result: int, what: str) -> int:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """A root without its powers owns its files still, which Landlock guards, and nothing of the machine."""
+    """Drop all capabilities. The files of root, which it still owns, are protected by Landlock."""
     for number in range(64):
-        libc.prctl(DROP_FROM_BOUND, number, 0, 0, 0)  # fails without the power to, and then there is nothing to drop
+        libc.prctl(DROP_FROM_BOUND, number, 0, 0, 0)  # fails without the right to, and then there is nothing to drop
     libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
     _checked(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
 
@@ -113,15 +113,15 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 def _filter(libc: ctypes.CDLL) -> None:
     """Classic BPF over (number, architecture, instruction, six arguments): each refused call fails with EPERM.
 
-    ioctl fails with ENOTTY, which programs that only ask whether they write to a terminal expect. O_TRUNC without a
-    mode of writing would empty a file that was opened for reading, which older Landlocks do not see.
+    ioctl fails with ENOTTY, which programs expect that test whether they write to a terminal. O_TRUNC with a read-only
+    mode is refused, since it empties the file and older versions of Landlock do not control it.
     """
     column, architecture = MACHINES[platform.machine()]
     load, equal, above, masked, end = 0x20, 0x15, 0x35, 0x54, 0x06
     allow, kill = 0x7FFF0000, 0x80000000
     eperm, enotty = 0x00050000 | 1, 0x00050000 | 25
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
-    code += [(above, 0, 1, 0x40000000), (end, 0, 0, eperm)]  # x32 has numbers of its own
+    code += [(above, 0, 1, 0x40000000), (end, 0, 0, eperm)]  # x32 has other numbers
     for *numbers, argument in OPEN:
         if numbers[column] >= 0:
             code += [(equal, 0, 5, numbers[column]), (load, 0, 0, 16 + 8 * argument)]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A filter for `launch_script.py`: a shell text in, the same text out, with its output files named by ``_elsewhere``.
+"""A filter for `launch_script.py`: it replaces the output files of a shell text by calls of ``_elsewhere``.
 
-It reads bash as far as needed to tell a redirection from a comparison, a quotation, a comment or a here-document.
+It parses bash as far as needed to distinguish redirections from comparisons, quotations, comments and here-documents.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ COMMAND = re.compile(r"(?:\A|[\n;&|({]|\bthen|\bdo|\belse)[ \t]*\Z")  # what sta
 
 
 def elsewhere(text: str, source: str | None = None) -> str:
-    """Shell text whose output files are named by ``_elsewhere``; ``source`` is its own path where it is sourced.
+    """The text with output files replaced by calls of ``_elsewhere``; ``source``: its path, if it is a sourced file.
 
-    Text in quotes, comments, tests and here-documents stays. ``BASH_SOURCE`` is replaced, since the text is no longer
-    read from its file, and ``exec`` of a program, which would skip the shell's functions.
+    Quotes, comments, tests and here-documents are not changed. ``BASH_SOURCE`` is replaced, since the text is no longer
+    read from its file. So is ``exec`` of a program, which would bypass the shell's functions.
 
     Raises:
         ValueError: quotations and expansions are nested too deeply to follow.
@@ -39,7 +39,7 @@ def _renamed(text: str, source: str | None) -> str:
         text = f"{own}={shlex.quote(source)}\n{text}"
     text = re.sub(r"\bBASH_SOURCE(\[0\]|\[-1\]|\[\$?0\])?", own, text)
     out: list[str] = []
-    waiting: list[tuple[str, bool]] = []  # here-documents that begin after this line: last line, whether tabs go
+    waiting: list[tuple[str, bool]] = []  # here-documents after this line: last line, whether tabs are removed
     at = 0
     while at < len(text):
         end, new = _stays(text, at), None
@@ -66,7 +66,7 @@ def _renamed(text: str, source: str | None) -> str:
 
 
 def _stays(text: str, at: int) -> int:
-    """Where what begins at ``at`` ends, if it is an escape, a quotation, a comment or a test; else ``at``."""
+    """End of the escape, quotation, comment or test that begins at ``at``; ``at`` itself if there is none."""
     begins = at == 0 or text[at - 1] in " \t\n;!("
     if text[at] == "\\":
         return min(at + 2, len(text))
@@ -80,7 +80,7 @@ def _stays(text: str, at: int) -> int:
 
 
 def _documents(text: str, at: int, waiting: list[tuple[str, bool]]) -> int:
-    """Where the here-documents end that begin after the line break at ``at``."""
+    """End of the here-documents that begin after the line break at ``at``."""
     end = at + 1
     for word, tabs in waiting:
         while end < len(text):
@@ -100,14 +100,14 @@ def _redirected(operator: str, word: str) -> str:
 
 
 def _word(text: str, at: int) -> int:
-    """Where the word that begins at ``at`` ends."""
+    """End of the word that begins at ``at``."""
     while at < len(text) and text[at] not in " \t\n;|&()<>":
         at = at + 2 if text[at] == "\\" else _end(text, at)
     return min(at, len(text))
 
 
 def _end(text: str, at: int) -> int:
-    """Where the quoted text, the ``${}`` or ``$()``, or the single character at ``at`` ends."""
+    """End of the quoted text, the ``${}`` or ``$()``, or the single character at ``at``."""
     if text[at] == "'":
         end = text.find("'", at + 1)
         return len(text) if end < 0 else end + 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of an sbatch command as shell code: which script, with which arguments, and Slurm's variables for it.
+"""Turns an sbatch command into shell code that sets its script, its arguments and Slurm's variables.
 
-Runs as a program of its own within the confined shell of ``launch_script.py``, without site-packages.
+Runs as a separate program within the confined shell of ``launch_script.py``, without site-packages.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def code(words: list[str], files: str) -> str:
-    """What ``_submit`` evaluates: it sets script, or else text, and words, slurm and receipt.
+    """Code for ``_submit`` of launch_setup.sh: it sets script or text, and words, slurm and receipt.
 
     Args:
-        files: where the files are that the script has written.
+        files: folder of the files that the script has written.
     """
     options, rest = split(words)
     wrap = next((option.removeprefix("--wrap=") for option in options if option.startswith("--wrap=")), "")
@@ -48,8 +48,8 @@ def code(words: list[str], files: str) -> str:
         if os.path.isfile(script):
             with open(script, errors="replace") as file:
                 text = file.read()
-    told = [option for option in options if not option.startswith("--wrap")] or ["--parsable"]
-    variables = slurm(f"{text}\n#SBATCH {' '.join(told)}\n")
+    kept = [option for option in options if not option.startswith("--wrap")] or ["--parsable"]
+    variables = slurm(f"{text}\n#SBATCH {' '.join(kept)}\n")
     exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     receipt = "1" if "--parsable" in options else "Submitted batch job 1"
     values = {"script": script, "text": "" if script else text, "slurm": f"export {exported}", "receipt": receipt}

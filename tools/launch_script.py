@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a launch script with every program replaced by a stand-in, to learn which command it would start.
+"""Runs a launch script with every program replaced by a stand-in, to record the commands that it starts.
 
-Bash runs the script, so variables, loops and sourced files mean what they mean. But PATH holds only programs that
-print (cat, grep, date ...) and stand-ins that write their own command line down; all else that the script calls (wget,
-module, nvidia-smi, rm ...) is written down and not run. What the script writes with ``>`` goes to a folder of its own.
+Bash runs the script, with its variables, loops and sourced files. PATH holds only programs that print (cat, grep,
+date ...) and stand-ins that record their command line. All other programs that the script calls (wget, module,
+nvidia-smi, rm ...) are recorded and not run. What the script writes with ``>`` goes to a temporary folder.
 
-Stand-ins are for scripts that mean well: bash has a hundred ways around them. What holds against the others is the
-kernel (``launch_confined.py``): the whole of it runs without the right to write elsewhere, to connect, or to signal.
+A malicious script could avoid the stand-ins. Therefore the kernel confines all of it (``launch_confined.py``): it
+cannot write anywhere else, connect, or send signals.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import NamedTuple
 from megatron.training.refusal import Refusal
 from tools.launch_confined import confine
 
-# Programs that only read and print; a script works out its settings with them.
+# Programs that only read and print; scripts compute their settings with them.
 READERS = """awk basename bc cat cut date dirname egrep expr fgrep gawk getconf getopt grep head hostname id join ls
 mawk nproc od paste printf readlink realpath rev sed seq sort stat tac tail test tr true false uname uniq wc
 whoami""".split()
-# Programs that a script may start by way of another program (exec, xargs), where the shell cannot step in.
+# Programs that a script may start through another program (exec, xargs), which the shell does not see.
 STARTERS = """torchrun deepspeed srun mpirun mpiexec aprun jsrun python python3 accelerate ft_launcher numactl nohup
 timeout time nice ionice stdbuf docker podman singularity apptainer enroot sudo env tee sbatch""".split()
-SECONDS = 60  # a script that only starts something takes far less
+SECONDS = 60  # limit; a script that only starts stand-ins takes far less
 WITHIN = "\x1f"
 EMPTY = ":empty"  # in the record: a flag, and the empty variable that follows it
 
 
 class Call(NamedTuple):
-    """One command that the script called, and where."""
+    """One command that the script called, and its working directory."""
 
     words: list[str]
     cwd: Path
@@ -47,9 +47,9 @@ class Call(NamedTuple):
 
 @dataclass
 class Record:
-    """What a script did: the commands it called, and where its files went."""
+    """The commands that a script called, and the folder of the files that it wrote."""
 
-    folder: Path  # what was written: a file /a/b is there as files/a/b
+    folder: Path  # a file /a/b that the script wrote is files/a/b in it
     calls: list[Call] = field(default_factory=list)
     empty: dict[str, str] = field(default_factory=dict)  # flags, and the variables without a value that follow them
     output: str = ""
@@ -59,15 +59,15 @@ class Record:
 def record(
     script: Path, arguments: list[str], cwd: Path, environment: dict[str, str], folder: Path, confined: bool = True
 ) -> Record:
-    """Run ``script`` in ``cwd`` with stand-ins and say which commands it called.
+    """Run ``script`` in ``cwd`` with stand-ins and record which commands it calls.
 
     Args:
-        environment: its variables; PATH, BASH_ENV and TMPDIR are replaced.
-        folder: empty; stand-ins and what the script writes go there.
-        confined: whether the kernel keeps it from writing anywhere else, from connecting and from signals.
+        environment: variables of the script; PATH, BASH_ENV and TMPDIR are replaced.
+        folder: an empty folder for the stand-ins and for what the script writes.
+        confined: whether the kernel prevents writing anywhere else, connecting and signals.
 
     Raises:
-        Refusal: the kernel did not confine it, and nothing was run; or the script damaged the record of its calls.
+        Refusal: the kernel did not confine the script, and nothing was run; or the script damaged the record.
     """
     programs, log, setup, files = folder / "bin", folder / "calls", folder / "setup", folder / "files"
     programs.mkdir(parents=True)
@@ -96,7 +96,7 @@ def record(
         "CHECK_MKDIR": shutil.which("mkdir") or "/bin/mkdir",
         "CHECK_FILTER": shlex.join([*python, str(Path(__file__).with_name("launch_redirect.py").resolve())]),
         "CHECK_SBATCH": shlex.join([*python, str(Path(__file__).with_name("launch_sbatch.py").resolve())]),
-        "CHECK_PYTHON": shlex.join(python) if confined else "",  # nobody's code runs where the kernel does not hold it
+        "CHECK_PYTHON": shlex.join(python) if confined else "",  # unconfined, no Python code of a script is run
     }
     done = Record(folder)
     with (folder / "output").open("w+", errors="replace") as output:
@@ -117,7 +117,7 @@ def record(
             done.returncode = running.wait(SECONDS)
         except subprocess.TimeoutExpired:
             pass
-        finally:  # and whatever it left in the background
+        finally:  # stop also what it left in the background
             with suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# The shell's side of launch_script.py, which every bash of a script reads first (BASH_ENV). Functions step in before
-# programs; what is no program ends in command_not_found_handle.
+# The shell's part of launch_script.py, which every bash of a script reads first (BASH_ENV). Functions replace programs;
+# words that are no program end in command_not_found_handle.
 #
-# A newline follows upon what $(...) has read, which cuts it off: a backslash at a script's end goes on to nothing then.
+# $(...) removes the last newline of a text. It is added again, so that a backslash at the end continues no other line.
 set -CT
 _log() { { printf '%s\0' "$(( $# + 3 ))" "$PWD" "${CHECK_OUTER:-}" "${SLURM_NTASKS:-}" "$@"; } >> "$CHECK_LOG"; }
 _called() {
@@ -18,7 +18,7 @@ _called() {
     esac
     return 0
 }
-# What python -c prints, where the kernel confines it as it confines this shell; else it is unknown.
+# The output of python -c, which is only run if the kernel confines it as it confines this shell.
 _answered() {
     [ -n "$CHECK_PYTHON" ] || return 1
     shift
@@ -40,7 +40,7 @@ _tee() {
         esac
     done
 }
-# A job is run where it is submitted, with the variables that Slurm would set for it; never within itself.
+# A submitted job runs at once, with the variables that Slurm would set for it; a job that submits itself does not.
 _submit() {
     local script="" text="" words=() slurm="" receipt="" chain=${CHECK_CHAIN:-}
     builtin eval "$(builtin eval "command $CHECK_SBATCH \"\$CHECK_FILES\" \"\$@\"")"
@@ -100,7 +100,7 @@ _reads() {
     command "$1" "${words[@]}"
 }
 cat() { _reads cat "$@"; }
-# Of a command's text: flags that a variable follows which has no value, so that a refusal can name it.
+# Record the flags of a command that are followed by a variable without a value, so that the report can name it.
 _note_empty() {
     local text=$1 flag name pattern='(--?[A-Za-z][A-Za-z0-9_-]*)[[:space:]=]+[\"]?[$][{]?([A-Za-z_][A-Za-z0-9_]*|[1-9])[}]?'
     while [[ $text =~ $pattern ]]; do
@@ -129,7 +129,7 @@ _by_path() {
     esac
 }
 _exec() { "$@"; builtin exit $?; }
-# A command that is named with its path is no matter of PATH: a function of that name steps in before it runs.
+# Commands with a path are not searched in PATH: a function of that name replaces them before they run.
 _before() {
     { local -; set +x; } 2> /dev/null
     case "$1" in *-*'$'*) _note_empty "$1" ;; esac

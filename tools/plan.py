@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             problems = [longest(request, problems[0], console)]
         report(request, best_offer(problems, about, args, console), about, args, console)
     except Refusal as refusal:
-        told = Refusals(refusal.lines) if isinstance(refusal, Refusals) else refusal  # without a command of training
+        told = Refusals(refusal.parts) if isinstance(refusal, Refusals) else refusal  # without a command of training
         print(f"error: {told.told()}", file=sys.stderr)
         return EXIT_REFUSED
     return 0

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.decisions.division import length_unit
 from megatron.training.arguments.config import AttentionConfig, Config
-from megatron.training.arguments.validate.check_model import OWN_FLAGS, check_attention
+from megatron.training.arguments.validate.check_model import OWN_FLAGS, complete_attention
 
 if TYPE_CHECKING:  # modules that need torch are imported late, so that --help is fast
     from megatron.context_parallel.layout.masks import Mask
@@ -92,7 +92,7 @@ def mask_of(options: argparse.Namespace, length: int) -> tuple[Mask, tuple[int, 
     config.attention.attention_mask = options.mask
     for name in MASK_FLAGS:
         setattr(config.attention, name, getattr(options, name))
-    check_attention(config)
+    complete_attention(config)
     mask = attention_mask(config)
     if not config.data.reset_attention_mask and options.document_ends is None:
         return mask, ()

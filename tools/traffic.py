@@ -48,10 +48,10 @@ def counted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     from megatron.simulator.dry_run.one_rank import vocabulary_of
     from megatron.simulator.dry_run.traffic import layer_traffic
     from megatron.simulator.machines.machine_file import load
-    from pretrain_llama import LLAMA
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
 
     words = [*options.flags, "--dry-run", "--world-size", str(options.gpus)]
-    config = parse(words, LLAMA, options.gpus)
+    config = parse(words, LLAMA_DEFAULTS, options.gpus)
     if config.parallel.pipeline_model_parallel_size > 1:
         raise Refusal("--pipeline-model-parallel-size is not supported: leave it out")
     if not 0 <= options.rank < options.gpus:

@@ -14,6 +14,8 @@ The order comes from published measurements; our own should replace them:
 
 from __future__ import annotations
 
+# Every attention kernel, as --attention-kernel and machine files name it; `preferred` orders them.
+KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
 HOPPER, BLACKWELL = (9,), (10, 11)  # major versions of the compute capability; 12 is treated like 8
 LARGEST_HEAD = 256  # of Triton's kernel
 SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"

@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error that settings end in, and how all ranks end in it together."""
+"""The error for settings and files that cannot be used, and how all ranks stop with it together."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LONGEST = 1000  # characters of a line that quotes a file
+LONGEST = 1000  # characters of a printed line
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def one_line(error: object, most: int | None = None) -> str:
-    """What an error says without its line breaks, at most so many characters of it; its kind if it says nothing."""
+    """The text of an error in one line of at most ``most`` characters; the name of its class if it has no text."""
     return (" ".join(str(error).split()) or type(error).__name__)[:most]
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line of at most 300 characters; a file's error without the file, which others name."""
+    """The text of an error in one line of at most 300 characters; without the file's name, which the caller gives."""
     return one_line(getattr(error, "strerror", None) or error, 300)
 
 
 def short(value: Any) -> str:
-    """What a value looks like, in some hundred characters however large and deep it is."""
+    """``repr`` of a value, shortened to about a hundred characters."""
     return _SHORT.repr(value)
 
 
 def printable(text: str) -> str:
-    """A text as one line that moves no cursor and sends a terminal no command; of a long one, both ends."""
+    """A text as one line without control characters; of a long one, only its start and end."""
     if not text.isprintable():
         text = text if len(text) <= 4 * LONGEST else text[: 2 * LONGEST] + text[-2 * LONGEST :]
         text = " ".join(text.splitlines())
@@ -39,64 +40,124 @@ def printable(text: str) -> str:
 
 
 def near(value: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``value``, as words."""
+    """The multiples of ``unit`` below and above ``value``, as text."""
     below, above = value // unit * unit, (value // unit + 1) * unit
     return f"{below} or {above}" if below else f"{above}"
 
 
-class Refusal(ValueError):
-    """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2."""
+@dataclass(frozen=True)
+class Fix:
+    """A change of the command line that may answer a refusal.
 
-    everywhere = False  # whether every rank has raised it; then rank 0 tells it for all
+    Attributes:
+        use: flags to set, each with its values, as on a command line.
+        drop: flags to leave out, separated by spaces. SUBJECT stands for the flags that the refusal is about.
+        rename: a flag, and the name under which its values are given in its place.
+    """
+
+    use: str = ""
+    drop: str = ""
+    rename: tuple[str, str] | None = None
+
+
+SUBJECT = "SUBJECT"
+LEAVE_OUT = Fix(drop=SUBJECT)
+
+
+class Refusal(ValueError):
+    """Settings that cannot run: one line that names the options and the way out. Entry points print it and exit 2.
+
+    Args:
+        subject: the flags at fault, with their values; or the whole line, if no part of it is needed alone.
+        reason: what is wrong with them, and what to do. It follows the subject after a space, or begins with ``: ``.
+        fixes: what to do, as changes of the command line, best first; none if the user has to choose.
+        about: more flags at fault, which the subject does not name.
+    """
+
+    everywhere = False  # whether every rank has raised it; then rank 0 prints it for all
+
+    def __init__(self, subject: str, reason: str = "", *fixes: Fix, about: str | Iterable[str] = "") -> None:
+        super().__init__(f"{subject}{' ' if reason and reason[0] not in ':,;' else ''}{reason}")
+        self.about = tuple(about.split() if isinstance(about, str) else about)
+        if reason:
+            self.about += tuple(word.rstrip(",") for word in subject.split() if word.startswith("-"))
+        self.fixes = fixes
 
     def __str__(self) -> str:
-        """One line, whatever the settings and files that it quotes hold."""
+        """One printable line, even if it quotes settings or files that are not."""
         return printable(super().__str__())
 
+    @property
+    def parts(self) -> list[Refusal]:
+        """The single refusals that this one consists of."""
+        return [self]
+
     def told(self) -> str:
-        """What is printed."""
+        """The text to print."""
         return str(self)
+
+
+def idle(flag: str, need: str, *, switch: bool = False) -> Refusal:
+    """Refusal of a flag that does nothing without another one; ``switch``: the other one takes no value."""
+    reason = f"does nothing without {need}: add {need}, or leave it out"
+    return Refusal(flag, reason, *([Fix(need)] if switch else []), LEAVE_OUT)
 
 
 @contextmanager
 def permitted() -> Iterator[None]:
-    """Turn an error of missing permission into a Refusal that names the file. Serves as a decorator as well."""
+    """Turn a PermissionError into a Refusal that names the file. Can be used as a decorator too."""
     try:
         yield
     except PermissionError as error:
         raise Refusal(f"{error.filename}: permission denied: ask its owner for access, or give another path") from None
 
 
+class Unreadable(Refusal):
+    """A flag that has no value, or one that cannot be read."""
+
+
 class Refusals(Refusal):
-    """Several at once, in order; as a string, still one line.
+    """Several refusals at once, in order; as a string, still one line.
 
     Args:
-        lines: one or more.
-        command: the flags of a command line that would be taken, where there is one.
-        changes: how it differs from what was given.
+        parts: one or more.
+        command: the flags of a command line that would be accepted, if there is one.
+        changes: how it differs from the command line that was given.
     """
 
-    def __init__(self, lines: Sequence[str], command: str | None = None, changes: str = "") -> None:
-        super().__init__("; ".join(lines))
-        self.lines, self.command, self.changes = list(lines), command, changes
+    def __init__(self, parts: Iterable[Refusal], command: str | None = None, changes: str = "") -> None:
+        self._parts = list(parts)
+        super().__init__("; ".join(self.lines))
+        self.command, self.changes = command, changes
+
+    @property
+    def parts(self) -> list[Refusal]:
+        return self._parts
+
+    @property
+    def lines(self) -> list[str]:
+        return [str(part) for part in self._parts]
 
     def __str__(self) -> str:
-        return "; ".join(map(printable, self.lines))
+        return "; ".join(self.lines)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self._parts, self.command, self.changes)
 
     def told(self) -> str:
-        """One refusal a line, then the command line that would be taken."""
-        text = [f"{len(self.lines)} settings cannot run"]
-        text += [f"  {number}. {printable(line)}" for number, line in enumerate(self.lines, 1)]
+        """One refusal a line, then the command line that would be accepted."""
+        text = [f"{len(self.parts)} settings cannot run"]
+        text += [f"  {number}. {line}" for number, line in enumerate(self.lines, 1)]
         if self.command is not None:
-            text += [f"taken would be, {printable(self.changes)}:", f"  {self.command}"]
+            text += [f"this would be accepted, {printable(self.changes)}:", f"  {self.command}"]
         return "\n".join(text)
 
 
 class Gather:
-    """Runs checks one after the other and keeps what each refuses, in place of stopping at the first."""
+    """Runs checks one after the other and keeps what each refuses, instead of stopping at the first."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.refusals: list[Refusal] = []
         self._failed: set[str] = set()
 
     def check(self, name: str, action: Callable[[], T], *needs: str) -> T | None:
@@ -108,7 +169,7 @@ class Gather:
             return action()
         except Refusal as refusal:
             self._failed.add(name)
-            self.lines += refusal.lines if isinstance(refusal, Refusals) else [str(refusal)]
+            self.refusals += refusal.parts
             return None
 
     def finish(self) -> None:
@@ -117,29 +178,34 @@ class Gather:
         Raises:
             Refusal: there was one. Refusals: several.
         """
-        lines = list(dict.fromkeys(self.lines))
-        if len(lines) == 1:
-            raise Refusal(lines[0])
-        if lines:
-            raise Refusals(lines)
+        raise_all(self.refusals)
+
+
+def raise_all(refusals: Iterable[Refusal]) -> None:
+    """Raise the one refusal, or :class:`Refusals` of several; nothing without any. Equal lines count once."""
+    distinct: dict[str, Refusal] = {}
+    for refusal in refusals:
+        distinct.setdefault(str(refusal), refusal)
+    if distinct:
+        raise next(iter(distinct.values())) if len(distinct) == 1 else Refusals(distinct.values())
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; if it is refused on any, it is refused on all, and nobody waits for anybody.
+    """Run ``action`` on every rank. If one rank refuses, all do, so that no rank waits for another.
 
     Raises:
-        Refusal: of the first rank that refused; ``everywhere`` is set, so that one rank tells it for all.
+        Refusal: the one of the first rank that refused; ``everywhere`` is set, so that only rank 0 prints it.
     """
-    import torch.distributed as dist  # not for those who only refuse
+    import torch.distributed as dist  # slow to import, and not needed to refuse
 
-    result, told = None, None
+    result, line = None, None
     try:
         with permitted():
             result = action()
     except Refusal as refusal:
-        told = str(refusal)
+        line = str(refusal)
     lines: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, told)
+    dist.all_gather_object(lines, line)
     refused = [(index, line) for index, line in enumerate(lines) if line]
     if refused:
         index, line = refused[0]

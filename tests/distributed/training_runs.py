@@ -11,15 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LLAMA = {
-    "model.normalization": "RMSNorm",
-    "model.swiglu": True,
-    "model.position_embedding_type": "rope",
-    "model.add_bias_linear": False,
-    "model.untie_embeddings_and_output_weights": True,
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
-}
+from megatron.training.arguments.models import LLAMA_DEFAULTS as LLAMA
+
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
 RUN = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 "

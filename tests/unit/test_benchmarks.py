@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fpdt, fpdt_report, peers
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
-from pretrain_llama import LLAMA
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, *words: str):
 def test_flags_of_every_mode_are_accepted(mode: str, model: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     args = benchmark(monkeypatch, *model, "--compare", mode)
     run = fpdt.Run(mode, 8 if "fpdt" in mode else None)
-    config = parse(fpdt.flags(run, args), LLAMA, 1)
+    config = parse(fpdt.flags(run, args), LLAMA_DEFAULTS, 1)
     assert config.chunks.fpdt == ("fpdt" in mode)
     assert config.chunks.loss_chunks == 2 * -(-args.vocab_size // config.model.hidden_size)
     assert mode in args.modes and fpdt_report.REFERENCE in args.modes

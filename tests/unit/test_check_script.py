@@ -38,7 +38,7 @@ def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 def test_a_script_that_is_taken(desk: Path, capsys: pytest.CaptureFixture[str]):
     code, text = check(capsys, "llama_torchrun.sh", "16384")
-    assert code == 0 and "(8 processes)" in text and "\ntaken, with these notes:\n" in text
+    assert code == 0 and "(8 processes)" in text and "\naccepted, with these notes:\n" in text
     assert "--use-flash-attn (the attention kernel is chosen with --attention-kernel)" in text
     start = text[text.index("start it with") :]
     assert "torch.distributed.run --nproc-per-node 8 --nnodes 1 pretrain_gpt.py --num-layers 32" in start
@@ -52,7 +52,7 @@ def test_a_script_that_writes_its_configuration(desk: Path, capsys: pytest.Captu
     assert code == 2 and "deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ... (16 processes)" in text
     assert "refused, for 2 reasons" in text and "did you mean --lr-warmup-iters?" in text
     assert "without --cpu-optimizer, --lr-warmup-iter, with --lr-warmup-iters 100\n" in text
-    taken = text[text.index("taken would be") :].splitlines()[1]
+    taken = text[text.index("this would be accepted") :].splitlines()[1]
     assert taken.startswith("  deepspeed --num_nodes 2 --num_gpus 8 pretrain_gpt.py ") and "--bf16" in taken
     assert "not run: wget (2 times)" in text
 
@@ -108,7 +108,7 @@ sbatch nowhere.sbatch; sbatch $0
     )
     code, text = check(capsys, "jobs.sh")
     assert code == 0, text
-    assert text.count("\ntaken") == 4
+    assert text.count("\naccepted") == 4
     assert all(f"({processes} processes)" in text for processes in (8, 6, 2))
     for layers in ("6 --bf16", "4", "5", "7"):
         assert f"--vocab-size 99 --num-layers {layers}\n" in text
@@ -130,7 +130,7 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     )
     code, text = check(capsys, "count.sh")
     assert code == 0 and "--num-layers 6\n" in text and "(4 processes)" in text
-    assert "python -c 'import torch; print(torch.__version__)': what it prints is unknown here" in text
+    assert "python -c 'import torch; print(torch.__version__)': its output is unknown here" in text
     assert not (desk / "made").exists() and text.count("what it prints is unknown") == 2
     code, text = check(capsys, "--trust-script", "count.sh")  # without the kernel's confinement nobody's code runs
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text

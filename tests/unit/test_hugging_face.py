@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.training.arguments.config import ModelConfig
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.hugging_face import llama_settings, llama_weights, safetensors_folder
@@ -25,7 +26,6 @@ from megatron.training.checkpoint.megatron_lm.checked import examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
-from pretrain_llama import LLAMA
 from tools import check_checkpoint
 from tools.convert_hf import main
 
@@ -188,7 +188,7 @@ def test_printed_flags_give_the_model(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert main(["--from-hf", str(source), "--to", str(tmp_path / "ours")]) == 0
     program, *flags = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    defaults = LLAMA if program == "pretrain_llama.py" else {}
+    defaults = LLAMA_DEFAULTS if program == "pretrain_llama.py" else {}
     config = parse([*flags, *RUN], defaults, world_size=1)
     wanted, _ = llama_settings.settings(llama_settings.read_config(source / "config.json"), "")
     assert config.model == wanted

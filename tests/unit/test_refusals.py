@@ -79,7 +79,7 @@ def test_several_refusals_come_as_a_list_with_the_command_line_that_would_be_tak
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[0] == "error: 2 settings cannot run"
     assert lines[1].startswith("  1. --num-experts: ") and lines[2] == "  2. --rope-theta: use --rotary-base"
-    assert lines[3] == "taken would be, without --num-experts, --rope-theta, with --rotary-base 500000:"
+    assert lines[3] == "this would be accepted, without --num-experts, --rope-theta, with --rotary-base 500000:"
     assert lines[4] == f"  {GOOD} {MOCK} --rotary-base 500000" and len(lines) == 5
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from examples.reproduce import report
 from examples.reproduce.report import Row
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
-from pretrain_llama import LLAMA
 from tests.patience import patience
 
 REPRODUCE = Path(report.__file__).parent
@@ -192,7 +192,7 @@ def test_curves_are_of_one_training(script: str, runs: int, tmp_path: Path):
     for words in trainings:
         entry = next(n for n, word in enumerate(words) if word.startswith("pretrain_"))
         assert words[words.index("--nproc-per-node") + 1] == "4"
-        config = parse(words[entry + 1 :], LLAMA if "llama" in words[entry] else None, 4)
+        config = parse(words[entry + 1 :], LLAMA_DEFAULTS if "llama" in words[entry] else None, 4)
         logs.append(Path(config.logging.log_jsonl).stem)
         data, optimizer = config.data, config.optimizer
         assert data.global_batch_size == 4 and config.run.train_iters == 100

@@ -11,8 +11,8 @@ import pytest
 from megatron.simulator.cost.layer_operations import UNFUSED_ROTARY_BYTES
 from megatron.simulator.dry_run.traffic import REST, layer_traffic
 from megatron.simulator.machines.machine_file import load
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
-from pretrain_llama import LLAMA
 from tools import traffic
 
 WORDS = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 8 --group-query-attention "
@@ -23,7 +23,7 @@ QKV = HEADS * SIZE + 2 * KV * SIZE
 
 
 def counted(more: str, gpus: int = 1, **how):
-    config = parse(f"{WORDS} {more} --dry-run --world-size {gpus}".split(), LLAMA, gpus)
+    config = parse(f"{WORDS} {more} --dry-run --world-size {gpus}".split(), LLAMA_DEFAULTS, gpus)
     return layer_traffic(config, gpus, 0, 301, load("A100-80G"), **how)
 
 

@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Gather, Refusal, Refusals
 
@@ -61,7 +62,7 @@ def test_the_list_ends_with_the_command_line_that_is_taken():
     refusal = refused(f"{GOOD} --num-experts 8 --kd --ulyses-parallel-size 4 --fpdt")
     told = refusal.told().splitlines()
     assert told[0] == "4 settings cannot run" and told[1].startswith("  1. --ulyses-parallel-size is not a known flag")
-    assert "taken would be, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
+    assert "this would be accepted, without --num-experts, --kd, --ulyses-parallel-size, with " in told[5]
     config = parse(shlex.split(told[6]), world_size=8)
     assert config.parallel.ulysses_parallel_size == 4 and config.chunks.fpdt_chunk_size == 256
 
@@ -122,10 +123,27 @@ def test_gather_leaves_out_what_needs_a_refused_check():
     with pytest.raises(Refusal, match="first") as caught:
         gather.finish()
     assert type(caught.value) is Refusal
-    gather.lines += ["second", "first"]
+    gather.refusals += [Refusal("second"), Refusal("first")]
     with pytest.raises(Refusals) as caught:
         gather.finish()
     assert caught.value.lines == ["first", "second"] and str(caught.value) == "first; second"
+
+
+def test_rewording_does_not_change_the_command_line(monkeypatch):
+    """Fixes are data: with other words in every refusal, the same command line is proposed."""
+    commands, plain = [], Refusal.__init__
+    for reword in (False, True):
+        if reword:
+            monkeypatch.setattr(Refusal, "__init__", lambda self, subject, reason="", *fixes, about="": plain(
+                self, subject, f"[{reason.replace('--', '')[::-1]}]", *fixes, about=about
+            ))  # fmt: skip
+        megatron_flags._unknown.cache_clear()
+        with pytest.raises(Refusals) as caught:
+            flags = f"{GOOD} --num-experts 8 --ulyses-parallel-size 4 --rope-theta 1000 --fpdt --manual-gc-interval 5"
+            parse(flags.split(), world_size=8)
+        commands.append((caught.value.command, caught.value.changes))
+    megatron_flags._unknown.cache_clear()
+    assert commands[0] == commands[1] and commands[0][0] is not None
 
 
 def test_ranges_are_refused_together():

@@ -46,12 +46,12 @@ class Backward:
 def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     """Train a model of one block for a step, and watch its backward pass."""
     from megatron.context_parallel.fpdt import chunk_work, chunked_layer
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
     from megatron.training.report.tensor_memory import TensorMeter
     from megatron.training.setup import start, stop
     from megatron.training.step import train_step
-    from pretrain_llama import LLAMA
 
     words = (
         f"--num-layers 1 --hidden-size 128 --ffn-hidden-size 448 --num-attention-heads 8 --group-query-attention "
@@ -59,7 +59,7 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
         f"--train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 999 --eval-iters 0 "
         f"--num-workers 0 --fpdt --fpdt-chunk-size {seq_length // chunks} --ffn-chunks {ffn_chunks}"
     )
-    config = parse(words.split(), LLAMA, 1)
+    config = parse(words.split(), LLAMA_DEFAULTS, 1)
     begins: dict[str, list[tuple[float, float]]] = {"block": [], "ffn": []}
 
     def timed(name: str, function: Callable) -> Callable:

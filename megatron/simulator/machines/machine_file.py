@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megatron.decisions.kernels import KERNELS
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
 from megatron.simulator.machines.nccl_model import GENERATIONS, WAYS, Collectives, Way
 from megatron.training.json_file import read_json
@@ -25,7 +26,6 @@ OPTIONAL = (
     "collectives", "dispatch", "runtime", "uncertain",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
-KERNELS = ("flash_attn", "cudnn", "flash", "triton", "cpu", "math")
 PRICED = (*KERNELS, "flash1")  # FlashAttention's first version too, which published runs had
 
 

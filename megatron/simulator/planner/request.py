@@ -16,7 +16,7 @@ from statistics import fmean, pstdev
 
 from megatron.formulas.strategy import Workload
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA, model_shape
+from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
@@ -291,8 +291,7 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
             "--fp8-format: the planner does not know its memory: plan without it, then ask a dry run of that plan with "
             "--fp8-format for time and memory"
         )
-    defaults = {f"model.{name}": value for name, value in LLAMA.items()}
-    read = parse(list(flags), defaults)
+    read = parse(list(flags), LLAMA_DEFAULTS)
     plain = Config()
     for section in fields(Config):
         if section.name in ("model", "notes"):
@@ -307,7 +306,7 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
         words += ["--max-position-embeddings", str(seq_length)]
     if read.model.model is None and read.model.vocab_size is None:
         raise Refusal("missing: --vocab-size; --model names a whole shape, for example --model llama3-8b")
-    config = parse(words, defaults, world_size=1)
+    config = parse(words, LLAMA_DEFAULTS, world_size=1)
     _known(config)
     return config
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line as a list of options, each a flag and its words; and the ways other programs write values."""
+"""A command line as a list of options, each a flag and its values; and other programs' notations of values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLAG = re.compile(r"--?[A-Za-z]")
 
 
 def options(words: Iterable[str]) -> list[list[str]]:
-    """Words by option: a flag and what follows it, ``--flag=value`` taken apart; words before the first flag alone."""
+    """Words grouped into options: a flag and its values, ``--flag=value`` split; each word before the first flag."""
     found: list[list[str]] = []
     for word in words:
         if FLAG.match(word):
@@ -26,7 +26,7 @@ def options(words: Iterable[str]) -> list[list[str]]:
 
 
 def flat(found: Iterable[list[str]]) -> list[str]:
-    """The options as one list of words. A value that looks like a flag is joined to its own."""
+    """The options as one list of words. A value that looks like a flag is joined to its flag by ``=``."""
     words = []
     for flag, *values in found:
         if len(values) == 1 and re.match(r"-(?!\d+$|\d*\.\d+$)", values[0]):
@@ -39,16 +39,16 @@ def flat(found: Iterable[list[str]]) -> list[str]:
 def plain(
     words: list[str], switches: set[str], defaults: set[str], numbers: set[str], lists: set[str], pairs: set[str]
 ) -> list[str]:
-    """The same command line in this program's way of writing.
+    """The same command line in the notation of this program.
 
-    ``--bf16 true`` is ``--bf16``, and ``--bf16 false`` is nothing; ``[2,4]`` and ``2,4`` are lists of numbers; a pair
-    is ``4095,0``, ``(4095, 0)`` or two words.
+    ``--bf16 true`` becomes ``--bf16``, and ``--bf16 false`` disappears. ``[2,4]`` and ``2,4`` are lists of numbers. A
+    pair is ``4095,0``, ``(4095, 0)`` or two words.
 
     Args:
         switches: flags without a value.
-        defaults: those of them that say what is so without them as well; their ``false`` is no flag of ours.
+        defaults: those of them that state the default; their ``false`` stays, to be refused.
         numbers: flags with a list of numbers.
-        lists: flags with a list of words; only brackets make one word a list.
+        lists: flags with a list of words; one word is a list only in brackets.
         pairs: flags with two numbers.
     """
     found = []
@@ -67,20 +67,19 @@ def plain(
     return flat(found)
 
 
-# Ranks that a launcher hands over as flags, as scripts for mpirun do: into the environment, where all else looks.
-
-
 NAMES = {"--rank": "RANK", "--world-size": "WORLD_SIZE", "--local-rank": "LOCAL_RANK", "--local_rank": "LOCAL_RANK"}
 URLS = ("--dist-url", "--dist_url")
 
 
 def take_ranks(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Set what torchrun would set, from --rank, --world-size, --local-rank and --dist-url; nothing without --rank.
+    """Set torchrun's variables from --rank, --world-size, --local-rank and --dist-url, which scripts for mpirun pass.
 
-    Under torchrun the flags must agree with it. Values that are no numbers are left for the parser to refuse.
+    Without --rank nothing is set.
+
+    Under torchrun the flags must agree with its variables. Values that are no numbers are left to the parser.
 
     Raises:
-        Refusal: a flag and the environment differ, or --dist-url names no place.
+        Refusal: a flag and the environment differ, or --dist-url is not tcp://HOST:PORT.
     """
     given = {option[0]: option[1] for option in options(argv) if len(option) == 2}
     if not given.get("--rank", "").isdigit() or "--dry-run" in argv:
@@ -89,8 +88,8 @@ def take_ranks(argv: Sequence[str], environment: MutableMapping[str, str]) -> No
     for flag in (flag for flag in URLS if given.get(flag, "env://") != "env://"):
         place = re.fullmatch(r"tcp://([^/:]+|\[[^\]]+\]):(\d+)/?", given[flag])
         if place is None:
-            raise Refusal(f"{flag} {given[flag]}: give tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
+            raise Refusal(f"{flag} {given[flag]}", ": give tcp://HOST:PORT, or set MASTER_ADDR and MASTER_PORT")
         found |= {"MASTER_ADDR": (flag, place[1].strip("[]")), "MASTER_PORT": (flag, place[2])}
     for name, (flag, value) in found.items():
         if environment.setdefault(name, value) != value:
-            raise Refusal(f"{flag} {value} and {name}={environment[name]} of the environment differ: leave one out")
+            raise Refusal(f"{flag} {value}", f"and {name}={environment[name]} of the environment differ: leave one out")

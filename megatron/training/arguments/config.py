@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of a training run: `parser.py` builds the parser from these classes (settings/), written down once."""
+"""All settings of a training run. `parser.py` builds the command line from these classes, defined in settings/."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ class Config:
     faults: FaultConfig = field(default_factory=FaultConfig)
     elsewhere: ElsewhereConfig = field(default_factory=ElsewhereConfig)
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
-    notes: list[str] = field(default_factory=list)  # not a flag: what rank 0 says once before training
+    notes: list[str] = field(default_factory=list)  # not a flag: lines that rank 0 prints once before training

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data as Megatron-DeepSpeed's forks name it: ``--train-weighted-split-paths "NAME: WEIGHT START:STOP PATH, ..."``.
+"""--data-path, --split, and BigScience's ``--train-weighted-split-paths "NAME: WEIGHT START:STOP PATH, ..."``.
 
-A group is a blend in which each prefix comes with the portion of its documents. Of validation and test data there may
-be several groups, which are evaluated one by one. Facts from megatron/arguments.py (parse_data_paths) and
+A group of the latter is a blend in which each prefix has a portion of its documents. Validation and test data may have
+several groups, which are evaluated one by one. Facts from megatron/arguments.py (parse_data_paths) and
 megatron/data/dataset_utils.py (get_split_by_range_) of bigscience-workshop/Megatron-DeepSpeed.
 """
 
@@ -17,25 +17,22 @@ from megatron.training.arguments.config import DataConfig
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 
-# --data-path and --split as words: prefixes with or without weights, and shares; read as Megatron reads them.
-
-
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
 
 
 def parse_blend(values: Sequence[str], flag: str) -> Blend:
-    """Prefixes, or weights and prefixes in turn: an odd number of words is prefixes alone."""
+    """A blend from prefixes, or from weights and prefixes in turn; an odd number of words has no weights."""
     if not values:
-        raise Refusal(f"{flag} is empty: give a prefix, or weights and prefixes")
+        raise Refusal(flag, "is empty: give a prefix, or weights and prefixes")
     weights = [_number(word) for word in values[::2]] if len(values) % 2 == 0 else [None]
     if all(weight is None for weight in weights):
         return [word.strip() for word in values], None
     if any(weight is None for weight in weights):
-        raise Refusal(f"{flag}: give prefixes alone, or a weight before each prefix: 1 PREFIX 2.5 PREFIX")
+        raise Refusal(flag, ": give prefixes alone, or a weight before each prefix: 1 PREFIX 2.5 PREFIX")
     prefixes = [word.strip() for word in values[1::2]]
     for prefix, weight in zip(prefixes, weights):
         if not (math.isfinite(weight) and weight > 0):
-            raise Refusal(f"{flag}: weight {weight:g} of {prefix} must be above 0")
+            raise Refusal(flag, f": weight {weight:g} of {prefix} must be above 0")
     return prefixes, weights
 
 
@@ -47,12 +44,12 @@ def _number(word: str) -> float | None:
 
 
 def parse_split(split: str | None) -> str:
-    """Megatron's train,valid,test shares; core would read "9,-1" as 9,1 and "0,0,0" as NaN."""
+    """The shares train,valid,test. Checked here because core reads "9,-1" as 9,1 and "0,0,0" as NaN."""
     if split is None:
         return "969,30,1"
     number = r"\s*(\d+\.?\d*|\.\d+)\s*"
     if not re.fullmatch(f"{number}(,{number}){{0,2}}", split) or not any(map(float, split.split(","))):
-        raise Refusal(f"--split {split}: give up to three shares, for example 969,30,1")
+        raise Refusal(f"--split {split}", ": give up to three shares, for example 969,30,1")
     return split
 
 
@@ -63,7 +60,7 @@ ENTRY = re.compile(rf"{NUMBER}\s+{NUMBER}:{NUMBER}\s+(\S+)")
 
 
 class Group(NamedTuple):
-    """One named blend: prefixes, each with its portion behind a space, and their weights."""
+    """One named blend: prefixes, each followed by a space and its portion, and their weights."""
 
     name: str
     prefixes: list[str]
@@ -71,41 +68,41 @@ class Group(NamedTuple):
 
 
 def weighted_groups(data: DataConfig, split: str) -> list[Group]:
-    """The groups of ``train``, ``valid`` or ``test``; none where no flag names them.
+    """The groups of ``train``, ``valid`` or ``test``; an empty list if no flag gives any.
 
     Raises:
-        Refusal: not of the form, twice the same, or a file that cannot be read.
+        Refusal: a group is not of this form, two have one name, or a file cannot be read.
     """
     flag = f"--{split}-weighted-split-paths"
     texts, file = getattr(data, f"{split}_weighted_split_paths"), getattr(data, f"{split}_weighted_split_paths_path")
     if texts and file:
-        raise Refusal(f"{flag} and {flag}-path name the same data: leave one out")
+        raise Refusal(f"{flag} and {flag}-path", "name the same data: leave one out")
     if file:
         flag += "-path"
         texts = _in_file(file, flag)
     groups = [_group(text, flag) for text in texts or ()]
     if split == "train" and len(groups) > 1:
-        raise Refusal(f"{flag} names {len(groups)} groups: there is one of training data")
+        raise Refusal(flag, f"names {len(groups)} groups: there is one of training data")
     if len({group.name for group in groups}) < len(groups):
-        raise Refusal(f"{flag} names two groups alike: give each a name of its own")
+        raise Refusal(flag, "names two groups alike: give each a name of its own")
     return groups
 
 
 def portion(prefix: str) -> tuple[str, tuple[float, float] | None]:
-    """(the prefix itself, the portion of its documents that is meant), of a prefix of a group; None: no such thing."""
-    found = re.fullmatch(rf"(.*) {NUMBER}:{NUMBER}", prefix)
-    return (found[1], (float(found[2]), float(found[3]))) if found else (prefix, None)
+    """(prefix, (start, stop)) from a prefix of a group; the second is None if it has no portion."""
+    match = re.fullmatch(rf"(.*) {NUMBER}:{NUMBER}", prefix)
+    return (match[1], (float(match[2]), float(match[3]))) if match else (prefix, None)
 
 
 def _group(text: str, flag: str) -> Group:
     name, colon, rest = text.partition(":")
     entries = [ENTRY.fullmatch(part.strip()) for part in rest.split(",")]
     if not colon or not name.strip() or not all(entries):
-        raise Refusal(f"{flag} {text!r} is not of the form {FORM}: give it so")
+        raise Refusal(f"{flag} {text!r}", f"is not of the form {FORM}: give it so")
     for entry in entries:
         start, stop = float(entry[2]), float(entry[3])
         if not 0 <= start < stop <= 1 or not float(entry[1]) > 0:
-            raise Refusal(f"{flag}: {entry[0]!r} must have a weight above 0 and 0 <= START < STOP <= 1")
+            raise Refusal(flag, f": {entry[0]!r} must have a weight above 0 and 0 <= START < STOP <= 1")
     return Group(
         name.strip(),
         [f"{entry[4]} {float(entry[2]):g}:{float(entry[3]):g}" for entry in entries],
@@ -118,8 +115,8 @@ def _in_file(file: str, flag: str) -> Sequence[str]:
     try:
         lines = read_bytes(file).decode("utf-8").strip().splitlines()
     except (OSError, ValueError) as error:
-        raise Refusal(f"{flag} {file}: {getattr(error, 'strerror', None) or error}") from None
-    found = re.findall(r'"([^"]*)"', lines[0]) if len(lines) == 1 else []
-    if not found or re.sub(r'"[^"]*"', "", lines[0]).strip():
-        raise Refusal(f"{flag} {file}: not one line of groups in double quotes, each of the form {FORM}")
-    return found
+        raise Refusal(f"{flag} {file}", f": {getattr(error, 'strerror', None) or error}") from None
+    groups = re.findall(r'"([^"]*)"', lines[0]) if len(lines) == 1 else []
+    if not groups or re.sub(r'"[^"]*"', "", lines[0]).strip():
+        raise Refusal(f"{flag} {file}", f": not one line of groups in double quotes, each of the form {FORM}")
+    return groups

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of --dry-run, before the rest is checked."""
+"""The flags of --dry-run, which are completed before the others are checked."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from copy import deepcopy
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.data_paths import WEIGHTED
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
-def settle(config: Config, started: int) -> Config:
-    """A dry run needs no data, no duration and no learning rate: what was left open is filled in.
+def complete_dry_run(config: Config, started: int) -> Config:
+    """Fill in the data, the duration and the learning rate of a dry run, which needs none of them.
 
     Args:
-        started: processes; where launchers say their number with --world-size, the two must agree.
+        started: number of processes. If a launcher passes --world-size to a training run, the two must agree.
 
     Raises:
-        Refusal: a flag that only a dry run reads is there without it, or the other way round.
+        Refusal: a flag that only a dry run reads is given without it, or is out of range.
     """
     simulation = config.simulation
     if not simulation.dry_run:
         if simulation.world_size not in (None, started):
             here = "1 process was" if started == 1 else f"{started} processes were"
             raise Refusal(
-                f"--world-size {simulation.world_size}, and {here} started: start as many, or add --dry-run, which "
-                "simulates them"
+                f"--world-size {simulation.world_size}",
+                f", and {here} started: start as many, or add --dry-run, which simulates them",
+                Fix("--dry-run"),
             )
         given = {
             "--dry-run-json": simulation.dry_run_json,
@@ -37,19 +38,34 @@ def settle(config: Config, started: int) -> Config:
         }
         for flag in (flag for flag, value in given.items() if value):
             more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
-            raise Refusal(f"{flag} does nothing without --dry-run: add --dry-run{more}, or leave it out")
+            raise Refusal(
+                flag,
+                f"does nothing without --dry-run: add --dry-run{more}, or leave it out",
+                Fix("--dry-run"),
+                LEAVE_OUT,
+            )
         return config
     if simulation.dry_run_jitter and not simulation.gpu:
-        raise Refusal("--dry-run-jitter: it is about the time of a step: add --gpu NAME, or leave it out")
+        raise Refusal(
+            "--dry-run-jitter",
+            ": it is about the time of a step: add --gpu NAME, or leave it out",
+            LEAVE_OUT,
+        )
     if not 0 <= simulation.dry_run_jitter < 1:
-        raise Refusal(f"--dry-run-jitter {simulation.dry_run_jitter:g}: give a share from 0 to below 1, such as 0.02")
+        raise Refusal(
+            f"--dry-run-jitter {simulation.dry_run_jitter:g}", ": give a share from 0 to below 1, such as 0.02"
+        )
     if simulation.world_size is not None and simulation.world_size < 1:
-        raise Refusal(f"--world-size {simulation.world_size}: give the number of simulated processes, at least 1")
+        raise Refusal(f"--world-size {simulation.world_size}", ": give the number of simulated processes, at least 1")
     events = simulation.dry_run_trace_events
     if events is not None and not (simulation.gpu and simulation.dry_run_json):
-        raise Refusal("--dry-run-trace-events is of the trace: add --gpu and --dry-run-json, or leave it out")
+        raise Refusal(
+            "--dry-run-trace-events",
+            "is of the trace: add --gpu and --dry-run-json, or leave it out",
+            LEAVE_OUT,
+        )
     if events is not None and events < 1:
-        raise Refusal(f"--dry-run-trace-events {events}: give a number of at least 1")
+        raise Refusal(f"--dry-run-trace-events {events}", ": give a number of at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
     files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path)
@@ -68,13 +84,13 @@ def settle(config: Config, started: int) -> Config:
 
 
 def processes(config: Config, started: int) -> int:
-    """Processes of the run: of a simulated one --world-size, else as many as were ``started``."""
+    """Number of processes: --world-size for a dry run, else as many as were ``started``."""
     simulation = config.simulation
     return simulation.world_size or started if simulation.dry_run else started
 
 
 def priced(config: Config) -> list[str]:
-    """What a dry run does not run as the run would, or what its time hangs on: a line each."""
+    """One note for each thing that a dry run computes by formula, or leaves out, instead of running it."""
     model, notes = config.model, []
     if model.fp8_format:
         notes.append(
@@ -92,5 +108,5 @@ def priced(config: Config) -> list[str]:
 
 
 def leaves(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether this process has nothing to do: a launcher started many, and one of them simulates them all."""
+    """Whether this process has nothing to do: of the processes that a launcher starts, rank 0 simulates all."""
     return "--dry-run" in argv and environment.get("RANK", "0") != "0"

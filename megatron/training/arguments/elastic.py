@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic runs: a grid for as many processes as there are at each start, so that a job goes on with what is left of it.
+"""Elastic runs: at each start, a grid is chosen for the processes that there are.
 
-Losses do not depend on the grid, checkpoints are read on any grid, and the schedule counts samples: so a change of
-machines is a restart on another grid, and nothing else.
+Losses do not depend on the grid, checkpoints are read on any grid, and the schedule counts samples. A job that loses
+nodes can therefore restart on another grid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PART = re.compile(r"(tp|u|r|pp)(\d+)")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one entry; what processes are left over is DP."""
+    """Sizes of one entry; the remaining ranks are DP."""
 
     tp: int = 1
     u: int = 1
@@ -39,60 +39,67 @@ class Sizes:
 
 
 def read_grids(text: str) -> dict[int, Sizes]:
-    """Processes and their grid, from ``8: tp2 u2 r2; 4: u2 r2``.
+    """Grids by number of processes, from ``8: tp2 u2 r2; 4: u2 r2``.
 
     Raises:
         Refusal: an entry cannot be read, or its grid does not divide its processes.
     """
-    found: dict[int, Sizes] = {}
+    grids: dict[int, Sizes] = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         processes, colon, words = entry.partition(":")
         parts = [PART.fullmatch(word) for word in words.lower().split()]
         names = [part[1] for part in parts if part]
         if not (colon and processes.strip().isdigit() and all(parts) and len(set(names)) == len(parts)):
-            raise Refusal(f"{entry!r} cannot be read of {HOW}")
+            raise Refusal(f"{entry!r} cannot be read of {HOW}", about="--elastic-grids")
         number, sizes = int(processes), Sizes(**{part[1]: int(part[2]) for part in parts})
         if number < 1 or sizes.model < 1 or number % sizes.model:
-            raise Refusal(f"{entry!r} of --elastic-grids: {sizes} does not divide {number} processes; make it smaller")
-        if number in found:
-            raise Refusal(f"{entry!r} of --elastic-grids: {number} processes have a grid already; leave one out")
-        found[number] = sizes
-    if not found:
-        raise Refusal(f"{text!r} holds no grid: {HOW}")
-    return found
+            raise Refusal(
+                f"{entry!r} of --elastic-grids: {sizes} does not divide {number} processes; make it smaller",
+                about="--elastic-grids",
+            )
+        if number in grids:
+            raise Refusal(
+                f"{entry!r} of --elastic-grids: {number} processes have a grid already; leave one out",
+                about="--elastic-grids",
+            )
+        grids[number] = sizes
+    if not grids:
+        raise Refusal(f"{text!r} holds no grid: {HOW}", about="--elastic-grids")
+    return grids
 
 
 Complete = Callable[[Config, int], Config]
 Fastest = Callable[[list[Config], int], int | None]
-"""Which of some completed configurations takes the least time of those that fit so many processes; None: none fits."""
+"""Index of the fastest of some completed configurations on so many processes; None if none fits in memory."""
 
 
 def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fastest | None = None) -> Config:
-    """A copy of ``config`` with the grid for so many processes, which is noted; itself in a run that is not elastic.
+    """A copy of ``config`` with a grid for ``world_size`` processes; ``config`` itself if the run is not elastic.
 
-    With ``--elastic-grids``: the entry of as many processes, or the one of the most that divide them, with more DP.
-    With ``--gpu``: the fastest of all grids that fit, by the planner, with the ways to save memory that the flags name.
-    Without: TP and PP as they are, and of the context-parallel size as much as fits.
+    With ``--elastic-grids``: the entry with the largest number of processes that divides them; the rest is more DP.
+    With ``--gpu``: the grid that the planner finds to be the fastest, with the memory savings that the flags name.
+    Otherwise: TP and PP as given, and the largest context-parallel size that fits.
 
     Args:
-        complete: raises a :class:`Refusal` of a configuration that cannot run.
-        fastest: the planner, where the caller has one.
+        complete: raises a :class:`Refusal` for a configuration that cannot run.
+        fastest: the planner; None if the caller has none.
     """
     parallel = config.parallel
     if not (parallel.elastic or parallel.elastic_grids):
         return config
     folders = config.checkpoint.save, config.checkpoint.load
     if None in folders or folders[0] != folders[1]:
-        raise Refusal("--elastic goes on from its own checkpoints: give --save DIR and --load with the same folder")
+        raise Refusal("--elastic", "goes on from its own checkpoints: give --save DIR and --load with the same folder")
     if config.data.global_batch_size is None and config.data.rampup_batch_size is None:
-        raise Refusal("--elastic: without --global-batch-size the batch would change with the processes; give it")
+        raise Refusal("--elastic", ": without --global-batch-size the batch would change with the processes; give it")
     if parallel.elastic_grids:
         grids = read_grids(parallel.elastic_grids)
         fitting = [number for number in sorted(grids) if world_size % number == 0]
         if not fitting:
             raise Refusal(
-                f"--elastic-grids has no grid for {world_size} processes, nor for a divisor of it: add one, or raise "
-                "the minimum of --nnodes"
+                "--elastic-grids",
+                f"has no grid for {world_size} processes, nor for a divisor of it: add one, or raise the minimum "
+                "of --nnodes",
             )
         chosen = _with(config, grids[fitting[-1]])
     elif config.simulation.gpu and fastest is not None:
@@ -106,7 +113,7 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
         f"x PP {one.pipeline_model_parallel_size}, the rest DP{_planner(config, fastest)}"
     )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        chosen.notes.append(  # torch 2.13: agents that were there before publish no address for one that comes later
+        chosen.notes.append(  # torch 2.13: agents that are running publish no address for one that joins later
             "elastic: a node that joins later is not let in, unless torchrun was started with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
@@ -131,7 +138,7 @@ def _planner(config: Config, fastest: Fastest | None) -> str:
 
 
 def _planned(config: Config, world_size: int, complete: Complete, fastest: Fastest) -> Config:
-    """The grid that ``fastest`` names, of all that divide so many processes and that the program takes."""
+    """The grid that ``fastest`` chooses, of all that divide ``world_size`` and that the program accepts."""
     grids, completed, refused = [], [], None
     for sizes in _every(world_size):
         grid = _with(config, sizes)
@@ -142,12 +149,13 @@ def _planned(config: Config, world_size: int, complete: Complete, fastest: Faste
             continue
         grids.append(grid)
     if not grids:
-        raise refused or Refusal(f"--elastic: no grid of {world_size} processes can run this")
+        raise refused or Refusal("--elastic", f": no grid of {world_size} processes can run this")
     best = fastest(completed, world_size)
     if best is None:
         raise Refusal(
-            f"--elastic: no grid of {world_size} processes fits {config.simulation.gpu}: save memory "
-            "(--recompute-granularity full, --fpdt, --zero-stage 3), or raise the minimum of --nnodes"
+            "--elastic",
+            f": no grid of {world_size} processes fits {config.simulation.gpu}: save memory "
+            "(--recompute-granularity full, --fpdt, --zero-stage 3), or raise the minimum of --nnodes",
         )
     return grids[best]
 
@@ -160,7 +168,7 @@ def _every(world_size: int) -> Iterator[Sizes]:
 
 
 def _largest(config: Config, world_size: int, complete: Complete) -> Config:
-    """The grid of the flags, with as much of its context-parallel size as so many processes can run."""
+    """The grid of the flags, with the largest context-parallel size up to theirs that the processes can run."""
     parallel, refused = config.parallel, None
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
     given = (ulysses or 1) * (ring or 1) if ulysses or ring else parallel.context_parallel_size or 1
@@ -182,6 +190,7 @@ def _largest(config: Config, world_size: int, complete: Complete) -> Config:
             continue
         return chosen
     raise refused or Refusal(
-        f"--elastic: TP x PP = {kept} does not divide {world_size} processes: use --elastic-grids, or raise the "
-        "minimum of --nnodes"
+        "--elastic",
+        f": TP x PP = {kept} does not divide {world_size} processes: use --elastic-grids, or raise the "
+        "minimum of --nnodes",
     )

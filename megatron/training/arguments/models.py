@@ -11,6 +11,7 @@ from megatron.formulas.strategy import Shape
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
 
+# What every Llama has, whichever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -21,11 +22,12 @@ LLAMA: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+LLAMA_DEFAULTS = {f"model.{name}": value for name, value in LLAMA.items()}  # as `parser.parse` takes them
 
 # Values of --position-embedding-type that rotate queries and keys.
 ROTARY = ("rope", "yarn")
 
-# Learned positions: as many as --seq-length asks for, unless --max-position-embeddings is given.
+# As many learned positions as --seq-length has, unless --max-position-embeddings is given.
 GPT: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "hidden_dropout": 0.0,
@@ -34,15 +36,15 @@ GPT: dict[str, Any] = {
 
 
 def shape(name: str) -> dict[str, Any]:
-    """The settings of :class:`ModelConfig` that a named model fixes.
+    """The settings of :class:`ModelConfig` that a named model sets.
 
     The GPT shapes are GPT-3's (13B as 40 heads of 128) and, for 30B, OPT's. Dropout is 0 everywhere: no
     long-context model is trained with it.
 
-    The GenSLM page gives sizes (25B, 33B) and a learned position embedding, not shapes. Taken here: width 5760 with 64
-    and 80 layers, as in Argonne's public launch scripts; that gives 25.8B and 32.1B, and the page's 10 GB for 100K
-    positions (16 bytes a parameter: 9.2 GB). 80 heads of 72, since flash kernels want head sizes in multiples of 8; add
-    ``--num-attention-heads 64`` for the page's runs on TP 32.
+    The GenSLM page gives sizes (25B, 33B) and a learned position embedding, but no shapes. The shapes here have width
+    5760 with 64 and 80 layers, as in Argonne's public launch scripts. That gives 25.8B and 32.1B parameters and, at 16
+    bytes per parameter, 9.2 GB for 100K positions (the page: 10 GB). They have 80 heads of 72, since flash kernels need
+    head sizes in multiples of 8; add ``--num-attention-heads 64`` for the page's runs on TP 32.
 
     Raises:
         Refusal: no such model.
@@ -60,12 +62,14 @@ def shape(name: str) -> dict[str, Any]:
         "genslm-33b": GPT | _size(80, 5760, 80),
     }
     if name not in shapes:
-        raise Refusal(f"--model {name}: not a known shape; choose from {', '.join(shapes)}, or give the sizes by flags")
+        raise Refusal(
+            f"--model {name}", f": not a known shape; choose from {', '.join(shapes)}, or give the sizes by flags"
+        )
     return shapes[name]
 
 
 def vocabulary(name: str) -> int:
-    """The vocabulary a named model was published with. A run's own is its tokenizer's."""
+    """Size of the vocabulary that a named model was published with; a run has its tokenizer's."""
     return 128256 if name.startswith("llama3") else 32000 if name.startswith("llama2") else 50257
 
 
@@ -82,15 +86,15 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
 
 
 def activation(model: ModelConfig) -> str:
-    """What the MLP computes, as Megatron-LM does with the same flags: ``silu``, ``squared_relu``, or GELU by tanh
-    (``tanh_gelu``), as in the fused kernel that adds the bias as well, or by erf (``gelu``), where that is not used."""
+    """Activation of the MLP, as Megatron-LM chooses it: ``silu``, ``squared_relu``, ``tanh_gelu`` (GELU by tanh, in the
+    fused kernel that also adds the bias) or ``gelu`` (GELU by erf, without that kernel)."""
     if model.swiglu or model.squared_relu:
         return "silu" if model.swiglu else "squared_relu"
     return "tanh_gelu" if model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear) else "gelu"
 
 
 def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
-    """What the closed forms know of a model. Learned positions count ``max_position_embeddings`` rows."""
+    """The shape that the closed forms count; learned positions have ``max_position_embeddings`` rows."""
     model = derive_shape(model)
     learned = model.position_embedding_type == "learned_absolute"
     return Shape(
@@ -115,7 +119,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
 
 def _size(layers: int, width: int, heads: int, ffn: int | None = None) -> dict[str, Any]:
     sizes = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
-    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # else 4 * width, also of another --hidden-size
+    return sizes | ({"ffn_hidden_size": ffn} if ffn else {})  # else 4 * width, also with another --hidden-size
 
 
 def _llama3() -> dict[str, Any]:
@@ -128,8 +132,8 @@ def _llama3() -> dict[str, Any]:
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters of the model with an embedding of ``vocab_size`` rows (padded or not, as given).
+    """Number of parameters of a model whose embedding has ``vocab_size`` rows (no padding is added).
 
-    Learned positions count ``max_position_embeddings`` rows, none where that is not set.
+    Learned positions have ``max_position_embeddings`` rows, or none if that is not set.
     """
     return stage_parameters(model_shape(model, vocab_size), 1, 1, 0, padded=False).numel

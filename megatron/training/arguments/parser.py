@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a command line to a :class:`Config`. The parser is built from the dataclasses of `config.py`."""
+"""From a command line to a :class:`Config`. The parser is built from the dataclasses in settings/."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from megatron.training.arguments.argv import flat, options, plain
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.dry_run_flags import processes, settle
+from megatron.training.arguments.dry_run_flags import complete_dry_run, processes
 from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.foreign.foreign_flags import translate
 from megatron.training.arguments.models import shape
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
-from megatron.training.refusal import Gather, Refusal, Refusals, one_line
+from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all
 
-# ``--use-checkpoint-args``: the model's settings from a checkpoint, as Megatron-LM takes them.
-
-
-# Of these the checkpoint's count, whatever the flags say, as in Megatron-LM (load_args_from_checkpoint of its
-# megatron/training/checkpointing.py); of the others the flags count where given.
+# ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM
+# (load_args_from_checkpoint in its megatron/training/checkpointing.py); for the others, flags that are given win.
 CHECKPOINT_WINS = (
     "num_query_groups",
     "group_query_attention",
@@ -44,26 +41,26 @@ CHECKPOINT_WINS = (
     "attention_dropout",
     "hidden_dropout",
 )
-# Of a longer context than the checkpoint's, these flags count with --finetune: that is how it is stretched.
+# With --finetune and a longer sequence than the checkpoint's, these flags win: they stretch its positions.
 POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
 ShapeOf = Callable[[str, int | None, bool], dict[str, Any] | None]
 
 
 def take_checkpoint_args(config: Config, given: Collection[str], shape_of: ShapeOf) -> None:
-    """Put the settings of the checkpoint in ``--load``, or else in ``--pretrained-checkpoint``, into ``config``.
+    """Copy the settings of the checkpoint in ``--load``, or else in ``--pretrained-checkpoint``, into ``config``.
 
-    What that changes is noted. Where there is no checkpoint yet, the flags count, as in Megatron-LM.
+    Changes are added to ``config.notes``. If there is no checkpoint yet, the flags are used, as in Megatron-LM.
 
     Args:
-        given: settings that flags gave, as "section.field".
+        given: settings that flags set, as "section.field".
         shape_of: see :func:`megatron.training.checkpoint.arguments_of.shape_of`.
 
     Raises:
-        Refusal: no folder to look in, or a checkpoint that does not say its model.
+        Refusal: no folder is given, or the checkpoint does not describe its model.
     """
     settings = config.checkpoint
     if settings.load is None and settings.pretrained_checkpoint is None:
-        raise Refusal("--use-checkpoint-args: from which checkpoint? Give --load or --pretrained-checkpoint")
+        raise Refusal("--use-checkpoint-args", ": from which checkpoint? Give --load or --pretrained-checkpoint")
     saved = None
     if settings.load:
         saved = shape_of(settings.load, settings.ckpt_step, settings.skip_damaged_checkpoints)
@@ -73,7 +70,7 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
     if saved is None:
         config.notes.append(f"--use-checkpoint-args: {folder} has no checkpoint yet, so the flags count")
         return
-    over, stretched = [], _longer_than(saved, config, given)
+    overridden, stretched = [], _longer_than(saved, config, given)
     for name, value in saved.items():
         part = config.data if name == "seq_length" else config.model
         section = "data" if name == "seq_length" else "model"
@@ -83,17 +80,17 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
         if is_given and (name not in CHECKPOINT_WINS or (stretched and name in POSITIONS)):
             continue
         if is_given and getattr(part, name) != value:
-            over.append(f"{name.replace('_', '-')} {getattr(part, name)} -> {value}")
+            overridden.append(f"{name.replace('_', '-')} {getattr(part, name)} -> {value}")
         setattr(part, name, value)
     config.notes.append(f"--use-checkpoint-args: the model as in {folder}")
     if stretched:
         _stretch(config, given, saved, stretched)
-    if over:
-        config.notes.append(f"--use-checkpoint-args: the checkpoint's count, not the flags': {', '.join(over)}")
+    if overridden:
+        config.notes.append(f"--use-checkpoint-args: the checkpoint's count, not the flags': {', '.join(overridden)}")
 
 
 def _longer_than(saved: dict[str, Any], config: Config, given: Collection[str]) -> int:
-    """The length that a checkpoint was trained at, where flags stretch its rotary positions beyond it; else 0."""
+    """The length that a checkpoint was trained with, if flags stretch its rotary positions beyond it; else 0."""
     trained, length = saved.get("seq_length") or saved.get("max_position_embeddings") or 0, config.data.seq_length
     if not config.checkpoint.finetune or "data.seq_length" not in given or length <= trained:
         return 0
@@ -104,7 +101,7 @@ def _longer_than(saved: dict[str, Any], config: Config, given: Collection[str]) 
 
 
 def _stretch(config: Config, given: Collection[str], saved: dict[str, Any], trained: int) -> None:
-    """Settle what comes with a longer context where no flag says it: the table, and what YaRN counts from."""
+    """Set what a longer context needs and no flag gives: the longest position, and YaRN's original length."""
     model = config.model
     changed = [name for name in POSITIONS if f"model.{name}" in given and saved.get(name) != getattr(model, name)]
     what = ", ".join(f"{name.replace('_', '-')} {saved.get(name)} -> {getattr(model, name)}" for name in changed)
@@ -117,7 +114,7 @@ def _stretch(config: Config, given: Collection[str], saved: dict[str, Any], trai
     config.notes.append(f"--use-checkpoint-args: {trained} to {config.data.seq_length} tokens, by the flags: {what}")
 
 
-LARGEST = 2**53  # tokens of the longest runs are below 2**45; beyond 2**63 PyTorch takes no number
+LARGEST = 2**53  # the longest runs have less than 2**45 tokens; PyTorch takes no number above 2**63
 USAGE = "%(prog)s --model NAME | --num-layers N --hidden-size N ... [flags]"
 EPILOG = (
     "Megatron-LM's other flags are known by name: those that cannot change the result are accepted with a note, "
@@ -134,13 +131,14 @@ def parse(
 ) -> Config:
     """Read a command line; with ``world_size``, also complete and check it.
 
-    Flags that were given win over the shape of ``--model``, which wins over ``defaults`` ({"section.field": value},
-    from an entry point), which win over the dataclasses' defaults. ``--help`` prints and exits.
+    Flags that are given win over the shape of ``--model``. That wins over ``defaults`` of an entry point, and those win
+    over the defaults of the dataclasses. ``--help`` prints and exits.
 
     Args:
-        world_size: processes of this run; a dry run has its own --world-size.
         argv: the words after the program's name; None reads them from ``sys.argv``.
-        shape_of: reads a checkpoint's model for --use-checkpoint-args; None: only a run does that.
+        defaults: {"section.field": value}.
+        world_size: number of processes; a dry run has its own --world-size.
+        shape_of: reads a checkpoint's model for --use-checkpoint-args, which is ignored without it.
         fastest: chooses among grids, for --elastic with --gpu.
 
     Raises:
@@ -150,8 +148,8 @@ def parse(
     try:
         return _read(given, defaults, world_size, shape_of, fastest)
     except Refusal as refusal:
-        told = explained(refusal, given, lambda words: _read(words, defaults, world_size, shape_of), _kinds()[0])
-    raise told
+        shown = explained(refusal, given, lambda words: _read(words, defaults, world_size, shape_of))
+    raise shown
 
 
 def _read(
@@ -161,7 +159,7 @@ def _read(
     shape_of: ShapeOf | None,
     fastest: Fastest | None = None,
 ) -> Config:
-    """One reading: what is wrong with the words comes first; only sound words are completed and checked."""
+    """Read once. Faults of the words are refused first; only a readable command line is completed and checked."""
     gather = Gather()
     words = plain(argv, *_kinds())
     namespace, unread = _namespace(words, gather)
@@ -185,42 +183,41 @@ def _read(
         setattr(getattr(config, section), field, list(value) if isinstance(value, list) else value)
     translate(config, given)
     if "--no-position-embedding" in dict(others) and config.model.position_embedding_type == "learned_absolute":
-        raise Refusal("--no-position-embedding: use --position-embedding-type none, or rope")
+        raise Refusal(
+            "--no-position-embedding",
+            ": use --position-embedding-type none, or rope",
+            Fix("--position-embedding-type none"),
+        )
     if config.checkpoint.use_checkpoint_args and shape_of is not None:
         take_checkpoint_args(config, given, shape_of)
     if world_size is None:
         return config
-    config = settle(config, world_size)
+    config = complete_dry_run(config, world_size)
     return complete(choose_grid(config, processes(config, world_size), complete, fastest), world_size)
 
 
 def _namespace(words: list[str], gather: Gather) -> tuple[argparse.Namespace, list[str]]:
-    """What argparse reads. A value it cannot read is refused, and the rest is read without it."""
+    """What argparse reads, and the words it cannot place. An unreadable value is refused; the rest is read."""
     while True:
         try:
             return build_parser().parse_known_args(words)
         except Refusal as refusal:  # two spellings of one setting
-            gather.check("spellings", partial(refuse, str(refusal)))
+            gather.refusals += refusal.parts
             gather.finish()
         except argparse.ArgumentError as error:
             flags = (error.argument_name or "").split("/")
             reason = one_line(error.message)
             flag = next((option[0] for option in options(words) if option[0] in flags), flags[0])
-            gather.check(flag, partial(refuse, f"{flag}: {reason}"))
+            gather.refusals.append(Unreadable(flag, f": {reason}"))
             rest = [option for option in options(words) if option[0] not in flags]
             if len(rest) == len(options(words)):
                 gather.finish()
             words = flat(rest)
 
 
-def refuse(line: str) -> None:
-    """Raise."""
-    raise Refusal(line)
-
-
 @cache
 def _kinds() -> tuple[set[str], set[str], set[str], set[str], set[str]]:
-    """Flags without a value; those of them that say the default; flags with numbers, with words, with a pair."""
+    """Flags without a value; those of them that state the default; flags with numbers, with words, with a pair."""
     table = megatron_flags.rows().items()
     switches = {flag for flag, row in table if row.values == "0"} | set(megatron_flags.SPELLINGS)
     defaults = {flag for flag, (name, value) in megatron_flags.SPELLINGS.items() if value is True}
@@ -250,7 +247,7 @@ def settings() -> Iterator[tuple[str, str, Field]]:
 
 
 def spellings(field: Field) -> list[str]:
-    """Every way to write a setting's flag; the first is its name."""
+    """Every spelling of a setting's flag; the first is its name."""
     own = field.metadata.get("flags") or ["--" + field.name.replace("_", "-")]
     return [*own, *field.metadata.get("aliases", [])]
 
@@ -263,7 +260,7 @@ def supported_flags() -> list[str]:
 
 @cache
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; what was not given is left out of the namespace, other programs' flags are listed in ``others``."""
+    """The parser. Its namespace holds only what was given; flags of other programs are listed in ``others``."""
     parser = _Parser(
         usage=USAGE,
         epilog=EPILOG,
@@ -302,13 +299,13 @@ class _Note(argparse.Action):
 
 
 class _Store(argparse.Action):
-    """The last value of a flag counts; two spellings of one setting must agree."""
+    """Keeps the last value of a flag; two spellings of one setting must agree."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         spelled = dict(getattr(namespace, "spelled", {}))
         other, value = spelled.get(self.dest, (option_string, values))
         if other != option_string and value != values:
-            raise Refusal(f"{other} and {option_string} are two spellings of one setting, and differ: leave one out")
+            raise Refusal(f"{other} and {option_string}", "are two spellings of one setting, and differ: leave one out")
         namespace.spelled = {**spelled, self.dest: (option_string, values)}
         setattr(namespace, self.dest, values)
 
@@ -317,7 +314,7 @@ def _add(group: Any, section: str, field: Field) -> None:
     meta, text = field.metadata, field.metadata["help"]
     dest = f"{section}.{field.name}"
     if field.type == "bool":
-        off = field.default and "flags" in meta  # a setting that is on is switched off by flags of its own
+        off = field.default and "flags" in meta  # a setting that is on by default has flags that switch it off
         group.add_argument(*spellings(field), dest=dest, action="store_const", const=not off, help=text)
         return
     kind = (
@@ -348,15 +345,17 @@ def number(text: str) -> float:
 
 
 def _check_values(given: dict[str, Any]) -> None:
-    lines = []
+    refused = []
     for section, _, field in settings():
         value, choices = given.get(f"{section}.{field.name}"), field.metadata.get("choices")
         flag, numbers = spellings(field)[0], value if isinstance(value, list) else [value]
         if value == "" and section != "logging" or value == [] and not field.metadata.get("nargs"):
-            lines.append(f"{flag} has no value: give one, or leave it out")  # an empty variable of a script
+            refused.append(Unreadable(flag, "has no value: give one, or leave it out", LEAVE_OUT))  # an empty variable
         elif choices is not None and value is not None and value not in choices:
-            lines.append(f"{flag} {value}: not supported; choose from {', '.join(map(str, choices))}")
+            only = [Fix(f"{flag} {choices[0]}")] if len(choices) == 1 else []
+            refused.append(
+                Refusal(f"{flag} {value}", f": not supported; choose from {', '.join(map(str, choices))}", *only)
+            )
         elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
-            lines.append(f"{flag} {value}: nothing here counts so far; use less")
-    if lines:
-        raise Refusals(lines)
+            refused.append(Refusal(f"{flag} {value}", ": nothing here counts so far; use less"))
+    raise_all(refused)

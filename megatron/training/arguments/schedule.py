@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the phases of a run's schedule are, whichever of iterations, samples and tokens the flags count in.
+"""Lengths of the phases of a run's schedule, from flags in iterations, samples or tokens.
 
-Megatron-LM's schedule counts samples; Megatron-DeepSpeed's may count tokens (--lr-decay-tokens), which are samples
-times the length of one. A schedule with any such flag counts tokens throughout, so that a run may go on at another
---seq-length.
+Megatron-LM's schedule counts samples. Megatron-DeepSpeed's may count tokens (--lr-decay-tokens): samples times their
+length. With any such flag the whole schedule counts tokens, so that a run can continue at another --seq-length.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ class Spans:
     """Lengths in units of the schedule, counted from the start of the run.
 
     Attributes:
-        unit: what the schedule counts for a sample: 1, or its tokens.
-        warmup: warm-up.
+        unit: what one sample counts: 1, or its number of tokens.
+        warmup: length of the warm-up.
         decay: end of the decay.
         last: length of the last phase of WSD.
         total: the run, over which weight decay changes.
@@ -34,30 +33,30 @@ class Spans:
 
 
 def schedule_unit(config: Config, length: int | None = None) -> int:
-    """What the schedule counts for a sample: 1, or its tokens where a flag is in tokens.
+    """What one sample counts in the schedule: 1, or its number of tokens if a flag is in tokens.
 
     Args:
-        length: tokens of a sample that count in this step; default all.
+        length: number of tokens of a sample that count in this step; default all.
     """
     tokens = (config.optimizer.lr_decay_tokens, config.optimizer.lr_warmup_tokens, config.run.train_tokens)
     return 1 if tokens == (None, None, None) else length or config.data.seq_length
 
 
 def length_in_step(config: Config, iteration: int) -> int:
-    """Tokens of each sample that count in a step, the first of which is iteration 1, by --rampup-seq-length.
+    """Number of tokens of each sample that count in a step, by --rampup-seq-length; the first iteration is 1.
 
-    DeepSpeed's curriculum learning with ``fixed_linear`` (deepspeed/runtime/data_pipeline/curriculum_scheduler.py).
+    As DeepSpeed's curriculum learning with ``fixed_linear`` (deepspeed/runtime/data_pipeline/curriculum_scheduler.py).
     """
-    whole = config.data.seq_length
+    longest = config.data.seq_length
     if config.data.rampup_seq_length is None:
-        return whole
+        return longest
     start, increment, over = config.data.rampup_seq_length
-    grown = math.floor(iteration / over * (whole - start) + start)
-    return min(grown - grown % increment, whole)
+    grown = math.floor(iteration / over * (longest - start) + start)
+    return min(grown - grown % increment, longest)
 
 
 def spans(config: Config) -> Spans:
-    """The schedule of a run whose flags are checked."""
+    """The phases of a completed configuration."""
     settings, run, unit = config.optimizer, config.run, schedule_unit(config)
     if run.train_iters is not None:
         in_samples = [
@@ -73,7 +72,7 @@ def spans(config: Config) -> Spans:
         last = settings.lr_wsd_decay_samples
     warmup, decay, total = (None if samples is None else samples * unit for samples in in_samples)
     if total is None or (run.train_tokens and settings.weight_decay_incr_style == "constant"):
-        total = run.train_tokens  # which does not change with the length of samples, as the other does
+        total = run.train_tokens  # does not depend on --seq-length, unlike a number of samples
     decay = settings.lr_decay_tokens or decay or total
     if settings.lr_warmup_tokens is not None:
         warmup = settings.lr_warmup_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many layers each pipeline stage holds, as Megatron-LM's flags cut them."""
+"""How many layers each pipeline stage holds; and a configuration as workload and strategy of the closed forms."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import gcd
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import model_shape
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def stage_layers(config: Config) -> list[int]:
-    """Layers of each pipeline rank; an embedding or a loss that counts as a layer is not one of them."""
+    """Number of layers of each pipeline rank, without an embedding or a loss that counts as a layer."""
     layers, parallel = slots(config), config.parallel
     layers[0] -= parallel.account_for_embedding_in_pipeline_split
     layers[-1] -= parallel.account_for_loss_in_pipeline_split
@@ -21,19 +21,19 @@ def stage_layers(config: Config) -> list[int]:
 
 
 def chunk_layers(config: Config) -> list[int]:
-    """Layers of each model chunk: of each virtual stage of each pipeline rank, once the number of those is settled."""
+    """Number of layers of each virtual stage of each pipeline rank, once the number of virtual stages is complete."""
     parallel, virtual = config.parallel, config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    found = [layers // virtual for layers in slots(config) for _ in range(virtual)]
-    found[0] -= parallel.account_for_embedding_in_pipeline_split
-    found[-1] -= parallel.account_for_loss_in_pipeline_split
-    return found
+    counts = [layers // virtual for layers in slots(config) for _ in range(virtual)]
+    counts[0] -= parallel.account_for_embedding_in_pipeline_split
+    counts[-1] -= parallel.account_for_loss_in_pipeline_split
+    return counts
 
 
 def slots(config: Config) -> list[int]:
-    """What each pipeline rank has room for: layers, and an embedding and a loss where those count as layers.
+    """Number of layers of each pipeline rank, with an embedding and a loss that count as layers.
 
     Raises:
-        Refusal: it cannot be cut as the flags say.
+        Refusal: the layers cannot be split as the flags say.
     """
     parallel, layers = config.parallel, config.model.num_layers
     stages = parallel.pipeline_model_parallel_size
@@ -45,69 +45,78 @@ def slots(config: Config) -> list[int]:
             near = [layers // stages * stages - len(counted), (layers // stages + 1) * stages - len(counted)]
             more = f", with {' and '.join(counted)}," if counted else ""
             raise Refusal(
-                f"--num-layers {config.model.num_layers}{more} is no multiple of --pipeline-model-parallel-size "
-                f"{stages}: use {' or '.join(str(n) for n in near if n > 0)}"
+                f"--num-layers {config.model.num_layers}{more}",
+                f"is no multiple of --pipeline-model-parallel-size {stages}: use "
+                f"{' or '.join(str(n) for n in near if n > 0)}",
             )
         return [layers // stages] * stages
     given = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     words = " and ".join(f"{flag} {count}" for flag, count in given.items() if count is not None)
     if counted:
-        raise Refusal(f"{words} and {' and '.join(counted)} both say how long stages are: leave one out")
+        raise Refusal(f"{words} and {' and '.join(counted)}", "both say how long stages are: leave one out")
     if stages == 1:
-        raise Refusal(f"{words} needs --pipeline-model-parallel-size above 1: raise it, or leave {words} out")
+        raise Refusal(words, f"needs --pipeline-model-parallel-size above 1: raise it, or leave {words} out", LEAVE_OUT)
     left, others = layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
     if min(count for count in given.values() if count is not None) < 1 or left < others or (others and left % others):
         raise Refusal(
-            f"{words} of --num-layers {layers} leave {left} layers for the other {others} of "
-            f"--pipeline-model-parallel-size {stages} stages: leave each the same number, at least one"
+            words,
+            f"of --num-layers {layers} leave {left} layers for the other {others} of "
+            f"--pipeline-model-parallel-size {stages} stages: leave each the same number, at least one",
         )
     if not others and left:
-        raise Refusal(f"{words} are not --num-layers {layers} in all: make them")
+        raise Refusal(words, f"are not --num-layers {layers} in all: make them")
     middle = left // others if others else 0
-    found = [middle] * stages
-    found[0] = middle if first is None else first
-    found[-1] = middle if last is None else last
-    return found
+    counts = [middle] * stages
+    counts[0] = middle if first is None else first
+    counts[-1] = middle if last is None else last
+    return counts
 
 
-def settle_virtual_stages(config: Config) -> None:
-    """Check how stages are cut, and settle the number of virtual ones from either of its spellings.
+def complete_virtual_stages(config: Config) -> None:
+    """Complete the number of virtual stages from either of its two flags.
 
     Raises:
-        Refusal: a stage cannot be cut so.
+        Refusal: the layers cannot be split into these stages.
     """
     parallel, each = config.parallel, slots(config)
     depth, virtual = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
     uneven = len(set(each)) > 1
     if depth and uneven:
         raise Refusal(
-            f"--num-layers-per-virtual-pipeline-stage {depth} with stages of {', '.join(map(str, each))} layers: give "
-            "--num-virtual-stages-per-pipeline-rank"
+            f"--num-layers-per-virtual-pipeline-stage {depth}",
+            f"with stages of {', '.join(map(str, each))} layers: give --num-virtual-stages-per-pipeline-rank",
         )
     layers = gcd(*each)
     if depth and (layers % depth or virtual not in (None, layers // depth)):
         raise Refusal(
-            f"--num-layers-per-virtual-pipeline-stage {depth} does not cut the {layers} layers of a stage evenly, or "
-            "not into --num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor"
+            f"--num-layers-per-virtual-pipeline-stage {depth}",
+            f"does not cut the {layers} layers of a stage evenly, or not into "
+            "--num-virtual-stages-per-pipeline-rank parts: give one of the two, a divisor",
         )
     virtual = layers // depth if depth else virtual or 1
     if layers % virtual:
         raise Refusal(
-            f"--num-virtual-stages-per-pipeline-rank {virtual} does not divide the "
-            f"{' or '.join(map(str, sorted(set(each))))} layers of a pipeline stage: use {gcd(layers, virtual)}"
+            f"--num-virtual-stages-per-pipeline-rank {virtual}",
+            f"does not divide the {' or '.join(map(str, sorted(set(each))))} layers of a pipeline stage: use "
+            f"{gcd(layers, virtual)}",
         )
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if virtual > 1 and len(each) == 2 and None not in (first, last):  # megatron-core divides by the stages between them
         raise Refusal(
             "virtual pipeline stages with --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers and "
-            "no stage between them: leave out one of the two"
+            "no stage between them: leave out one of the two",
+            about="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
         )
+    virtual_flags = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
     if virtual > 1 and len(each) == 1:
         raise Refusal(
-            "virtual pipeline stages need --pipeline-model-parallel-size above 1: raise it, or leave them out"
+            "virtual pipeline stages",
+            "need --pipeline-model-parallel-size above 1: raise it, or leave them out",
+            Fix(drop=virtual_flags),
+            about=f"--pipeline-model-parallel-size {virtual_flags}",
         )
     if min(stage_layers(config)) < 0 or (_counted(config) and min(each) // virtual < 1):
-        raise Refusal(f"{' and '.join(_counted(config))}: a stage has no room for them: use fewer stages")
+        raise Refusal(" and ".join(_counted(config)), ": a stage has no room for them: use fewer stages")
     parallel.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
     parallel.num_layers_per_virtual_pipeline_stage = layers // virtual if virtual > 1 and not uneven else None
 
@@ -121,11 +130,8 @@ def _counted(config: Config) -> list[str]:
     return [flag for flag, on in given.items() if on]
 
 
-# What the closed forms are asked of a run: its workload, and how it is trained.
-
-
 def workload_of(config: Config, vocab_size: int) -> Workload:
-    """Of a completed configuration. Every pipeline stage has as many layers as the longest one."""
+    """The workload of a completed configuration; every pipeline stage counts with the layers of the longest one."""
     parallel = config.parallel
     layers = max(stage_layers(config)) * parallel.pipeline_model_parallel_size
     return Workload(
@@ -137,7 +143,7 @@ def workload_of(config: Config, vocab_size: int) -> Workload:
 
 
 def strategy_of(config: Config) -> Strategy:
-    """Of a completed configuration, as if on one data-parallel replica: how many there are, the processes say."""
+    """The strategy of a completed configuration, for one data-parallel replica."""
     parallel, attention, chunks = config.parallel, config.attention, config.chunks
     return Strategy(
         tensor=parallel.tensor_model_parallel_size,

@@ -1,178 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From refusals to the command line that would be taken.
+"""From refusals to a command line that would be accepted.
 
-A refusal ends with its way out: ``leave it out``, ``use --this 8``, ``add --that``. Here that sentence is read again
-and done, until the command line is taken; what turns up on the way was refused as well. Where the sentences leave a
-choice to the user, there is no such command line.
+Refusals carry their fixes as data (:class:`megatron.training.refusal.Fix`). Each fix is tried by reading the changed
+command line: it is used if its refusal disappears and none appears about the flags that it added. Refusals that were
+hidden behind the first ones are listed too. No command line is proposed if a refusal leaves a choice to the user.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Callable, Collection
-from difflib import SequenceMatcher
+from collections.abc import Callable, Iterable
 
 from megatron.training.arguments.argv import flat, options
-from megatron.training.refusal import Refusal, Refusals
+from megatron.training.refusal import SUBJECT, Fix, Refusal, Refusals
 
-FLAGS = re.compile(r"--[A-Za-z][\w-]*")
-SAID = re.compile(r"(?:for [\w ]+ )?(use|add|give|pass) (--.*)")
-LISTED = re.compile(r"--[\w-]+(, --[\w-]+)*")
-WORD = re.compile(r"[\w.,+-]+")
 ROUNDS = 12
-TYPO = 0.86  # likeness from which a flag is another one, misspelt
 
 Options = list[list[str]]
 Read = Callable[[list[str]], object]
 
 
-def explained(refusal: Refusal, words: list[str], read: Read, switches: Collection[str]) -> Refusal:
-    """``refusal`` of ``words`` with whatever else is refused, and with the command line that would be taken.
+def explained(refusal: Refusal, words: list[str], read: Read) -> Refusal:
+    """``refusal`` of ``words`` with whatever else is refused, and with the command line that would be accepted.
 
     Args:
-        read: raises a :class:`Refusal` where it does not take a command line.
-        switches: flags that take no value.
+        read: raises a :class:`Refusal` if it does not accept a command line.
     """
-    repair = _Repair(words, read, switches)
-    lines = pending = _lines(refusal)
+    repair = _Repair(words, read)
+    listed = pending = refusal.parts
     for _ in range(ROUNDS):
-        for line in pending:
-            repair.follow(line)
-        found = repair.refused()
-        own = [line for line in found if not repair.caused(line)]
-        repair.open |= len(own) < len(found)
-        pending = [line for line in own if line not in lines]
-        repair.open |= len(pending) < len(own)
-        lines = [*lines, *pending]
+        for part in pending:
+            repair.answer(part)
+        remaining = repair.refused()
+        own = [part for part in remaining if not repair.caused(part)]
+        pending = [part for part in own if not _among(part, listed)]
+        repair.open |= len(pending) < len(remaining)
+        listed = [*listed, *pending]
         if not pending:
             break
     else:
         repair.open = True
-    if len(lines) == 1:
-        return Refusal(lines[0])
+    if len(listed) == 1:
+        return listed[0]
     if repair.open:
-        return Refusals(lines)
-    return Refusals(lines, shlex.join(flat(repair.options)), _changes(options(words), repair.options))
+        return Refusals(listed)
+    return Refusals(listed, shlex.join(flat(repair.options)), _changes(options(words), repair.options))
 
 
 class _Repair:
-    """A command line on its way to one that is taken."""
+    """A command line that is changed until it is accepted."""
 
-    def __init__(self, words: list[str], read: Read, switches: Collection[str]) -> None:
+    def __init__(self, words: list[str], read: Read) -> None:
         self.options = options(words)
-        self.open = False  # whether a choice is left to the user, or nothing helped
-        self._read, self._switches = read, switches
-        self._given = {option[0] for option in self.options}
-        self._gone: set[str] = set()  # removed without its refusal saying so
+        self.open = False  # whether a choice is left to the user, or no fix helped
+        self._read = read
+        self._given = _names(self.options)
+        self._gone: set[str] = set()  # removed although no fix says so, to see what else is refused
 
-    def refused(self, edited: Options | None = None) -> list[str]:
-        """The refusals of the command line as it is, or as it would be."""
+    def refused(self, edited: Options | None = None) -> list[Refusal]:
+        """The refusals of the command line as it is, or of ``edited``."""
         try:
             self._read(flat(self.options if edited is None else edited))
         except Refusal as refusal:
-            return _lines(refusal)
+            return refusal.parts
         return []
 
-    def caused(self, line: str) -> bool:
+    def caused(self, part: Refusal) -> bool:
         """Whether a refusal comes from the repair, and not from what was given."""
-        if line.startswith(("'", '"', "missing", "give ")):
-            return bool(self._gone) or line[0] in "'\""
-        brought = {option[0] for option in self.options} - self._given
-        return bool(set(FLAGS.findall(_subject(line))) & (self._gone | brought))
+        return bool(set(part.about) & (self._gone | (_names(self.options) - self._given)))
 
-    def follow(self, line: str) -> None:
-        """Do what a refusal says. Where it does not say, take out what it is about, to see what else is refused."""
-        ways = [way for way in self._ways(line) if way != self.options]
-        for way in ways:
-            new = {flag for flag, *_ in way} - self._given
-            left = self.refused(way)
-            if line not in left and not any(
-                other[0] in "'\"" or set(FLAGS.findall(_subject(other))) & new for other in left
-            ):
-                self.options = way
+    def answer(self, part: Refusal) -> None:
+        """Apply the first fix that helps. If none does, remove the flags at fault to see what else is refused."""
+        for fix in part.fixes:
+            edited = _fixed(self.options, fix, part.about)
+            if edited == self.options:
+                continue
+            left, brought = self.refused(edited), _names(edited) - self._given
+            if not _among(part, left) and not any(set(other.about) & brought for other in left):
+                self.options = edited
                 return
-        named = self._named(line)
         self.open = True
-        self._gone.update(named)
-        self.options = _without(self.options, named)
-
-    def _named(self, line: str) -> list[str]:
-        """The flags given that a refusal is about; a word that belongs to no flag is an option of its own."""
-        if line[0] in "'\"":
-            return [line.split(line[0])[1]]
-        names = {option[0] for option in self.options}
-        return [flag for flag in re.findall(r"--?[A-Za-z][\w-]*", _subject(line)) if flag in names]
-
-    def _ways(self, line: str) -> list[Options]:
-        """What a refusal's sentence says to do, in its order."""
-        named, found = self._named(line), self.options
-        if " is not a known flag" in line:
-            meant = re.search(r"did you mean (--[\w-]+)\?", line)
-            if meant and SequenceMatcher(None, named[0] if named else "", meant[1]).ratio() >= TYPO:
-                return [_renamed(found, named, meant[1])]
-            if meant or line.endswith(": --help lists them"):
-                return [_without(found, named)]
-        ways: list[Options] = []
-        if only := re.fullmatch(r"(--[\w-]+) .*: not supported; choose from ([\w.-]+)", line):
-            ways.append(_set(found, [[only[1], only[2]]]))
-        for part in re.split(r",? or |, ", line.rpartition(": ")[2]):
-            if re.fullmatch(r"leave (it|them) out.*", part):
-                ways.append(_without(found, named[:1] if " with " in _subject(line) else named))
-            elif re.fullmatch(r"leave --.* out", part):
-                ways.append(_without(found, FLAGS.findall(part)))
-            elif (bound := re.fullmatch(r"use at (?:most|least) (\d+)", part)) and FLAGS.search(line):
-                ways.append(_set(found, [[FLAGS.findall(line)[0], bound[1]]]))
-            elif part == "add it" and (needed := re.search(r" needs? (--[^:,;]+):", line)):
-                ways += self._said([], needed[1])
-            elif said := SAID.match(part):
-                others = [] if said[1] == "add" else named if LISTED.fullmatch(_subject(line)) else named[:1]
-                ways += self._said(others, said[2])
-        return ways
-
-    def _said(self, others: list[str], text: str) -> list[Options]:
-        """Flags that a sentence says to use: beside ``others`` or in their place, with their value if it gives none."""
-        found, wanted = self.options, options(re.sub(r"\(.*?\)", "", text).split())
-        if not all(len(option) < 3 and WORD.fullmatch(option[-1]) for option in wanted):
-            return []  # it goes on in words
-        ways, replaced = [], [flag for flag in others if flag not in {option[0] for option in wanted}]
-        if len(wanted) == 1 and len(wanted[0]) == 1 and len(replaced) == 1:
-            ways.append(_renamed(found, replaced, wanted[0][0]))
-        if all(len(option) > 1 or option[0] in self._switches for option in wanted):
-            ways += [_set(found, wanted), _set(_without(found, replaced), wanted)]
-        return ways
+        self._gone.update(_names(self.options) & set(part.about))
+        self.options = _without(self.options, part.about)
 
 
-def _lines(refusal: Refusal) -> list[str]:
-    return list(refusal.lines) if isinstance(refusal, Refusals) else [str(refusal)]
+def _among(part: Refusal, others: Iterable[Refusal]) -> bool:
+    return str(part) in map(str, others)
 
 
-def _subject(line: str) -> str:
-    """What a refusal is about: all before its reason."""
-    return re.split(r": | is not a known flag| needs | does nothing without ", line)[0]
+def _names(given: Options) -> set[str]:
+    return {option[0] for option in given}
 
 
-def _without(found: Options, flags: list[str]) -> Options:
-    return [option for option in found if option[0] not in flags]
+def _fixed(given: Options, fix: Fix, about: Iterable[str]) -> Options:
+    """``given`` with a fix; unchanged if the new name of a flag is there already with another value."""
+    if fix.rename:
+        old, new = fix.rename
+        renamed = [[new, *option[1:]] if option[0] == old else option for option in given]
+        if len({tuple(option) for option in renamed if option[0] == new}) > 1:
+            return given
+        given = [option for at, option in enumerate(renamed) if option not in renamed[:at]]
+    dropped = about if fix.drop == SUBJECT else fix.drop.split()
+    used = options(fix.use.split())
+    return [*_without(given, {*dropped, *_names(used)}), *used]
 
 
-def _renamed(found: Options, flags: list[str], name: str) -> Options:
-    """With another name; as it is where that flag is there too and says something else."""
-    new = [[name, *option[1:]] if option[0] in flags else option for option in found]
-    said = [option for option in new if option[0] == name]
-    if any(option != said[0] for option in said):
-        return found
-    return [option for at, option in enumerate(new) if option not in new[:at]]
-
-
-def _set(found: Options, wanted: Options) -> Options:
-    names = {option[0] for option in wanted}
-    return [*(option for option in found if option[0] not in names), *wanted]
+def _without(given: Options, flags: Iterable[str]) -> Options:
+    return [option for option in given if option[0] not in flags]
 
 
 def _changes(before: Options, after: Options) -> str:
-    """How two command lines differ, in words."""
-    kept = {option[0] for option in after}
+    """How two command lines differ, for the user to read."""
+    kept = _names(after)
     gone = dict.fromkeys(option[0] for option in before if option[0] not in kept)
     new = [" ".join(option) for option in after if option not in before]
     parts = [f"without {', '.join(gone)}"] if gone else []

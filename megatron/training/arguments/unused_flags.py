@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that were given and that nothing reads, since what reads them is switched off: a note each, no silence."""
+"""Notes on settings that were given although the feature that reads them is switched off."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import fields
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import ROTARY
 
-# (who reads them, whether that is on, the settings)
+# (what the note says, whether the settings are read, the settings)
 READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "RoPE reads it: --position-embedding-type rope",
@@ -148,7 +148,7 @@ FILELESS = (
 
 
 def note_idle(config: Config) -> None:
-    """Add a line to ``config.notes`` for every reader that is off and whose settings are not at their defaults."""
+    """Add a note to ``config.notes`` for settings that are not at their defaults and that nothing reads."""
     default = Config()
     for reader, reads, names in READERS:
         if reads(config):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's JSON file (``--deepspeed_config``), read into settings of ours.
+"""Copies DeepSpeed's JSON file (``--deepspeed_config``) into settings.
 
-Keys and defaults are DeepSpeed's; what Megatron-DeepSpeed takes from its flags and not from the file is said. A key
-that we can express must agree with the flags that are given; one that asks for what we lack is refused, by its name.
+Keys and defaults are DeepSpeed's. A key that has an equivalent must agree with the given flags; a key that asks for
+something unsupported is refused by name. Notes say what Megatron-DeepSpeed takes from flags and not from the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.training.arguments.config import Config
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal, one_line, short
+from megatron.training.refusal import Refusal, one_line, raise_all, short
 
 # Keys that tune speed, memory or logs: the result does not depend on them.
 HINTS = (
@@ -37,7 +37,7 @@ ZERO_HINTS = (
     "zero_hpz_partition_size memory_efficient_linear override_module_apply log_trace_cache_warnings mics_shard_size "
     "mics_hierarchical_params_gather"
 ).split()
-# Sections that change the training; refused where they are switched on.
+# Sections that change the training, which are refused if they are switched on.
 REFUSED = {
     "scheduler": "it would replace the schedule of the flags: use --lr-decay-style and its kin",
     "amp": "it is not built here: use --bf16 or --fp16",
@@ -75,29 +75,29 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(path))
     except OSError as error:
-        raise Refusal(f"--deepspeed_config {path}: {(error.strerror or 'cannot be read').lower()}") from None
+        raise Refusal(f"--deepspeed_config {path}", f": {(error.strerror or 'cannot be read').lower()}") from None
     except ValueError as error:
         where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else one_line(error, 100)
-        raise Refusal(f"--deepspeed_config {path} is no JSON ({where}): are its placeholders filled in?") from None
+        raise Refusal(f"--deepspeed_config {path}", f"is no JSON ({where}): are its placeholders filled in?") from None
     if not isinstance(content, dict):
-        raise Refusal(f"--deepspeed_config {path} holds no JSON object")
+        raise Refusal(f"--deepspeed_config {path}", "holds no JSON object")
     return content
 
 
 class DeepSpeedFile:
-    """One file on its way into a :class:`Config`; faults are collected, so that all are told at once."""
+    """Copies one file into a :class:`Config`; its faults are collected and refused together."""
 
     def __init__(self, path: str, config: Config, express: Any) -> None:
         self.path, self.config, self.express = path, config, express
         self.content = read_file(path)
-        self.faults: list[str] = []
+        self.faults: list[Refusal] = []
         self.unread: list[str] = []
 
     def translate(self) -> None:
         """Express every key.
 
         Raises:
-            Refusal: one line with every key that cannot be, or that contradicts a flag.
+            Refusal: for every key that is not supported, or that contradicts a flag.
         """
         rules: dict[str, Callable[[Any], None]] = {
             "train_batch_size": lambda v: self._number("data.global_batch_size", v, "train_batch_size"),
@@ -127,14 +127,13 @@ class DeepSpeedFile:
                     self._try(rules[key], value)
             elif key in REFUSED:
                 if _switched_on(value):
-                    self.faults.append(f"{key} in {self.path}: {REFUSED[key]}")
+                    self._fault(key, f": {REFUSED[key]}")
             elif key in HINTS:
                 self.unread.append(key)
             else:
                 self._unknown(key, [*rules, *REFUSED, *HINTS])
         self._clipping()
-        if self.faults:
-            raise Refusal("; ".join(self.faults))
+        raise_all(self.faults)
         if self.unread:
             self.config.notes.append(
                 f"no effect here: {', '.join(self.unread)} in {self.path} (the result is the same)"
@@ -144,12 +143,15 @@ class DeepSpeedFile:
         try:
             rule(value)
         except Refusal as refusal:
-            self.faults.append(str(refusal))
+            self.faults += refusal.parts
+
+    def _fault(self, key: str, reason: str) -> None:
+        self.faults.append(Refusal(f"{key} in {self.path}", reason))
 
     def _unknown(self, key: str, known: list[str]) -> None:
         near = get_close_matches(key, known, 1, 0.7)
         hint = f"did you mean {near[0]}?" if near else "leave it out"
-        self.faults.append(f"{key} in {self.path} is not a known key: {hint}")
+        self._fault(key, f"is not a known key: {hint}")
 
     def _number(self, name: str, value: Any, key: str, kind: type = int) -> None:
         if value == "auto":
@@ -175,10 +177,10 @@ class DeepSpeedFile:
             if key in OFFLOAD:
                 device = there.get("device", "none") if isinstance(there, dict) else there
                 if device not in (None, False, "none"):
-                    self.faults.append(f"{name} in {self.path}: {OFFLOAD[key]}")
+                    self._fault(name, f": {OFFLOAD[key]}")
             elif key in ZERO_REFUSED:
                 if there:
-                    self.faults.append(f"{name} in {self.path}: {ZERO_REFUSED[key]}")
+                    self._fault(name, f": {ZERO_REFUSED[key]}")
             elif key in ZERO_HINTS:
                 self.unread.append(name)
             elif key != "stage":
@@ -198,7 +200,7 @@ class DeepSpeedFile:
         fixed = section.get("loss_scale", 0)
         if fixed:
             self._number("optimizer.loss_scale", fixed, "fp16.loss_scale", float)
-        elif settings.loss_scale is not None:  # Megatron-DeepSpeed leaves the scaling of fp16 to the file
+        elif settings.loss_scale is not None:  # Megatron-DeepSpeed takes the loss scale from the file
             self.config.notes.append(
                 f"--loss-scale {settings.loss_scale:g} is not read beside fp16 in {self.path}, as in "
                 "Megatron-DeepSpeed: the loss scale is dynamic"
@@ -216,9 +218,9 @@ class DeepSpeedFile:
         known = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis")
         for key in section:
             if key == "fp16_master_weights_and_grads" and section[key]:
-                self.faults.append(f"fp16.{key} in {self.path}: main weights are fp32 here: leave it out")
+                self._fault(f"fp16.{key}", ": main weights are fp32 here: leave it out")
             elif key in ("auto_cast", "consecutive_hysteresis") and section[key]:
-                self.faults.append(f"fp16.{key} in {self.path} is not built here: leave it out")
+                self._fault(f"fp16.{key}", "is not built here: leave it out")
             elif key not in (*known, "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"):
                 self._unknown(f"fp16.{key}", [f"fp16.{k}" for k in known])
 
@@ -226,12 +228,12 @@ class DeepSpeedFile:
         other = "bf16" if name == "fp16" else "fp16"
         source = f"{name}.enabled {json.dumps(on)} in {self.path}"
         if on and self.express.is_given(f"optimizer.{other}") and getattr(self.config.optimizer, other):
-            raise Refusal(f"{source} and --{other} are two precisions: leave one out")
+            raise Refusal(f"{source} and --{other}", "are two precisions: leave one out")
         if on or self.express.is_given(f"optimizer.{name}"):
             self.express(f"optimizer.{name}", on, source)
 
     def _curriculum(self, value: Any) -> None:
-        """Sequences that grow: --rampup-seq-length."""
+        """Curriculum learning by sequence length: --rampup-seq-length."""
         section = self._section(value, "curriculum_learning")
         if not section.get("enabled", False):
             return
@@ -254,13 +256,14 @@ class DeepSpeedFile:
         if most != self.config.data.seq_length:
             raise Refusal(
                 f"curriculum_learning.max_difficulty {most} in {self.path} is not --seq-length "
-                f"{self.config.data.seq_length}: use that"
+                f"{self.config.data.seq_length}: use that",
+                about="--seq-length",
             )
         source = f"curriculum_learning in {self.path}"
         self.express("data.rampup_seq_length", ramp, source)
 
     def _communication(self, value: Any, key: str = "communication_data_type") -> None:
-        """The type that gradients are summed in: fp32 here, or bf16 with --grad-reduce-in-bf16."""
+        """The dtype that gradients are summed in: fp32, or bf16 with --grad-reduce-in-bf16."""
         names = {
             None: None,
             "auto": None,
@@ -290,12 +293,12 @@ class DeepSpeedFile:
 
 
 def _written(value: Any) -> str:
-    """A value as JSON writes it; of a list or an object the beginning."""
+    """A value in JSON; long ones shortened."""
     return short(value) if isinstance(value, list | dict) else json.dumps(value)[:100]
 
 
 def _switched_on(value: Any) -> bool:
-    """By its own switch; without one, by those of its parts (compression). A scheduler has none, but a type."""
+    """Whether a section is on: by "enabled", by the sections within it (compression), or by "type" (scheduler)."""
     if not isinstance(value, dict):
         return bool(value)
     if "enabled" in value:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other programs' names for settings of ours, read into those settings.
+"""Copies other programs' flags into settings of this one.
 
-Older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP say in flags of their own what a combination of ours says.
-Each is either expressed exactly, or refused where it contradicts a flag that was given too. Where the other program
-would not have read it either, a note says so.
+Older Megatron-LM, Megatron-DeepSpeed, NeMo and Megatron-FSDP have flags that mean one or several of our settings. Each
+is expressed exactly, or refused if it contradicts another given flag. A note says if the other program ignores it.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any
 
 from megatron.training.arguments.config import Config, ElsewhereConfig
 from megatron.training.arguments.foreign.deepspeed_file import DeepSpeedFile
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
 
 def translate(config: Config, given: Collection[str]) -> None:
-    """Read ``config.elsewhere`` into the settings proper and leave it empty; remarks go to ``config.notes``.
+    """Copy ``config.elsewhere`` into the other settings and empty it; remarks go to ``config.notes``.
 
     Args:
-        given: the settings that the command line gives, as "section.field": they win over nothing, but must agree.
+        given: settings that the command line sets, as "section.field"; other programs' flags must agree with them.
 
     Raises:
-        Refusal: two flags say different things about one setting.
+        Refusal: two flags give one setting different values.
     """
     express = _Express(config, given)
     _deepspeed(config, express)
@@ -41,7 +40,7 @@ def translate(config: Config, given: Collection[str]) -> None:
 
 
 class _Express:
-    """Sets a setting, unless the command line says something else about it."""
+    """Sets a setting, and refuses a value that differs from the one on the command line."""
 
     def __init__(self, config: Config, given: Collection[str]) -> None:
         self.config, self.given = config, given
@@ -50,15 +49,23 @@ class _Express:
         section, field = name.split(".")
         part = getattr(self.config, section)
         if name in self.given and (there := getattr(part, field)) != value:
-            raise Refusal(f"{source} is {_words(field, value)}, and {_words(field, there)} is given: leave one out")
+            raise Refusal(
+                source,
+                f"is {_words(field, value)}, and {_words(field, there)} is given: leave one out",
+                about=_flag(field),
+            )
         setattr(part, field, value)
 
     def is_given(self, name: str) -> bool:
         return name in self.given
 
 
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
 def _words(field: str, value: Any) -> str:
-    flag = "--" + field.replace("_", "-")
+    flag = _flag(field)
     if value is False:
         return f"no {flag}"
     return flag if value is True else f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
@@ -67,11 +74,11 @@ def _words(field: str, value: Any) -> str:
 def _deepspeed(config: Config, express: _Express) -> None:
     other = config.elsewhere
     if other.deepspeed_config and not other.deepspeed:
-        raise Refusal("--deepspeed_config is read with --deepspeed alone: add that, or leave it out")
+        raise Refusal("--deepspeed_config", "is read with --deepspeed alone: add that, or leave it out", LEAVE_OUT)
     started_by_mpi = max(int(os.environ.get(name, "1")) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
     if other.deepspeed_mpi and started_by_mpi > 1 and "WORLD_SIZE" not in os.environ:
         raise Refusal(
-            "--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE: start with torchrun in place of mpirun"
+            "--deepspeed_mpi", ": ranks are read from RANK and WORLD_SIZE: start with torchrun in place of mpirun"
         )
     if other.deepspeed_mpi:
         config.notes.append("--deepspeed_mpi: ranks are read from RANK and WORLD_SIZE, as torchrun sets them")
@@ -84,13 +91,19 @@ def _deepspeed(config: Config, express: _Express) -> None:
 def _program(config: Config, express: _Express) -> None:
     other = config.elsewhere
     if other.rank is not None and config.simulation.world_size is None:
-        raise Refusal(f"--rank {other.rank} is one of how many: add --world-size, or leave it out")
+        raise Refusal(
+            f"--rank {other.rank}",
+            "is one of how many: add --world-size, or leave it out",
+            LEAVE_OUT,
+        )
     if other.no_cuda:
         express("run.device", "cpu", "--no-cuda")
     if other.eval_only is not None:
         if any(word.lower() in ("false", "0") for word in other.eval_only):
             raise Refusal(
-                f"--eval-only {' '.join(other.eval_only)} means yes in BigScience's program too: leave it out"
+                f"--eval-only {' '.join(other.eval_only)}",
+                "means yes in BigScience's program too: leave it out",
+                LEAVE_OUT,
             )
         express("run.skip_train", True, "--eval-only")
 
@@ -103,7 +116,11 @@ def _precision(config: Config, express: _Express) -> None:
         express("parallel.grad_reduce_in_bf16", True, "--o2-gradient")
     source = f"--main-grads-dtype {other.main_grads_dtype}"
     if other.main_grads_dtype == "bf16" and not other.use_precision_aware_optimizer:
-        raise Refusal(f"{source} is read with --use-precision-aware-optimizer alone: use --grad-reduce-in-bf16")
+        raise Refusal(
+            source,
+            "is read with --use-precision-aware-optimizer alone: use --grad-reduce-in-bf16",
+            Fix("--grad-reduce-in-bf16"),
+        )
     if other.main_grads_dtype == "bf16":
         express("parallel.grad_reduce_in_bf16", True, source)
     elif other.use_precision_aware_optimizer:
@@ -111,8 +128,7 @@ def _precision(config: Config, express: _Express) -> None:
 
 
 def _recompute(config: Config, express: _Express) -> None:
-    """Megatron-LM 2.6 reads --checkpoint-activations as --activations-checkpoint-method uniform, and both as one layer
-    a unit unless told otherwise."""
+    """As Megatron-LM 2.6: --checkpoint-activations is --activations-checkpoint-method uniform; units have one layer."""
     other, attention = config.elsewhere, config.attention
     read = attention.recompute_granularity and attention.recompute_method != "block"
     if attention.recompute_num_layers == 0 and not read:
@@ -124,11 +140,12 @@ def _recompute(config: Config, express: _Express) -> None:
     }
     sources = {source: method for source, method in sources.items() if method}
     if len(set(sources.values())) > 1:
-        raise Refusal(f"{' and '.join(sources)} recompute different layers: leave one out")
+        raise Refusal(" and ".join(sources), "recompute different layers: leave one out")
     granularity = other.activations_checkpoint_granularity
     if granularity == "selective" and sources:
         raise Refusal(
-            f"--activations-checkpoint-granularity selective and {next(iter(sources))}, which is full: leave one out"
+            f"--activations-checkpoint-granularity selective and {next(iter(sources))}",
+            ", which is full: leave one out",
         )
     if granularity:
         express("attention.recompute_granularity", granularity, f"--activations-checkpoint-granularity {granularity}")
@@ -139,16 +156,16 @@ def _recompute(config: Config, express: _Express) -> None:
     counts = {flag: count for flag, count in counts.items() if count is not None}
     for flag, count in counts.items():
         if count < 1:
-            raise Refusal(f"{flag} {count} must be at least 1")
+            raise Refusal(f"{flag} {count}", "must be at least 1")
     if len(set(counts.values())) > 1:
-        raise Refusal(f"{' and '.join(f'{flag} {count}' for flag, count in counts.items())} differ: leave one out")
+        raise Refusal(" and ".join(f"{flag} {count}" for flag, count in counts.items()), "differ: leave one out")
     for source, method in sources.items():
         layers = next(iter(counts.values()), 1)
         express("attention.recompute_granularity", "full", source)
         express("attention.recompute_method", method, source)
         if counts or not express.is_given("attention.recompute_num_layers"):
-            said = "".join(f" {flag} {count}" for flag, count in counts.items())
-            express("attention.recompute_num_layers", layers, source + said)
+            with_counts = source + "".join(f" {flag} {count}" for flag, count in counts.items())
+            express("attention.recompute_num_layers", layers, with_counts)
     if counts and not sources:
         config.notes.append(
             f"{', '.join(counts)} says nothing without --checkpoint-activations or --activations-checkpoint-method"
@@ -184,11 +201,11 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def _zero(config: Config, express: _Express) -> None:
-    """Megatron-FSDP and torch's FSDP2. Both overlap their messages by themselves here."""
+    """Megatron-FSDP and PyTorch's FSDP2 become a ZeRO stage, which overlaps its messages without further flags."""
     other, parallel = config.elsewhere, config.parallel
     strategy = other.data_parallel_sharding_strategy
     if other.use_megatron_fsdp and other.use_torch_fsdp2:
-        raise Refusal("--use-megatron-fsdp and --use-torch-fsdp2 are two kinds of FSDP: leave one out")
+        raise Refusal("--use-megatron-fsdp and --use-torch-fsdp2", "are two kinds of FSDP: leave one out")
     if other.use_megatron_fsdp:
         stage = STRATEGIES.index(strategy)
         source = f"--use-megatron-fsdp with --data-parallel-sharding-strategy {strategy}"
@@ -227,17 +244,21 @@ def _heads(config: Config, express: _Express) -> None:
         express("model.num_query_groups", 1, "--attention-head-type multiquery")
         express("model.group_query_attention", True, "--attention-head-type multiquery")
     elif other.attention_head_type == "multihead" and config.model.group_query_attention:
-        raise Refusal("--attention-head-type multihead and --group-query-attention differ: leave one out")
+        raise Refusal("--attention-head-type multihead and --group-query-attention", "differ: leave one out")
 
 
-# Modules whose layer is megatron-core's own, by the flags: --qk-layernorm and the rest.
+# Modules whose layers are megatron-core's, configured by flags such as --qk-layernorm.
 PLAIN_SPECS = (["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"],)
 
 
 def _layers(config: Config, express: _Express) -> None:
     other, model = config.elsewhere, config.model
     if other.spec and other.spec not in PLAIN_SPECS:
-        raise Refusal(f"--spec {' '.join(other.spec)}: layers of a module of yours are not built here: leave it out")
+        raise Refusal(
+            f"--spec {' '.join(other.spec)}",
+            ": layers of a module of yours are not built here: leave it out",
+            LEAVE_OUT,
+        )
     if other.glu_activation == "swiglu":
         express("model.swiglu", True, "--glu-activation swiglu")
         if model.ffn_hidden_size is None and model.hidden_size is not None:
@@ -247,7 +268,7 @@ def _layers(config: Config, express: _Express) -> None:
 def _grid(config: Config, express: _Express) -> None:
     other, stages = config.elsewhere, config.parallel.pipeline_model_parallel_size
     if other.no_pipeline_parallel and stages > 1:
-        raise Refusal(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} differ: leave one out")
+        raise Refusal(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages}", "differ: leave one out")
     if other.pp_partition_method:
         _partition(config, express)
     if other.context_parallel_algo:
@@ -259,7 +280,7 @@ def _grid(config: Config, express: _Express) -> None:
 
 
 def _partition(config: Config, express: _Express) -> None:
-    """DeepSpeed weighs layers by the names of their classes; the tied output layer is an embedding once more."""
+    """DeepSpeed counts layers by the names of their classes; a tied output layer counts as an embedding."""
     method, stages = config.elsewhere.pp_partition_method, config.parallel.pipeline_model_parallel_size
     kinds = set(method.lower().removeprefix("type:").split("|")) if method.lower().startswith("type:") else set()
     both = kinds == {"transformer", "embedding"} and not config.model.untie_embeddings_and_output_weights
@@ -271,7 +292,7 @@ def _partition(config: Config, express: _Express) -> None:
 
 
 def _rope(config: Config, express: _Express) -> None:
-    """MindSpeed-LLM's Llama 3.1 scaling has the constants as flags; megatron-core has them in its code."""
+    """MindSpeed-LLM has the constants of Llama 3.1's scaling as flags; in megatron-core they are fixed."""
     other = config.elsewhere
     constants = {
         "--low-freq-factor": (other.low_freq_factor, 1),
@@ -280,19 +301,27 @@ def _rope(config: Config, express: _Express) -> None:
     }
     for flag, (value, core) in constants.items():
         if value is not None and other.rope_scaling_type is None:
-            raise Refusal(f"{flag} is read by --rope-scaling-type llama3 alone: add that, or leave it out")
+            raise Refusal(
+                flag,
+                "is read by --rope-scaling-type llama3 alone: add that, or leave it out",
+                LEAVE_OUT,
+            )
         if value not in (None, core):
-            raise Refusal(f"{flag} {value:g} is not the {core} of Llama 3.1, the scaling built here: use {core}")
+            raise Refusal(f"{flag} {value:g}", f"is not the {core} of Llama 3.1, the scaling built here: use {core}")
     if other.rope_scaling_type == "llama3":
         express("model.use_rope_scaling", True, "--rope-scaling-type llama3")
 
 
 def _checkpoints(config: Config) -> None:
-    """MindSpeed-LLM converts a Hugging Face folder before it trains, and stops where --load names none."""
+    """MindSpeed-LLM converts a Hugging Face folder before training, and stops without one in --load."""
     if not config.elsewhere.enable_hf2mg_convert:
         return
     if config.checkpoint.load is None:
-        raise Refusal("--enable-hf2mg-convert reads the folder that --load names: add --load, or leave it out")
+        raise Refusal(
+            "--enable-hf2mg-convert",
+            "reads the folder that --load names: add --load, or leave it out",
+            LEAVE_OUT,
+        )
     config.checkpoint.exit_on_missing_checkpoint = True
     config.notes.append(
         f"--enable-hf2mg-convert: a Hugging Face folder in --load {config.checkpoint.load} is read as it is"

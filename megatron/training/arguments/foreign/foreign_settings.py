@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings by the names that other programs have for them."""
+"""Other programs' names for settings of this one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megatron.training.arguments.settings.flag import flag
 
 @dataclass
 class ElsewhereConfig:
-    """Names that other programs have for settings of ours; `foreign_flags.py` reads them into those settings."""
+    """Other programs' names for settings; `foreign_flags.py` copies their values into those settings."""
 
     checkpoint_activations: bool = flag(
         False, "Megatron-DeepSpeed, Megatron-LM before 3: --recompute-granularity full --recompute-method uniform"
     )
     checkpoint_num_layers: int | None = flag(
-        None, "layers a unit of --checkpoint-activations: --recompute-num-layers; default 1", type=int
+        None, "layers per unit of --checkpoint-activations: --recompute-num-layers; default 1", type=int
     )
     deepspeed_activation_checkpointing: bool = flag(
-        False, "DeepSpeed's own kind of --checkpoint-activations; recomputes nothing without that"
+        False, "DeepSpeed: recomputes nothing without --checkpoint-activations"
     )
-    checkpoint_in_cpu: bool = flag(False, "--offload-checkpoints, where layers are recomputed")
+    checkpoint_in_cpu: bool = flag(False, "--offload-checkpoints, if layers are recomputed")
     activations_checkpoint_granularity: str | None = flag(
         None, "NeMo: --recompute-granularity", type=str, choices=["selective", "full"]
     )
@@ -46,7 +46,7 @@ class ElsewhereConfig:
     torch_fsdp2_reshard_after_forward: bool = flag(
         True, "with --use-torch-fsdp2: --zero-stage 2", flags=["--torch-fsdp2-no-reshard-after-forward"]
     )
-    deepspeed: bool = flag(False, "read --deepspeed_config, as far as it can be expressed here")
+    deepspeed: bool = flag(False, "read --deepspeed_config, as far as it has equivalents here")
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed's JSON file: ZeRO, precision, clipping, batch sizes",
@@ -57,14 +57,14 @@ class ElsewhereConfig:
         False, "DeepSpeed: processes started by MPI", flags=["--deepspeed_mpi"], aliases=["--use-mpi"]
     )
     rank: int | None = flag(None, "number of this process, for launchers that set no RANK", type=int)
-    local_rank: int = flag(0, "its number on its node, likewise", aliases=["--local_rank"])
+    local_rank: int = flag(0, "number of this process on its node, likewise", aliases=["--local_rank"])
     dist_url: str | None = flag(
-        None, "tcp://HOST:PORT of process 0, in place of MASTER_ADDR and MASTER_PORT", type=str, aliases=["--dist_url"]
+        None, "tcp://HOST:PORT of process 0, instead of MASTER_ADDR and MASTER_PORT", type=str, aliases=["--dist_url"]
     )
     no_cuda: bool = flag(False, "--device cpu")
     eval_only: list[str] | None = flag(None, "BigScience: --skip-train", type=str, nargs="*", aliases=["--no-train"])
     use_precision_aware_optimizer: bool = flag(
-        False, "an optimizer in other dtypes: of those, --main-grads-dtype bf16 is built"
+        False, "an optimizer in other dtypes; of these, only --main-grads-dtype bf16 is supported"
     )
     main_grads_dtype: str = flag(
         "fp32", "of --use-precision-aware-optimizer: bf16 is --grad-reduce-in-bf16", choices=["fp32", "bf16"]
@@ -72,11 +72,11 @@ class ElsewhereConfig:
     o2_gradient: bool = flag(False, "MindSpeed: --grad-reduce-in-bf16")
     pp_partition_method: str | None = flag(
         None,
-        "DeepSpeed: type:transformer|embedding is --account-for-embedding-in-pipeline-split and -loss-, where stages "
-        "are equally long then",
+        "DeepSpeed: type:transformer|embedding is --account-for-embedding-in-pipeline-split and -loss-, if stages are "
+        "of equal length then",
         type=str,
     )
-    no_pipeline_parallel: bool = flag(False, "DeepSpeed: no pipeline, so --pipeline-model-parallel-size 1")
+    no_pipeline_parallel: bool = flag(False, "DeepSpeed: --pipeline-model-parallel-size 1")
     num_key_value_heads: int | None = flag(
         None, "Megatron-DeepSpeed: --group-query-attention --num-query-groups", type=int
     )
@@ -87,7 +87,7 @@ class ElsewhereConfig:
         None, "BigScience: --swiglu, with an MLP of 4h unless --ffn-hidden-size is given", type=str, choices=["swiglu"]
     )
     spec: list[str] | None = flag(
-        None, "a module with the layers; those that are the ones built here", nargs="*", type=str
+        None, "module with the layers; only those whose layers are the same as here", nargs="*", type=str
     )
     context_parallel_algo: str | None = flag(
         None,
@@ -98,7 +98,7 @@ class ElsewhereConfig:
     )  # fmt: skip
     optimizer_selection: str | None = flag(
         None,
-        "MindSpeed: which of its AdamW, for --optimizer adam",
+        "MindSpeed: implementation of AdamW; --optimizer adam",
         type=str,
         choices=["fused_adamw", "fused_torch_adamw"],
     )

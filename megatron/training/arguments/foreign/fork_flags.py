@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM's forks and of its older versions, in tables read by `megatron_flags.py`.
+"""Flags of Megatron-LM's forks and of its older versions, for `megatron_flags.py`.
 
-Megatron-DeepSpeed, BigScience's and BigCode's forks of it, MindSpeed-LLM (Ascend) and Habana's Megatron-LM.
+The forks are Megatron-DeepSpeed, those of BigScience and BigCode, MindSpeed-LLM (Ascend) and Habana's Megatron-LM.
 """
 
 from __future__ import annotations
+
+from megatron.training.arguments.foreign.refused_flags import Advice, leave_out
 
 HINTS: tuple[tuple[str, str], ...] = (
     (
@@ -116,49 +118,49 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
 )
 
-REFUSED: tuple[tuple[str, str], ...] = (
+REFUSED: tuple[tuple[str | Advice, str], ...] = (
     (
-        "checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them: leave it out",
+        leave_out("checkpoints are torch_dist, and tools/convert_hf.py makes Hugging Face folders of them"),
         "--enable-mg2hf-convert --only-convert-last-checkpoint --hf-save-dir 1 --mg-save-dir 1 --hf-cfg-dir 1",
     ),
-    ("every batch of the data is used, in full: leave it out", "--skip-train-iteration-range +"),
+    (leave_out("every batch of the data is used, in full"), "--skip-train-iteration-range +"),
     (
-        "the loss here is the mean over all tokens that count: leave it out",
+        leave_out("the loss here is the mean over all tokens that count"),
         "--norm-target-loss --loss-on-targets-only",
     ),
-    ("distillation is not built here: leave it out", "--kd --mos --load-teacher 1"),
+    (leave_out("distillation is not built here"), "--kd --mos --load-teacher 1"),
     (
-        "without --kd it is not read, and --kd is not built here: leave it out",
+        leave_out("without --kd it is not read, and --kd is not built here"),
         """
         --kd-alpha-ce 1 --kd-beta-ce 1 --kd-temp 1 --num-layers-teacher 1 --hidden-size-teacher 1
         --num-attention-heads-teacher 1 --num-experts-teacher +
         """,
     ),
-    ("stages hold as many layers as the flags say, none that do nothing: leave it out", "--allow-padding-num-layers"),
+    (leave_out("stages hold as many layers as the flags say, none that do nothing"), "--allow-padding-num-layers"),
     (
-        "gradients and activations are sent as they are, never compressed: leave it out",
+        leave_out("gradients and activations are sent as they are, never compressed"),
         """
         --grad_comp --grad_comp_rank 1 --grad_comp_warm_up 1 --selective_grad_comp --selective_grad_comp_way 1
         --inter_grad_comp --inter_grad_comp_rank 1 --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
         """,
     ),
     (
-        "this precision setting is not built here: leave it out",
+        leave_out("this precision setting is not built here"),
         "--embedding-weights-in-fp32",
     ),
-    ("weights and states of the optimizer are in fp32 here: leave it out", "--o2-optimizer"),
+    (leave_out("weights and states of the optimizer are in fp32 here"), "--o2-optimizer"),
     (
-        "the optimizers built here are adam and sgd, on the training device: leave it out",
+        leave_out("the optimizers built here are adam and sgd, on the training device"),
         "--cpu-optimizer --cpu_torch_adam --use-bnb-optimizer --remote-device 1 none",
     ),
-    ("all weights are trained here: leave it out", "--bitfit"),
+    (leave_out("all weights are trained here"), "--bitfit"),
     ("weights are split by layer with --zero-stage 3: use that", "--layerzero --layerzero-config 1"),
     ("heads and columns are cut evenly over TP: use a TP that divides them", "--unaligned-linear"),
-    ("each token is predicted from those before it, with the model's own output layer: leave it out", "--causal-lm"),
-    ("layers that do nothing are not built here: leave it out", "--noop-layers 1"),
-    ("layers and tokens are never dropped here: leave it out", "--random-ltd"),
+    (leave_out("each token is predicted from those before it, with the model's own output layer"), "--causal-lm"),
+    (leave_out("layers that do nothing are not built here"), "--noop-layers 1"),
+    (leave_out("layers and tokens are never dropped here"), "--random-ltd"),
     (
-        "every batch has one sequence length here: leave it out",
+        leave_out("every batch has one sequence length here"),
         "--data-efficiency-curriculum-learning --train-data-exact-num-epochs 1",
     ),
 )

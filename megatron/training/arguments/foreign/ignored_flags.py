@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM that cannot change the result, and why: rows of `megatron_flags.py`."""
+"""Flags of Megatron-LM that cannot change the result, and why, for `megatron_flags.py`."""
 
 from __future__ import annotations
 

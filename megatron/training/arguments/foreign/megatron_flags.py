@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM and DeepSpeed that are not settings of ours, and what becomes of each.
+"""Flags of Megatron-LM and DeepSpeed that are no settings here: which are ignored, and which are refused.
 
-A *hint* cannot change the result: it is accepted and one line says so. Any other flag is *refused* with the reason or
-the flag to use instead, unless its value is Megatron-LM's default, which asks for nothing. Flags that are settings of
-ours are in settings/ and not here. Rows of tables/ read ``--flag [values] [default]``: how many values the flag takes
-(none, 1, 3, + or *) and Megatron-LM's default; ``same`` marks a flag that spells out its default.
+A *hint* cannot change the result: it is accepted with a note. Any other flag is *refused* with the reason or the flag
+to use instead, unless its value is Megatron-LM's default. Entries of the tables read ``--flag [values] [default]``: the
+number of values (none, 1, 3, + or *) and Megatron-LM's default; ``same`` marks a flag that states its default.
 """
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.foreign import fork_flags, ignored_flags, refused_flags
-from megatron.training.refusal import Refusal, Refusals
+from megatron.training.arguments.foreign.refused_flags import Advice
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
-GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
+TYPO = 0.86  # likeness of two flags from which one is the other, misspelt
+GROUPS: dict[str, tuple[tuple[str | Advice, str], ...]] = {
     "hint": ignored_flags.HINTS + fork_flags.HINTS,
     "refused": refused_flags.REFUSED + fork_flags.REFUSED + refused_flags.OTHER_NAMES,
 }
@@ -30,7 +31,11 @@ class Row(NamedTuple):
     values: str
     default: str | None
     verdict: str
-    reason: str
+    advice: Advice
+
+    @property
+    def reason(self) -> str:
+        return self.advice.reason
 
 
 @cache
@@ -39,41 +44,43 @@ def rows() -> dict[str, Row]:
     table = {}
     for verdict, groups in GROUPS.items():
         for reason, text in groups:
+            advice = reason if isinstance(reason, Advice) else Advice(reason)
             for entry in text.replace("\n", " ").split(" --"):
                 if not (words := entry.split()):
                     continue
                 flag = "--" + words[0].removeprefix("--")
                 values = words[1] if len(words) > 1 else "0"
-                table[flag] = Row(flag, values, words[2] if len(words) > 2 else None, verdict, reason)
+                table[flag] = Row(flag, values, words[2] if len(words) > 2 else None, verdict, advice)
     return table
 
 
 def judge(given: list[tuple[str, list[str]]]) -> list[str]:
-    """Notes on the hints among the flags given, with their values; one line a reason.
+    """Notes on the hints among the given flags and their values, one line per reason.
 
     Raises:
-        Refusal: a refused flag is among them with a value other than Megatron-LM's default.
+        Refusal: a refused flag has a value other than Megatron-LM's default.
     """
     table, hints, refused = rows(), {}, {}
     for flag, values in given:
         row = table[flag]
         if row.default is not None and _same(values, row.default):
             continue
-        flags = (hints if row.verdict == "hint" else refused).setdefault(row.reason, [])
+        flags = (hints if row.verdict == "hint" else refused).setdefault(row.advice, [])
         if flag not in flags:
             flags.append(flag)
-    if refused:
-        raise Refusals([f"{', '.join(flags)}: {reason}" for reason, flags in refused.items()])
-    return [f"no effect here: {', '.join(flags)} ({reason})" for reason, flags in hints.items()]
+    raise_all(
+        Refusal(", ".join(flags), f": {advice.reason}", *advice.fixes(flags)) for advice, flags in refused.items()
+    )
+    return [f"no effect here: {', '.join(flags)} ({advice.reason})" for advice, flags in hints.items()]
 
 
 def unknown(words: list[str], supported: list[str], given: list[str] | None = None) -> None:
-    """Refuse what no table knows, with the nearest flag that one does.
+    """Refuse words that no table knows, and name the nearest flag that is known.
 
     Args:
-        words: those that nothing reads.
-        supported: the flags that set a setting.
-        given: the whole command line.
+        words: words that argparse could not place.
+        supported: flags that set a setting.
+        given: the complete command line.
 
     Raises:
         Refusal: there is anything in ``words``.
@@ -82,19 +89,19 @@ def unknown(words: list[str], supported: list[str], given: list[str] | None = No
     if words and not flags:
         before = next((flag for flag, *values in options(given or []) if words[0] in values), None)
         after = f" after {before}" if before else ""
-        raise Refusal(f"{words[0]!r}{after} belongs to no flag: quote values that hold spaces")
-    if flags:
-        own = tuple(supported)
-        raise Refusals([f"{flag} is not a known flag{_suggestion(flag, own)}" for flag in dict.fromkeys(flags)])
+        line = f"{words[0]!r}{after} belongs to no flag: quote values that hold spaces"
+        raise Refusal(line, about=[*words, before or ""])
+    raise_all(_unknown(flag, tuple(supported)) for flag in dict.fromkeys(flags))
 
 
 @cache
-def _suggestion(flag: str, supported: tuple[str, ...]) -> str:
-    """The flag that is meant, as far as it can be told: never one that is refused."""
+def _unknown(flag: str, supported: tuple[str, ...]) -> Refusal:
+    """The refusal of a flag that no table knows. It names the flag that may be meant, never one that is refused."""
+    problem = "is not a known flag"
     word, table = flag.strip("-").replace("_", "-").lower(), rows()
     for row in (table.get("--" + word), table.get("--" + word.replace("-", "_"))):
         if row is not None and row.verdict == "refused":
-            return f": {row.reason}"
+            return Refusal(flag, f"{problem}: {row.reason}", *row.advice.fixes([flag]))
     known = [name[2:] for name in supported] + [name[2:] for name, row in table.items() if row.verdict == "hint"]
     own = [name[2:] for name in supported]
     longer = [name for name in known if name.startswith(f"{word}-") and len(word) > 7]
@@ -103,11 +110,16 @@ def _suggestion(flag: str, supported: tuple[str, ...]) -> str:
     else:
         near = get_close_matches(word, own, 1, 0.9) or longer if len(longer) == 1 else []
         near = near or get_close_matches(word, own, 1, 0.8) or get_close_matches(word, known, 1, 0.8)
-    if not near:  # the same words, in another order or with one more or less
+    if not near:  # the same words in another order, or one word more or less
         parts = set(word.split("-"))
         likeness = {name: len(parts & set(name.split("-"))) / len(parts | set(name.split("-"))) for name in known}
         near = [name for name in likeness if likeness[name] == max(likeness.values()) >= 0.6][:1]
-    return f": did you mean --{near[0]}?" if near else ": --help lists them"
+    if not near:
+        return Refusal(flag, f"{problem}: --help lists them", LEAVE_OUT)
+    name = f"--{near[0]}"
+    misspelt = SequenceMatcher(None, flag, name).ratio() >= TYPO
+    fix = Fix(rename=(flag, name)) if misspelt else LEAVE_OUT
+    return Refusal(flag, f"{problem}: did you mean {name}?", fix)
 
 
 def _same(values: list[str], default: str) -> bool:
@@ -119,7 +131,7 @@ def _same(values: list[str], default: str) -> bool:
         return values == [default]
 
 
-# Older spellings that store a value in a setting of ours: flag -> (section.field, value).
+# Other flags that store a value in a setting: flag -> (section.field, value).
 SPELLINGS: dict[str, tuple[str, Any]] = {
     "--use-rotary-position-embeddings": ("model.position_embedding_type", "rope"),
     "--RMSNorm": ("model.normalization", "RMSNorm"),

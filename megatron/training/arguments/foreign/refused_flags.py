@@ -1,11 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron-LM that are refused, with the reason or what to use instead: rows of `megatron_flags.py`."""
+"""Flags of Megatron-LM and others that are refused, with the reason or what to use instead, for `megatron_flags.py`."""
 
 from __future__ import annotations
 
-REFUSED: tuple[tuple[str, str], ...] = (
-    ("mixtures of experts are not built here: leave it out", "--num-experts 1 1"),
-    ("multi-latent attention is not built here: leave it out", "--multi-latent-attention"),
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.training.refusal import LEAVE_OUT, SUBJECT, Fix
+
+
+class Advice(NamedTuple):
+    """Why flags are refused, and what to do.
+
+    Attributes:
+        reason: what the user reads after the flags.
+        fix: the same as a change of the command line; None if the user has a choice. One that sets flags replaces
+            the refused ones.
+        name: the flag here that takes the values of a refused one.
+    """
+
+    reason: str
+    fix: Fix | None = None
+    name: str = ""
+
+    def fixes(self, flags: Sequence[str]) -> list[Fix]:
+        """What to do about ``flags``, which are refused for this reason."""
+        if self.name:
+            return [Fix(rename=(flags[0], self.name))] if len(flags) == 1 else []
+        return [self.fix] if self.fix else []
+
+
+def leave_out(reason: str) -> Advice:
+    return Advice(f"{reason}: leave it out", LEAVE_OUT)
+
+
+def rename(name: str) -> Advice:
+    return Advice(f"use {name}", name=name)
+
+
+def replace(words: str, reason: str = "") -> Advice:
+    """Other flags in the place of the refused ones. ``reason``: what the user reads, unless it is ``use WORDS``."""
+    return Advice(reason or f"use {words}", Fix(words, drop=SUBJECT))
+
+
+REFUSED: tuple[tuple[str | Advice, str], ...] = (
+    (leave_out("mixtures of experts are not built here"), "--num-experts 1 1"),
+    (leave_out("multi-latent attention is not built here"), "--multi-latent-attention"),
     (
         "it is of multi-latent attention: use --position-embedding-type yarn and --yarn-rotary-scaling-factor",
         "--rotary-scaling-factor 1 1.0",
@@ -14,41 +54,44 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "it is of multi-latent attention: use --position-embedding-type yarn with --yarn-mscale, --yarn-mscale-all-dim",
         "--mscale 1 1.0 --mscale-all-dim 1 0.0",
     ),
-    ("multi-token prediction is not built here: leave it out", "--mtp-num-layers 1"),
+    (leave_out("multi-token prediction is not built here"), "--mtp-num-layers 1"),
     (
-        "the optimizers built here are adam and sgd, on the training device: leave it out",
+        leave_out("the optimizers built here are adam and sgd, on the training device"),
         """
         --apply-wd-to-qk-layernorm --no-weight-decay-cond-type 1 --optimizer-cpu-offload
         """,
     ),
     (
-        "what this writes is not written here: leave it out",
+        leave_out("what this writes is not written here"),
         "--save-wgrads-interval 1 --save-dgrads-interval 1 --dump-param-to-param-group-map 1",
     ),
-    ("the weights are made at once here: leave it out", "--lazy-mpu-init 1"),
-    ("data files are on a file system here: leave it out", "--object-storage-cache-path 1"),
+    (leave_out("the weights are made at once here"), "--lazy-mpu-init 1"),
+    (leave_out("data files are on a file system here"), "--object-storage-cache-path 1"),
     (
-        "this way of reading data is not built here: leave it out",
+        leave_out("this way of reading data is not built here"),
         "--allow-ambiguous-pad-tokens",
     ),
-    ("all layers have the same mask: leave it out", "--window-attn-skip-freq 1"),
+    (leave_out("all layers have the same mask"), "--window-attn-skip-freq 1"),
     (
-        "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
+        replace(
+            "--fpdt",
+            "use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory",
+        ),
         """
         --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
         --min-offloaded-tensor-size 1 1048576
         """,
     ),
-    ("megatron-core 0.16 has no such layer: leave it out", "--apply-residual-connection-post-layernorm"),
+    (leave_out("megatron-core 0.16 has no such layer"), "--apply-residual-connection-post-layernorm"),
     ("use --dry-run --world-size N", "--fake-process-group"),
-    ("use --num-layers", "--decoder-num-layers 1"),
-    ("use --seq-length", "--decoder-seq-length 1"),
+    (rename("--num-layers"), "--decoder-num-layers 1"),
+    (rename("--seq-length"), "--decoder-seq-length 1"),
     (
         "use tools/convert_hf.py",
         "--ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format",
     ),
     (
-        "Mamba and hybrid models are not built here: leave it out",
+        leave_out("Mamba and hybrid models are not built here"),
         """
         --is-hybrid-model --hybrid-attention-ratio 1 0.0 --hybrid-mlp-ratio 1 0.0 --hybrid-override-pattern 1
         --hybrid-layer-pattern 1 --mamba-state-dim 1 128 --mamba-head-dim 1 64 --mamba-num-groups 1 8
@@ -56,7 +99,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "only softmax attention over all heads of a layer is built here: leave it out",
+        leave_out("only softmax attention over all heads of a layer is built here"),
         """
         --experimental-attention-variant 1 --dsa-indexer-n-heads 1 --dsa-indexer-head-dim 1 --dsa-indexer-topk 1
         --dsa-indexer-loss-coeff 1 --dsa-indexer-use-sparse-loss --linear-conv-kernel-dim 1 4
@@ -67,9 +110,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
         --mrope-section + --batch-invariant-mode
         """,
     ),
-    ("it is of multi-latent attention: use --position-embedding-type yarn", "--rope-type 1 rope"),
     (
-        "not part of the GPT and Llama models built here: leave it out",
+        replace(
+            "--position-embedding-type yarn", "it is of multi-latent attention: use --position-embedding-type yarn"
+        ),
+        "--rope-type 1 rope",
+    ),
+    (
+        leave_out("not part of the GPT and Llama models built here"),
         """
         --quick-geglu --glu-linear-offset 1 0.0 --activation-func-clamp-value 1
         --embedding-init-method-std 1 --heterogeneous-layers-config-path 1
@@ -77,7 +125,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "hybrid context parallelism by sequence is not built here: leave it out",
+        leave_out("hybrid context parallelism by sequence is not built here"),
         "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 1",
     ),
     (
@@ -85,14 +133,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--pipeline-model-parallel-layout 1",
     ),
     (
-        "this precision setting is not built here: leave it out",
+        leave_out("this precision setting is not built here"),
         """
         --fp32-residual-connection --disable-bf16-reduced-precision-matmul --fp16-lm-cross-entropy
         --ddp-reduce-scatter-with-fp32-accumulation
         """,
     ),
     (
-        "weights and states of the optimizer are in fp32 here: leave it out",
+        leave_out("weights and states of the optimizer are in fp32 here"),
         "--main-params-dtype 1 fp32 --exp-avg-dtype 1 fp32 --exp-avg-sq-dtype 1 fp32",
     ),
     (
@@ -103,11 +151,11 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "FP4 is not built here: leave it out",
+        leave_out("FP4 is not built here"),
         "--fp4-format 1 --fp4-recipe 1 nvfp4 --fp4-param-gather --fp4-quantizer-factory 1",
     ),
     (
-        "CUDA graphs are not built here: leave it out",
+        leave_out("CUDA graphs are not built here"),
         """
         --enable-cuda-graph --external-cuda-graph --cuda-graph-impl 1 none --cuda-graph-scope +
         --cuda-graph-warmup-steps 1 3
@@ -115,13 +163,13 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     ("weights follow --seed alone, so that they do not depend on the grid", "--data-parallel-random-init"),
     (
-        "every batch of the data is used, in full: leave it out",
+        leave_out("every batch of the data is used, in full"),
         """
         --decrease-batch-size-if-needed --phase-transition-iterations 1
         --step-batch-size-schedule +
         """,
     ),
-    ("SIGTERM and SIGUSR1 are the signals that save and stop: leave it out", "--exit-signal 1 SIGTERM"),
+    (leave_out("SIGTERM and SIGUSR1 are the signals that save and stop"), "--exit-signal 1 SIGTERM"),
     (
         "settings come from the flags: give them again; a model's from a checkpoint with --use-checkpoint-args",
         "--use-mp-args-from-checkpoint-args --yaml-cfg 1",
@@ -131,19 +179,22 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "--load-main-params-from-ckpt --dist-ckpt-save-pre-mcore-014",
     ),
     (
-        "copies beside checkpoints are files of each node: use --non-persistent-ckpt-type local",
+        replace(
+            "--non-persistent-ckpt-type local",
+            "copies beside checkpoints are files of each node: use --non-persistent-ckpt-type local",
+        ),
         "--non-persistent-global-ckpt-dir 1",
     ),
     ("evaluation uses one validation set and --eval-iters", "--full-validation --multiple-validation-sets"),
     (
-        "the tokenizer is taken as it is: leave it out",
+        leave_out("the tokenizer is taken as it is"),
         """
         --vocab-extra-ids 1 0 --tokenizer-metadata 1 --tokenizer-special-tokens + --tiktoken-special-tokens +
         --tokenizer-sentencepiece-legacy --tokenizer-hf-include-special-tokens
         """,
     ),
     (
-        "this program trains GPT and Llama models only: leave it out",
+        leave_out("this program trains GPT and Llama models only"),
         """
         --ict-head-size 1 --biencoder-projection-dim 1 0 --biencoder-shared-query-context-model --ict-load 1
         --bert-load 1 --titles-data-path 1 --query-in-block-prob 1 0.1 --use-one-sent-docs --evidence-data-path 1
@@ -153,7 +204,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "this program trains on text only: leave it out",
+        leave_out("this program trains on text only"),
         """
         --num-classes 1 1000 --img-h 1 224 --img-w 1 224 --num-channels 1 3 --patch-dim 1 16 --classes-fraction 1 1.0
         --data-per-class-fraction 1 1.0 --no-data-sharding --head-lr-mult 1 1.0 --vision-pretraining
@@ -165,7 +216,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "reinforcement learning is not built here: leave it out",
+        leave_out("reinforcement learning is not built here"),
         """
         --perform-rl-step --rl-prompts-per-eval 1 32 --grpo-prompts-per-step 1 32 --grpo-group-size 1 2
         --grpo-iterations 1 2 --grpo-clamp-eps-lower 1 0.01 --grpo-clamp-eps-upper 1 0.01 --grpo-kl-beta 1 0.001
@@ -188,7 +239,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "this program trains; for inference, convert the checkpoint with tools/convert_hf.py: leave it out",
+        leave_out("this program trains; for inference, convert the checkpoint with tools/convert_hf.py"),
         """
         --inference-batch-times-seqlen-threshold 1 -1 --max-tokens-to-oom 1 12000 --output-bert-embeddings
         --bert-embedder-type 1 megatron --use-legacy-static-engine --inference-max-requests 1 8
@@ -206,7 +257,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         """,
     ),
     (
-        "restarts are left to torchrun or Slurm; SIGTERM saves and stops: leave it out",
+        leave_out("restarts are left to torchrun or Slurm; SIGTERM saves and stops"),
         """
         --adlr-autoresume --adlr-autoresume-interval 1 1000 --inprocess-restart --inprocess-max-iterations 1
         --inprocess-monitor-thread-interval 1 1.0 --inprocess-monitor-process-interval 1 1.0
@@ -220,53 +271,51 @@ REFUSED: tuple[tuple[str, str], ...] = (
 )
 
 
-# What other programs call settings of ours, for those who come from there: a table read by `megatron_flags.py`.
-#
-# USP (yunchang), LoongTrain, DeepSpeed, Hugging Face's trainer and configurations. Megatron-LM's own forks, whose
-# scripts run here, are in `fork_flags.py`. None of these is read as ours: their values are not always what ours
-# would be.
-
-
-OTHER_NAMES: tuple[tuple[str, str], ...] = (
+# Names that USP (yunchang), LoongTrain, DeepSpeed and Hugging Face's trainer have for settings of this program. They
+# are refused, since their values do not always mean the same. Flags of Megatron-LM's forks are in `fork_flags.py`.
+OTHER_NAMES: tuple[tuple[str | Advice, str], ...] = (
     # the grid
-    ("use --tensor-model-parallel-size", "--tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1"),
-    ("use --pipeline-model-parallel-size", "--pipeline-parallel-size 1 --pp-size 1 --pp_size 1 --pp 1"),
-    ("use --context-parallel-size", "--cp-size 1 --sp-size 1 --sp_size 1 --sequence_parallel_size 1"),
+    (rename("--tensor-model-parallel-size"), "--tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1"),
+    (rename("--pipeline-model-parallel-size"), "--pipeline-parallel-size 1 --pp-size 1 --pp_size 1 --pp 1"),
+    (rename("--context-parallel-size"), "--cp-size 1 --sp-size 1 --sp_size 1 --sequence_parallel_size 1"),
     (
-        "use --ulysses-parallel-size",
+        rename("--ulysses-parallel-size"),
         """
         --ulysses-degree 1 --ulysses_degree 1 --sp-ulysses-degree 1 --sp_ulysses_degree 1 --ulysses-size 1
         --head-parallel-size 1 --head_size 1
         """,
     ),
-    ("use --ds-sequence-parallel-size", "--ds-sequence-parallel 1"),
+    (rename("--ds-sequence-parallel-size"), "--ds-sequence-parallel 1"),
     (
-        "use --ring-parallel-size",
+        rename("--ring-parallel-size"),
         "--ring-degree 1 --ring_degree 1 --sp-ring-degree 1 --sp_ring_degree 1 --ring-size 1 --context_size 1",
     ),
-    ("use --context-parallel-balance zigzag, or contiguous", "--ring-impl-type 1 --ring_impl_type 1"),
+    (
+        replace("--context-parallel-balance zigzag", "use --context-parallel-balance zigzag, or contiguous"),
+        "--ring-impl-type 1 --ring_impl_type 1",
+    ),
     # the model
-    ("use --qk-layernorm", "--use-qk-norm --qk-norm"),
-    ("use --rotary-base", "--rope-theta 1 --rope_theta 1 --rotary-emb-base 1"),
-    ("use --num-layers", "--num-hidden-layers 1 --num_hidden_layers 1 --n-layers 1 --n_layers 1"),
-    ("use --ffn-hidden-size", "--intermediate-size 1 --intermediate_size 1"),
+    (rename("--qk-layernorm"), "--use-qk-norm --qk-norm"),
+    (rename("--rotary-base"), "--rope-theta 1 --rope_theta 1 --rotary-emb-base 1"),
+    (rename("--num-layers"), "--num-hidden-layers 1 --num_hidden_layers 1 --n-layers 1 --n_layers 1"),
+    (rename("--ffn-hidden-size"), "--intermediate-size 1 --intermediate_size 1"),
     ("use --group-query-attention with --num-query-groups", "--num-kv-heads 1 --num_key_value_heads 1 --kv-heads 1"),
-    ("use --norm-epsilon", "--rms-norm-eps 1 --rms_norm_eps 1 --rmsnorm-epsilon 1"),
-    ("use --position-embedding-type rope", "--use-rope --use-rotary-emb"),
+    (rename("--norm-epsilon"), "--rms-norm-eps 1 --rms_norm_eps 1 --rmsnorm-epsilon 1"),
+    (replace("--position-embedding-type rope"), "--use-rope --use-rotary-emb"),
     ("use --window-size N-1,0", "--sliding-window 1 --sliding_window 1 --sliding-window-size 1"),
-    ("use --attention-kernel", "--attn-implementation 1 --attn_implementation 1"),
+    (rename("--attention-kernel"), "--attn-implementation 1 --attn_implementation 1"),
     # the batch and the schedule
-    ("use --seq-length", "--max-seq-length 1 --max_seq_length 1 --max-seq-len 1 --sequence-length 1 --seqlen 1"),
-    ("use --micro-batch-size", "--per-device-train-batch-size 1 --per_device_train_batch_size 1 --mbs 1"),
-    ("use --global-batch-size", "--train-batch-size 1 --gbs 1"),
-    ("use --lr", "--learning-rate 1 --learning_rate 1"),
-    ("use --lr-warmup-iters", "--warmup-steps 1 --warmup_steps 1"),
-    ("use --lr-decay-style", "--lr-scheduler-type 1 --lr_scheduler_type 1"),
-    ("use --clip-grad", "--max-grad-norm 1 --max_grad_norm 1 --gradient-clipping 1"),
-    ("use --train-iters", "--max-steps 1 --max_steps 1 --train-steps 1"),
+    (rename("--seq-length"), "--max-seq-length 1 --max_seq_length 1 --max-seq-len 1 --sequence-length 1 --seqlen 1"),
+    (rename("--micro-batch-size"), "--per-device-train-batch-size 1 --per_device_train_batch_size 1 --mbs 1"),
+    (rename("--global-batch-size"), "--train-batch-size 1 --gbs 1"),
+    (rename("--lr"), "--learning-rate 1 --learning_rate 1"),
+    (rename("--lr-warmup-iters"), "--warmup-steps 1 --warmup_steps 1"),
+    (rename("--lr-decay-style"), "--lr-scheduler-type 1 --lr_scheduler_type 1"),
+    (rename("--clip-grad"), "--max-grad-norm 1 --max_grad_norm 1 --gradient-clipping 1"),
+    (rename("--train-iters"), "--max-steps 1 --max_steps 1 --train-steps 1"),
     # memory
     (
-        "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        replace("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
         "--gradient-checkpointing --gradient_checkpointing --activation-checkpointing",
     ),
 )

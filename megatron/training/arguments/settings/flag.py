@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A setting and its command-line flag are one thing: a field of a dataclass."""
+"""A setting and its command-line flag, defined together as a field of a dataclass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind and how long it goes on: checkpoints, logs, limits; or its simulation."""
+"""Settings of the job: checkpoints, logs, length of the run, simulation, faults and evaluation."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class CheckpointConfig:
         None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"]
     )
     save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
-    keep_last_checkpoints: int | None = flag(None, "keep the newest this many, and remove older ones", type=int)
+    keep_last_checkpoints: int | None = flag(None, "keep only this many of the newest checkpoints", type=int)
     keep_best_checkpoints: int | None = flag(
-        None, "beside those, keep this many with the lowest validation loss", type=int
+        None, "also keep this many checkpoints with the lowest validation loss", type=int
     )
-    async_save: bool = flag(False, "go on training while a checkpoint is written from a copy in host memory")
+    async_save: bool = flag(False, "continue training while a checkpoint is written from a copy in host memory")
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
     universal_checkpoint: bool = flag(False, "DeepSpeed: --load names the folder of a universal checkpoint")
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
     finetune: bool = flag(False, "load the weights only and start at iteration 0")
     reset_iteration: bool = flag(
         False,
-        "Megatron-DeepSpeed: go on with weights and optimizer, and count iterations, samples and tokens from 0",
+        "Megatron-DeepSpeed: keep weights and optimizer, but count iterations, samples and tokens from 0",
         aliases=["--reset-progress"],
     )
-    pretrained_checkpoint: str | None = flag(None, "weights to start from where --load has no checkpoint", type=str)
+    pretrained_checkpoint: str | None = flag(None, "weights to start from if --load has no checkpoint", type=str)
     use_checkpoint_args: bool = flag(
-        False, "the model as the checkpoint describes it; sizes that flags give count all the same"
+        False, "take the model from the checkpoint; sizes that are given by flags still win"
     )
-    exit_on_missing_checkpoint: bool = flag(False, "stop where --load has no checkpoint")
+    exit_on_missing_checkpoint: bool = flag(False, "stop if --load has no checkpoint")
     skip_damaged_checkpoints: bool = flag(
-        False, "where files of the latest checkpoint are damaged, go on from the next older whole one"
+        False, "if files of the latest checkpoint are damaged, load the newest older one that is complete"
     )
     save_optim: bool = flag(True, "leave the optimizer out of checkpoints", flags=["--no-save-optim"])
     save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
@@ -48,36 +48,36 @@ class CheckpointConfig:
     )
     non_persistent_ckpt_type: str | None = flag(
         None,
-        "where those copies go; local, files of each node, is the one kind there is",
+        "where those copies go; only local is supported: files on each node",
         type=str,
         choices=["global", "local", "in_memory"],
     )
     non_persistent_local_ckpt_dir: str | None = flag(
-        None, "folder of the copies on each node; default one in /dev/shm, which is memory", type=str
+        None, "folder of the copies on each node; default: one in /dev/shm, which is in memory", type=str
     )
     non_persistent_local_ckpt_algo: str = flag(
         "fully_parallel",
-        "fully_parallel: what several ranks hold is kept by one of them; atomic: each rank keeps all it has",
+        "fully_parallel: one rank keeps what several ranks hold; atomic: each rank keeps everything it holds",
         choices=["fully_parallel", "atomic"],
     )
     replication: bool = flag(False, "keep each rank's copy on another node as well")
     replication_jump: int | None = flag(
-        None, "rank n's copies also go to ranks n + J, n + 2J, ...; default as many as a node has", type=int
+        None, "copies of rank n also go to ranks n + J, n + 2J, ...; default: the number of ranks of a node", type=int
     )
-    replication_factor: int = flag(2, "--replication: on how many nodes a copy is, its own among them")
+    replication_factor: int = flag(2, "--replication: number of nodes that hold a copy, including its own node")
     ckpt_format: str = flag(
         "torch_dist",
-        "checkpoint format; torch_dist is what is written, whichever is named",
+        "checkpoint format; torch_dist is always written",
         choices=["torch_dist", "torch", "torch_dcp", "zarr", "fsdp_dtensor"],
     )
 
 
 @dataclass
 class LoggingConfig:
-    """What is written where."""
+    """Console, JSON, TensorBoard and Weights & Biases."""
 
     log_interval: int = flag(100, "iterations between console lines")
-    log_jsonl: str | None = flag(None, "file for one JSON object a step", type=str)
+    log_jsonl: str | None = flag(None, "file that gets one JSON object per step", type=str)
     log_throughput: bool = flag(False, "TFLOP/s and MFU on the console line")
     log_params_norm: bool = flag(False, "norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count zeros in the gradients")
@@ -94,7 +94,7 @@ class LoggingConfig:
     )
     progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
     profile_memory: str | None = flag(
-        None, "folder for a timeline of memory by kind in one step, as JSON and as a picture, of each rank", type=str
+        None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture", type=str
     )
     profile_memory_step: int | None = flag(None, "which step of this run --profile-memory records; default 2", type=int)
 
@@ -106,104 +106,108 @@ class RunConfig:
     device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
     seed: int = flag(1234, "seed of weights, data order and dropout")
     deterministic_mode: bool = flag(
-        False, "a run repeats bit for bit, on the same grid and kind of device", aliases=["--npu-deterministic"]
+        False, "make runs repeat bit for bit on the same grid and kind of device", aliases=["--npu-deterministic"]
     )
     train_iters: int | None = flag(None, "iterations to train", type=int)
     train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
     train_tokens: int | None = flag(
-        None, "tokens to train; beside --train-iters or --train-samples, the run ends with what comes first", type=int
+        None, "tokens to train; with --train-iters or --train-samples, the run ends at whichever comes first", type=int
     )
     eval_interval: int | None = flag(None, "iterations between evaluations", type=int)
     eval_iters: int = flag(100, "iterations of an evaluation")
     skip_train: bool = flag(False, "evaluate only")
-    exit_interval: int | None = flag(None, "stop at a multiple of this iteration", type=int)
+    exit_interval: int | None = flag(None, "stop at the next iteration that is a multiple of this", type=int)
     exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", type=int)
     exit_signal_handler: bool = flag(True, "save and stop on SIGTERM or SIGUSR1; always on here")
-    manual_gc: bool = flag(False, "collect garbage at fixed steps")
+    manual_gc: bool = flag(False, "run Python's garbage collection at fixed steps only")
     manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
 
 
 @dataclass
 class SimulationConfig:
-    """A simulated cluster in place of a run."""
+    """A simulated cluster instead of a run."""
 
     dry_run: bool = flag(False, "simulate one step: memory, communication, FLOPs and, with --gpu, time")
     world_size: int | None = flag(
-        None, "number of processes, of --dry-run simulated ones; default as many as were started", type=int
+        None, "number of processes, simulated ones with --dry-run; default: as many as were started", type=int
     )
     gpu: str | None = flag(
         None,
         "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU. --elastic: plan for it",
         type=str,
     )
-    dry_run_json: str | None = flag(None, "--dry-run: file for the result, with pictures beside it", type=str)
+    dry_run_json: str | None = flag(None, "--dry-run: file for the result; pictures are written next to it", type=str)
     dry_run_jitter: float = flag(
-        0.0, "--dry-run: compute of ranks varies by this share (standard deviation over mean), drawn by --seed"
+        0.0,
+        "--dry-run: the compute time of ranks varies by this share (standard deviation over mean), drawn from --seed",
     )
-    dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, in place of a few that stand for all")
+    dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, instead of a few that represent all")
     dry_run_trace_events: int | None = flag(
-        None, "--dry-run-json with --gpu: kernels and transfers in the trace at most; default 400000", type=int
+        None,
+        "--dry-run-json with --gpu: largest number of kernels and transfers in the trace; default 400000",
+        type=int,
     )
-
-
-# What a run does about bad numbers, faulty memory and slow machines.
 
 
 @dataclass
 class FaultConfig:
-    """Batches that are left out, replicas that are compared, ranks that are slow."""
+    """Bad batches, faulty memory and slow machines."""
 
     skip_bad_batches: int = flag(
         0,
-        "leave out up to so many batches whose loss or gradient norm is not finite (or a spike): such a step changes "
-        "no weight; one more ends the run",
+        "skip up to this many batches whose loss or gradient norm is not finite (or a spike): such a step changes no "
+        "weight; one more ends the run",
     )
     rollback_on_bad_batch: bool = flag(
-        False, "--skip-bad-batches: go back to the weights of the last checkpoint, and leave out all batches since then"
+        False, "--skip-bad-batches: return to the weights of the last checkpoint, and skip all batches since then"
     )
     iterations_to_skip: list[int] | None = flag(
-        None, "leave out the batches that come after so many iterations", type=int, nargs="+"
+        None, "skip the batches that follow these iterations", type=int, nargs="+"
     )
-    check_for_spiky_loss: bool = flag(False, "a spike of the loss makes a bad batch; without --skip-bad-batches: tell")
-    check_for_large_grads: bool = flag(False, "likewise a spike of the gradient norm")
-    spike_factor: float = flag(10.0, "how many times the median of the last 100 good steps makes a spike")
+    check_for_spiky_loss: bool = flag(
+        False, "a spike of the loss makes a batch bad; without --skip-bad-batches it is only reported"
+    )
+    check_for_large_grads: bool = flag(False, "a spike of the gradient norm makes a batch bad, likewise")
+    spike_factor: float = flag(10.0, "a spike is above this many times the median of the last 100 good steps")
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, "iterations between comparisons of weights that several ranks hold", type=int
+        None, "iterations between comparisons of the weights that several ranks hold", type=int
     )
     log_straggler: bool = flag(
         False,
-        "name ranks whose own work of a step takes a fifth longer than the median's, and when a step is slow, links "
-        "between nodes that have become slow",
+        "report ranks that compute a fifth longer than the median rank and, after a slow step, links between nodes "
+        "that have become slow",
     )
 
 
-# Tasks by which a model is evaluated, beside the loss on held-out data.
-
-
-MADE = ("needle", "ruler-multi-key", "ruler-variable-tracking", "ruler-common-words")  # of samples made here
+# Tasks of --eval-tasks, in addition to the loss on held-out data. MADE: their samples are generated.
+MADE = ("needle", "ruler-multi-key", "ruler-variable-tracking", "ruler-common-words")
 TASKS = ("loss-by-position", *MADE, "perplexity")
 
 
 @dataclass
 class EvaluationConfig:
-    """What tools/evaluate.py does, and training at each --eval-interval."""
+    """Tasks of tools/evaluate.py, and of training at each --eval-interval."""
 
     eval_tasks: list[str] | None = flag(None, f"tasks: {', '.join(TASKS)}", type=str, nargs="+")
     eval_lengths: list[int] | None = flag(
         None,
-        "needle and ruler-*: tokens of their samples; default --seq-length and its halves, four at most, from 512 on, "
-        "that hold the task",
+        "needle and ruler-*: lengths of the samples in tokens; default: --seq-length, a half, a quarter and an eighth "
+        "of it, those of at least 512 that hold the task",
         type=int,
         nargs="+",
     )
-    eval_depths: int = flag(11, "needle: depths in the haystack, evenly from its begin to its end")
-    eval_samples: int = flag(4, "needle: samples of a length and depth; ruler-*: so many times --eval-depths a length")
+    eval_depths: int = flag(11, "needle: number of depths in the haystack, evenly from its start to its end")
+    eval_samples: int = flag(
+        4, "needle: samples per length and depth; ruler-*: samples per length, times --eval-depths"
+    )
     eval_haystack: str | None = flag(
-        None, "needle and ruler-*: text file to hide in; default a dozen plain sentences, in random order", type=str
+        None,
+        "needle and ruler-*: text file to hide facts in; default: twelve plain sentences, in random order",
+        type=str,
     )
     eval_files: list[str] | None = flag(None, "perplexity: text files", type=str, nargs="+")
     eval_stride: int | None = flag(
-        None, "perplexity: tokens from one window to the next; default --seq-length, windows side by side", type=int
+        None, "perplexity: tokens from one window to the next; default --seq-length, no overlap", type=int
     )
     eval_output: str | None = flag(
         None, "folder for evaluation.json and pictures; default of tools/evaluate.py: out/evaluation", type=str

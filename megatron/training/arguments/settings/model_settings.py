@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network."""
+"""Settings of the network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.training.arguments.settings.flag import flag
 
 
 def normalization(text: str) -> str:
-    """Megatron-DeepSpeed writes small letters."""
+    """Megatron-LM's name of a normalization; Megatron-DeepSpeed writes it in lower case."""
     return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(text.lower(), text)
 
 
 def positions(text: str) -> str:
-    """BigScience spells RoPE out."""
+    """Megatron-LM's name of a position embedding; BigScience writes rotary and absolute."""
     return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
 
 
@@ -35,64 +35,68 @@ class ModelConfig:
     max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", type=int)
     position_embedding_type: str = flag(
         "learned_absolute",
-        "how positions enter",
+        "how the model learns positions",
         type=positions,
         choices=["learned_absolute", "rope", "yarn", "alibi", "none"],
     )
     rotary_base: int = flag(10000, "base period of RoPE", aliases=["--rotary-position-embeddings-theta"])
     rotary_percent: float = flag(1.0, "share of a head that is rotated")
-    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs in place of halves")
+    rotary_interleaved: bool = flag(False, "rotate neighbouring pairs, not the two halves of a head")
     rotary_seq_len_interpolation_factor: float | None = flag(None, "linear interpolation of RoPE", type=float)
     use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
     yarn_rotary_scaling_factor: float = flag(1.0, "YaRN: how much longer than the original length")
     yarn_original_max_position_embeddings: int = flag(4096, "YaRN: original length")
-    yarn_beta_fast: float = flag(32.0, "YaRN: pairs that turn more often in the original length are left alone")
-    yarn_beta_slow: float = flag(1.0, "YaRN: pairs that turn less often in the original length are interpolated")
+    yarn_beta_fast: float = flag(
+        32.0, "YaRN: pairs that turn more often than this within the original length are not changed"
+    )
+    yarn_beta_slow: float = flag(
+        1.0, "YaRN: pairs that turn less often than this within the original length are interpolated"
+    )
     yarn_mscale: float = flag(1.0, "YaRN: numerator of the attention factor, (0.1 ln(factor) x this + 1)")
     yarn_mscale_all_dim: float = flag(0.0, "YaRN: denominator of the attention factor, likewise")
     yarn_correction_range_round_to_int: bool = flag(
         True,
-        "YaRN: bounds between pairs left alone and pairs interpolated are not rounded to whole pairs",
+        "YaRN: do not round the two bounds of --yarn-beta-fast and --yarn-beta-slow to whole pairs",
         flags=["--no-yarn-correction-range-round-to-int"],
     )
     normalization: str = flag("LayerNorm", "normalization layer", type=normalization, choices=["LayerNorm", "RMSNorm"])
     norm_epsilon: float = flag(1e-5, "epsilon of the normalization", aliases=["--layernorm-epsilon"])
-    apply_layernorm_1p: bool = flag(False, "weights of the norm centred on zero")
+    apply_layernorm_1p: bool = flag(False, "store the weights of the norm minus 1")
     swiglu: bool = flag(False, "gated MLP with SiLU")
-    squared_relu: bool = flag(False, "squared ReLU in place of GELU")
+    squared_relu: bool = flag(False, "squared ReLU instead of GELU")
     bias_gelu_fusion: bool = flag(
         True,
-        "GELU by erf, as Megatron-LM computes it without its fused kernel, which has tanh; so too with "
+        "compute GELU with erf, as Megatron-LM does without its fused kernel, which uses tanh; also the case with "
         "--disable-bias-linear",
         flags=["--no-bias-gelu-fusion"],
     )
-    openai_gelu: bool = flag(False, "GELU by tanh, whatever else is given")
+    openai_gelu: bool = flag(False, "compute GELU with tanh, whatever the other flags say")
     add_bias_linear: bool = flag(True, "no bias in the linear layers", flags=["--disable-bias-linear"])
-    add_qkv_bias: bool = flag(False, "bias in the QKV projection alone")
+    add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
     qk_layernorm: bool = flag(False, "normalize queries and keys of each head")
     softmax_type: str = flag(
         "vanilla",
-        "attention's softmax: off-by-one adds 1 to its sum, learnable a sink, one learned score a head",
+        "softmax of attention: off-by-one adds 1 to its sum, learnable adds a sink: one learned score per head",
         choices=["vanilla", "off-by-one", "learnable"],
     )
     embed_layernorm: bool = flag(False, "LayerNorm of the word embeddings, as in BLOOM")
-    untie_embeddings_and_output_weights: bool = flag(False, "output layer with weights of its own")
+    untie_embeddings_and_output_weights: bool = flag(False, "separate weights for the output layer")
     hidden_dropout: float = flag(0.1, "dropout on the residual branches")
-    attention_dropout: float = flag(0.1, "dropout on attention probabilities, by position: the same on every grid")
+    attention_dropout: float = flag(
+        0.1, "dropout on attention probabilities; the draw depends on positions, so it is the same on every grid"
+    )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights")
-    lora_rank: int | None = flag(
-        None, "train adapters of this rank beside linear layers (LoRA), and nothing else", type=int
-    )
-    lora_alpha: float = flag(32.0, "LoRA: adapters count by this over their rank")
+    lora_rank: int | None = flag(None, "train only adapters of this rank on the linear layers (LoRA)", type=int)
+    lora_alpha: float = flag(32.0, "LoRA: the output of an adapter is scaled by this over its rank")
     lora_targets: list[str] = flag(
         ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "LoRA: layers with adapters", type=str, nargs="+"
     )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this times TP")
     padded_vocab_size: int | None = flag(
         None,
-        "rows of the embedding, in place of what --make-vocab-size-divisible-by gives",
+        "rows of the embedding; replaces --make-vocab-size-divisible-by",
         type=int,
         aliases=["--pad-vocab-size-to"],
     )

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grid, the attention core, and chunks."""
+"""Settings of the grid, of attention, and of chunks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.decisions.kernels import KERNELS
 from megatron.training.arguments.settings.flag import flag
 
 
 def window(text: str) -> tuple[int, int]:
-    """``LEFT,RIGHT`` as Megatron-LM writes it, with or without parentheses."""
+    """The two numbers of ``LEFT,RIGHT``, with or without parentheses, as Megatron-LM writes it."""
     left, right = (int(part) for part in text.strip("() ").split(","))
     return left, right
 
 
 @dataclass
 class ParallelConfig:
-    """The grid TP x Ulysses x Ring x DP x PP, and how memory is shared over it."""
+    """The grid TP x Ulysses x Ring x DP x PP, and how memory is split over it."""
 
     tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)", aliases=["--model-parallel-size"])
     sequence_parallel: bool = flag(False, "split activations over TP between the linear layers (TP-sp)")
     partition_position_embedding: bool = flag(
-        False, "learned positions: a rank holds, trains and optimizes the rows of its own tokens only"
+        False, "learned positions: each rank holds and trains only the rows of its own tokens"
     )
     context_parallel_size: int | None = flag(
-        None, "ranks a sequence is split over, U x R; alone, the split is chosen and logged", type=int
+        None,
+        "ranks that a sequence is split over: Ulysses x Ring; without the two sizes, the split is chosen and logged",
+        type=int,
     )
     ulysses_parallel_size: int | None = flag(
         None,
@@ -32,29 +35,31 @@ class ParallelConfig:
         type=int,
         aliases=["--ds-sequence-parallel-size", "--ulysses-degree-in-cp"],
     )
-    ring_parallel_size: int | None = flag(None, "Ring degree: keys and values rotate", type=int)
+    ring_parallel_size: int | None = flag(None, "Ring degree: keys and values travel around the ranks", type=int)
     hierarchical_context_parallel_sizes: list[int] | None = flag(
-        None, "Megatron's spelling of the grid: Ulysses degree, then Ring degree", type=int, nargs="+"
+        None, "Megatron-LM's name for the two sizes: Ulysses degree, then Ring degree", type=int, nargs="+"
     )
     cp_comm_type: list[str] | None = flag(
         None,
-        "Megatron's spelling of the split: p2p is Ring, a2a Ulysses, a2a+p2p both, with "
-        "--hierarchical-context-parallel-sizes; all_gather is Ring whose ranks gather all keys at once",
+        "Megatron-LM's name for the split: p2p is Ring, a2a is Ulysses, a2a+p2p is both (with "
+        "--hierarchical-context-parallel-sizes); all_gather is Ring that gathers all keys at once",
         type=str,
         nargs="+",
     )
     context_parallel_balance: str | None = flag(
         None,
-        "how the ring shares the work: zigzag, for a causal mask, is the default; contiguous, for a window; documents, "
-        "for packed documents",
+        "how the work is split over the ring: zigzag for causal masks, contiguous for windows, documents for packed "
+        "documents; default: the one that suits the mask",
         type=str,
         choices=["zigzag", "contiguous", "documents"],
     )
     pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, "interleaved 1F1B: layers a virtual stage", type=int)
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages a rank", type=int)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "interleaved 1F1B: layers per virtual stage", type=int
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages per rank", type=int)
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        None, "interleaved 1F1B: micro-batches in a row on a virtual stage; default as many as stages", type=int
+        None, "interleaved 1F1B: consecutive micro-batches on a virtual stage; default: the number of stages", type=int
     )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", type=int)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", type=int)
@@ -62,19 +67,21 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = flag(False, "the last stage has one layer less")
     elastic: bool = flag(
         False,
-        "at each start, a grid for as many processes as there are: TP and PP as given, of CP as much as fits; for "
-        "torchrun --nnodes MIN:MAX --max-restarts N",
+        "choose the grid at each start for the processes that there are: TP and PP as given, the largest CP that fits; "
+        "for torchrun --nnodes MIN:MAX --max-restarts N",
     )
     elastic_grids: str | None = flag(
-        None, 'grids of --elastic by the number of processes, "8: tp2 u2 r2; 4: u2 r2"; what is left is DP', type=str
+        None,
+        'grids of --elastic by number of processes, "8: tp2 u2 r2; 4: u2 r2"; the remaining ranks are DP',
+        type=str,
     )
     zero_stage: int | None = flag(
         None,
-        "ZeRO splits over DP x CP: 1 optimizer states, 2 gradients too, 3 weights too",
+        "ZeRO, over DP x CP: 1 splits optimizer states, 2 also gradients, 3 also weights",
         type=int,
         choices=[0, 1, 2, 3],
     )
-    use_distributed_optimizer: bool = flag(False, "Megatron's spelling of --zero-stage 1")
+    use_distributed_optimizer: bool = flag(False, "Megatron-LM's name for --zero-stage 1")
     overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "gather parameters during the forward pass (ZeRO 1)")
     ddp_bucket_size: int | None = flag(None, "gradient bucket, in parameters", type=int)
@@ -82,24 +89,20 @@ class ParallelConfig:
     distributed_backend: str | None = flag(
         None, "default: nccl on GPUs, gloo on a CPU", type=str, choices=["nccl", "gloo"]
     )
-    distributed_timeout_minutes: int = flag(10, "time a collective may take")
+    distributed_timeout_minutes: int = flag(10, "longest time of one collective")
     network_interface: str | None = flag(
         None,
-        "network interface of gloo and NCCL on every node, as eth0; default GLOO_SOCKET_IFNAME, else the one on the "
-        "route to MASTER_ADDR",
+        "network interface of gloo and NCCL on every node, such as eth0; default GLOO_SOCKET_IFNAME, else the one on "
+        "the route to MASTER_ADDR",
         type=str,
     )
 
 
 @dataclass
 class AttentionConfig:
-    """The attention core."""
+    """The attention core, and recompute."""
 
-    attention_kernel: str = flag(
-        "auto",
-        "kernel of one attention tile",
-        choices=["auto", "flash_attn", "cudnn", "flash", "cpu", "triton", "math"],
-    )
+    attention_kernel: str = flag("auto", "kernel of one attention tile", choices=["auto", *KERNELS])
     attention_mask: str | None = flag(
         None,
         "attention mask; default causal. document: causal, with --reset-attention-mask",
@@ -107,18 +110,20 @@ class AttentionConfig:
         choices=["causal", "full", "window", "document", "block-sparse", "function"],
     )
     window_size: tuple[int, int] | None = flag(
-        None, "tokens before and after a query that it attends to, LEFT,RIGHT; -1 is no bound", type=window
+        None, "LEFT,RIGHT: number of tokens before and after a query that it attends to; -1: no bound", type=window
     )
-    window_global_tokens: int = flag(0, "first tokens, which see and are seen outside the window as well")
+    window_global_tokens: int = flag(
+        0, "first tokens of the sequence, which attend and are attended to outside the window too"
+    )
     sparse_block_size: int = flag(128, "tokens of a block of --attention-mask block-sparse")
     sparse_pattern: str = flag(
         "longformer",
         "blocks to keep: longformer, bigbird, strided, or a JSON file with a list of key blocks for each query block",
     )
     sparse_window_blocks: int = flag(3, "longformer, bigbird: blocks before and after a query's own")
-    sparse_global_blocks: int = flag(1, "longformer, bigbird: first blocks, which everybody sees")
+    sparse_global_blocks: int = flag(1, "longformer, bigbird: first blocks, to which all queries attend")
     sparse_random_blocks: int = flag(3, "bigbird: blocks drawn for each query block")
-    sparse_stride: int = flag(8, "strided: the last so many blocks, and every so-manieth")
+    sparse_stride: int = flag(8, "strided: stride S; a query attends to the last S blocks and to every S-th block")
     mask_function: str | None = flag(
         None,
         "FILE.py:NAME, for --attention-mask function: (query positions, key positions) -> boolean, within causal",
@@ -126,8 +131,8 @@ class AttentionConfig:
     )
     mask_cpu_threshold: int = flag(
         16384,
-        "masks of pairs (functions, windows below 32 tokens) are made in host memory, in row blocks, where a sequence "
-        "is longer than this",
+        "dense masks (of functions and of windows below 32 tokens) are made in host memory, in blocks of rows, if the "
+        "sequence is longer than this",
     )
     recompute_granularity: str | None = flag(
         None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"]
@@ -135,29 +140,31 @@ class AttentionConfig:
     recompute_method: str | None = flag(
         None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"]
     )
-    recompute_num_layers: int | None = flag(None, "layers a recomputed unit (uniform), or a stage (block)", type=int)
+    recompute_num_layers: int | None = flag(
+        None, "layers per recomputed unit (uniform), or per stage (block)", type=int
+    )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
 
 
 @dataclass
 class ChunkConfig:
-    """Long sequences in chunks, with host memory behind them (FPDT)."""
+    """Long sequences in chunks that may be kept in host memory (FPDT)."""
 
     fpdt: bool = flag(False, "attention in pipelined chunks (FPDT)", aliases=["--ds-sequence-parallel-fpdt"])
     fpdt_chunk_size: int = flag(
-        65536, "longest chunk, in tokens of the whole sequence", aliases=["--ds-sequence-parallel-fpdt-chunk-size"]
+        65536, "longest chunk, in tokens of the complete sequence", aliases=["--ds-sequence-parallel-fpdt-chunk-size"]
     )
     fpdt_offload: bool = flag(True, "keep finished chunks on the device", flags=["--no-fpdt-offload"])
     fpdt_stream_hidden: bool = flag(
-        False, "hidden states live in host memory too: device memory does not grow with the sequence"
+        False, "keep hidden states in host memory too: device memory does not grow with the sequence"
     )
     ffn_chunks: int | None = flag(
-        None, "MLP in this many chunks of tokens; default under --fpdt: twice attention's", type=int
+        None, "compute the MLP in this many chunks of tokens; default with --fpdt: twice as many as attention", type=int
     )
     loss_chunks: int | None = flag(
         None,
-        "output layer and loss in this many chunks of tokens, so that logits are never whole; default under --fpdt: "
-        "2 x vocabulary / hidden size, and logits no larger than an MLP chunk",
+        "compute output layer and loss in this many chunks of tokens, which saves the complete logits; default with "
+        "--fpdt: 2 x vocabulary / hidden size, and logits no larger than an MLP chunk",
         type=int,
     )
-    offload_checkpoints: bool = flag(False, "inputs of recomputed (or FPDT) layers go to host memory")
+    offload_checkpoints: bool = flag(False, "keep the inputs of recomputed layers (or FPDT layers) in host memory")

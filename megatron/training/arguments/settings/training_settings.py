@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run learns from, and how: optimizer, schedule, precision, data."""
+"""Settings of the optimizer, the schedule, the precision and the data."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.training.arguments.settings.flag import flag
 
 
 def tokenizer(text: str) -> str:
-    """The name of Megatron-LM; some of its forks have others for Hugging Face's."""
+    """Megatron-LM's name of a tokenizer; some forks have other names for Hugging Face's."""
     others = ("PretrainedFromHF", "HFTokenizer", "AutoTokenizer", "SFTTokenizer")
     return "HuggingFaceTokenizer" if text in others else text
 
 
 def optimizer(text: str) -> str:
-    """Megatron-LM's adam is AdamW, and some of its forks call it so."""
+    """Megatron-LM's name of an optimizer; its adam is AdamW, as some forks call it."""
     return {"adamw": "adam", "fusedadam": "adam", "fusedadamw": "adam"}.get(text.lower(), text)
 
 
@@ -43,7 +43,7 @@ class OptimizerSettings:
     lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", type=int)
     lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD", type=int)
     decoupled_lr: float | None = flag(None, "learning rate of the embedding and the output layer", type=float)
-    decoupled_min_lr: float | None = flag(None, "lowest learning rate of those", type=float)
+    decoupled_min_lr: float | None = flag(None, "lowest learning rate of embedding and output layer", type=float)
     weight_decay: float = flag(0.01, "weight decay")
     start_weight_decay: float | None = flag(None, "weight decay at the start of its schedule", type=float)
     end_weight_decay: float | None = flag(None, "weight decay at the end of its schedule", type=float)
@@ -67,13 +67,13 @@ class OptimizerSettings:
     sgd_momentum: float = flag(0.9, "SGD's momentum")
     bf16: bool = flag(False, "bfloat16 with fp32 main weights")
     fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
-    loss_scale: float | None = flag(None, "fixed loss scale, in place of fp16's dynamic one", type=float)
+    loss_scale: float | None = flag(None, "fixed loss scale, instead of the dynamic one of fp16", type=float)
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", aliases=["--min-scale"])
     loss_scale_window: float = flag(1000, "good steps before the loss scale grows")
     hysteresis: int = flag(2, "overflows before the loss scale shrinks")
     check_for_nan_in_loss_and_grad: bool = flag(
-        True, "go on when the loss or a gradient is NaN", flags=["--no-check-for-nan-in-loss-and-grad"]
+        True, "continue when the loss or a gradient is NaN", flags=["--no-check-for-nan-in-loss-and-grad"]
     )
 
 
@@ -82,15 +82,15 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class DataConfig:
-    """What is read, and in which batches."""
+    """Data, tokenizer and batches."""
 
     micro_batch_size: int | None = flag(
-        None, "samples a micro-batch on each data-parallel rank", type=int, aliases=["--batch-size"]
+        None, "samples per micro-batch on each data-parallel rank", type=int, aliases=["--batch-size"]
     )
     gradient_accumulation_steps: int | None = flag(
-        None, "micro-batches a step, in place of --global-batch-size", type=int, aliases=["--gas"]
+        None, "micro-batches per step, instead of --global-batch-size", type=int, aliases=["--gas"]
     )
-    global_batch_size: int | None = flag(None, "samples an optimizer step; default micro-batch x DP", type=int)
+    global_batch_size: int | None = flag(None, "samples per optimizer step; default micro-batch x DP", type=int)
     rampup_batch_size: list[int] | None = flag(
         None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3
     )
@@ -100,11 +100,11 @@ class DataConfig:
         type=int,
         nargs=3,
     )
-    seq_length: int | None = flag(None, "tokens a sample", type=int, aliases=["--encoder-seq-length"])
+    seq_length: int | None = flag(None, "tokens per sample", type=int, aliases=["--encoder-seq-length"])
     data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
-    train_data_path: list[str] | None = flag(None, "training data, in place of --data-path", type=str, nargs="*")
-    valid_data_path: list[str] | None = flag(None, "validation data, in place of --data-path", type=str, nargs="*")
-    test_data_path: list[str] | None = flag(None, "test data, in place of --data-path", type=str, nargs="*")
+    train_data_path: list[str] | None = flag(None, "training data, instead of --data-path", type=str, nargs="*")
+    valid_data_path: list[str] | None = flag(None, "validation data, instead of --data-path", type=str, nargs="*")
+    test_data_path: list[str] | None = flag(None, "test data, instead of --data-path", type=str, nargs="*")
     data_args_path: str | None = flag(None, "file with the words of --data-path", type=str)
     per_split_data_args_path: str | None = flag(
         None, "JSON file with the words of --train-data-path, --valid-data-path, --test-data-path", type=str
@@ -129,8 +129,8 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = flag(None, "file with the same, in one line", type=str)
     split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", type=str)
     data_cache_path: str | None = flag(None, "folder of the index caches", type=str)
-    mock_data: bool = flag(False, "random tokens in place of a dataset")
-    num_workers: int = flag(2, "data-loader processes a rank")
+    mock_data: bool = flag(False, "random tokens instead of a dataset")
+    num_workers: int = flag(2, "data-loader processes per rank")
     num_dataset_builder_threads: int = flag(1, "threads that build the datasets of a blend")
     dataloader_type: str = flag(
         "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
@@ -139,26 +139,30 @@ class DataConfig:
     reset_attention_mask: bool = flag(False, "no attention across end-of-document tokens")
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens")
     sft: bool = flag(
-        False, "fine-tune on chats: data are JSON lines with messages, and the loss is on the assistant's words alone"
+        False, "fine-tune on chats: data are JSON lines with messages, and only the assistant's words count in the loss"
     )
     sft_tokenizer_prompt_format: str = flag(
         "default", "--sft: default is the tokenizer's own chat template; else a file with a Jinja template"
     )
     sft_over_length: str = flag(
         "refuse",
-        "--sft: what becomes of conversations longer than a sample",
+        "--sft: what to do with conversations longer than a sample",
         choices=["refuse", "truncate", "skip"],
     )
     fim_data: bool = flag(False, "fill in the middle: texts are cut in three, and the middle comes last")
-    fim_rate: float = flag(0.5, "share of the texts that are cut so")
-    fim_spm_rate: float = flag(0.5, "share of those whose suffix comes before the prefix")
-    fim_split_sample: str | None = flag(None, "token between the parts of a text, each of which is cut alone", type=str)
-    fim_fragment_rate: float | None = flag(None, "share of such parts that are cut, of --fim-rate texts", type=float)
-    fim_no_prefix: str | None = flag(None, "texts that begin so are left as they are", type=str)
+    fim_rate: float = flag(0.5, "--fim-data: share of the texts that are cut")
+    fim_spm_rate: float = flag(0.5, "--fim-data: share of the cut texts whose suffix comes before the prefix")
+    fim_split_sample: str | None = flag(
+        None, "token between the parts of a text, each of which is cut separately", type=str
+    )
+    fim_fragment_rate: float | None = flag(
+        None, "share of such parts that are cut, in the texts that --fim-rate selects", type=float
+    )
+    fim_no_prefix: str | None = flag(None, "texts that begin with this are not cut", type=str)
     fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix")
     fim_middle_token: str = flag("<fim_middle>", "token before the middle")
     fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix")
-    fim_pad_token: str = flag("<fim_pad>", "token that fills a sample which became shorter")
+    fim_pad_token: str = flag("<fim_pad>", "token that fills a sample that cutting has made shorter")
     fim_eod_token: str = flag(END_OF_TEXT, "token between texts")
     tokenizer_type: str | None = flag(
         None,

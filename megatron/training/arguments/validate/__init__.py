@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes a :class:`Config` and refuses what cannot run, before anything is built; a file for each subject.
+"""Completes a :class:`Config` and refuses what cannot run, before anything is built.
 
-Each refusal is one line that names the options and the way out. Kernels and data files are checked where they are
-opened.
+Functions named complete_* change the configuration, those named check_* only read it. Each refusal is one line that
+names the flags and the way out. Kernels and data files are checked when they are opened.
 """
 
 from __future__ import annotations
@@ -12,81 +12,88 @@ from copy import deepcopy
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import priced, processes
-from megatron.training.arguments.stages import settle_virtual_stages
+from megatron.training.arguments.stages import complete_virtual_stages
 from megatron.training.arguments.unused_flags import note_idle
 from megatron.training.arguments.validate.check_data import (
-    check_data,
-    check_evaluation,
     check_lengths,
-    check_lora,
-    check_sft,
+    complete_data,
+    complete_evaluation,
+    complete_lora,
+    complete_sft,
 )
 from megatron.training.arguments.validate.check_grid import (
-    check_batch,
-    check_context,
     check_grid,
     check_heads,
-    check_sequence,
+    complete_batch,
+    complete_context,
+    complete_sequence,
 )
-from megatron.training.arguments.validate.check_memory import check_chunks, check_profile, check_recompute, check_zero
+from megatron.training.arguments.validate.check_memory import (
+    complete_chunks,
+    complete_profile,
+    complete_recompute,
+    complete_zero,
+)
 from megatron.training.arguments.validate.check_model import (
-    check_attention,
-    check_model,
-    check_partitioned_positions,
-    check_required,
+    complete_attention,
+    complete_model,
+    complete_partitioned_positions,
+    complete_required,
 )
 from megatron.training.arguments.validate.check_run import (
-    check_checkpoint,
-    check_copies,
     check_duration,
     check_faults,
     check_ranges,
-    check_schedule,
+    complete_checkpoint,
+    complete_copies,
+    complete_intervals,
+    complete_schedule,
 )
-from megatron.training.refusal import Gather, Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
 
 __all__ = ["complete", "data_parallel_size", "transformer_engine_installed"]
 
 
 def complete(config: Config, world_size: int) -> Config:
-    """A copy of ``config`` with everything derived that the flags leave open; idempotent.
+    """A copy of ``config`` in which everything is derived that the flags leave open; idempotent.
 
     Remarks for the user are added to ``config.notes``.
 
     Args:
-        world_size: processes that were started; a dry run is completed for its own ``--world-size``.
+        world_size: number of processes that were started; a dry run is completed for its ``--world-size``.
 
     Raises:
         Refusal: the settings contradict each other or do not fit the processes.
     """
     config, world_size = deepcopy(config), processes(config, world_size)
     gather = Gather()
-    gather.check("required", lambda: check_required(config))
+    complete_intervals(config)
+    gather.check("required", lambda: complete_required(config))
     gather.check("ranges", lambda: check_ranges(config), "required")
     shape = ("required", "ranges")
-    gather.check("model", lambda: check_model(config), *shape)
-    gather.check("context", lambda: check_context(config), "model")
-    gather.check("sft", lambda: check_sft(config))
-    gather.check("attention", lambda: check_attention(config), "model")
+    gather.check("model", lambda: complete_model(config), *shape)
+    gather.check("context", lambda: complete_context(config), "model")
+    gather.check("sft", lambda: complete_sft(config))
+    gather.check("attention", lambda: complete_attention(config), "model")
     gather.check("grid", lambda: check_grid(config, world_size), "context")
     gather.check("heads", lambda: check_heads(config), "context")
-    gather.check("sequence", lambda: check_sequence(config), "context", "attention")
-    gather.check("pipeline", lambda: settle_virtual_stages(config), "model")
-    gather.check("precision", lambda: _precision(config), *shape)
-    gather.check("lora", lambda: check_lora(config), "model")
-    gather.check("partition", lambda: check_partitioned_positions(config), "context", "attention")
-    gather.check("recompute", lambda: check_recompute(config), "pipeline")
-    gather.check("zero", lambda: check_zero(config), *shape)
-    gather.check("chunks", lambda: check_chunks(config), "sequence", "recompute")
-    gather.check("batch", lambda: check_batch(config, data_parallel_size(config, world_size)), "grid", "pipeline")
+    gather.check("sequence", lambda: complete_sequence(config), "context", "attention")
+    gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
+    gather.check("precision", lambda: _complete_precision(config), *shape)
+    gather.check("lora", lambda: complete_lora(config), "model")
+    gather.check("partition", lambda: complete_partitioned_positions(config), "context", "attention")
+    gather.check("recompute", lambda: complete_recompute(config), "pipeline")
+    gather.check("zero", lambda: complete_zero(config), *shape)
+    gather.check("chunks", lambda: complete_chunks(config), "sequence", "recompute")
+    gather.check("batch", lambda: complete_batch(config, data_parallel_size(config, world_size)), "grid", "pipeline")
     gather.check("duration", lambda: check_duration(config), "batch")
     gather.check("lengths", lambda: check_lengths(config), "ranges", "attention")
-    gather.check("evaluation", lambda: check_evaluation(config), "ranges", "attention", "sequence")
-    gather.check("profile", lambda: check_profile(config))
-    gather.check("schedule", lambda: check_schedule(config), "ranges", "duration")
-    gather.check("data", lambda: check_data(config))
-    gather.check("checkpoint", lambda: check_checkpoint(config), "ranges")
-    gather.check("copies", lambda: check_copies(config, world_size), "ranges")
+    gather.check("evaluation", lambda: complete_evaluation(config), "ranges", "attention", "sequence")
+    gather.check("profile", lambda: complete_profile(config))
+    gather.check("schedule", lambda: complete_schedule(config), "ranges", "duration")
+    gather.check("data", lambda: complete_data(config))
+    gather.check("checkpoint", lambda: complete_checkpoint(config), "ranges")
+    gather.check("copies", lambda: complete_copies(config, world_size), "ranges")
     gather.check("faults", lambda: check_faults(config, world_size), "grid", "zero", "checkpoint")
     gather.finish()
     note_idle(config)
@@ -95,7 +102,7 @@ def complete(config: Config, world_size: int) -> Config:
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Data-parallel ranks of a completed configuration."""
+    """Number of data-parallel ranks of a completed configuration."""
     parallel = config.parallel
     model = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return world_size // (model * (parallel.context_parallel_size or 1))
@@ -106,24 +113,32 @@ def transformer_engine_installed() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def _precision(config: Config) -> None:
+def _complete_precision(config: Config) -> None:
     model, optimizer = config.model, config.optimizer
     if optimizer.bf16 and optimizer.fp16:
-        raise Refusal("--bf16 and --fp16 are two precisions: leave one out")
+        raise Refusal("--bf16 and --fp16", "are two precisions: leave one out")
     installed = transformer_engine_installed() or config.simulation.dry_run
     if model.transformer_impl == "transformer_engine" and not installed:
         raise Refusal(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; install the [gpu] extra, or "
-            "use --transformer-impl local"
+            "--transformer-impl transformer_engine",
+            ": Transformer Engine is not installed; install the [gpu] extra, or use --transformer-impl local",
+            Fix("--transformer-impl local"),
         )
     if model.fp8_format and (model.transformer_impl == "local" or not installed):
         raise Refusal(
-            f"--fp8-format {model.fp8_format} needs Transformer Engine: install the [gpu] extra and use "
-            "--transformer-impl transformer_engine, or leave --fp8-format out"
+            f"--fp8-format {model.fp8_format}",
+            "needs Transformer Engine: install the [gpu] extra and use --transformer-impl "
+            "transformer_engine, or leave --fp8-format out",
+            LEAVE_OUT,
         )
     if model.fp8_format:
         model.transformer_impl = "transformer_engine"
     if config.simulation.dry_run:
         config.notes += priced(config)
     if config.parallel.grad_reduce_in_bf16 and not optimizer.bf16:
-        raise Refusal("--grad-reduce-in-bf16 needs --bf16: add it, or leave --grad-reduce-in-bf16 out")
+        raise Refusal(
+            "--grad-reduce-in-bf16",
+            "needs --bf16: add it, or leave --grad-reduce-in-bf16 out",
+            Fix("--bf16"),
+            LEAVE_OUT,
+        )

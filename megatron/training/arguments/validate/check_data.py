@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of data and tokenizer, texts to fill in, and lengths that grow."""
+"""Checks of data, tokenizer, fine-tuning and evaluation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_
 from megatron.training.arguments.models import vocabulary
 from megatron.training.arguments.settings.job_settings import MADE, TASKS, EvaluationConfig
 from megatron.training.arguments.validate.check_model import sees_ahead
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 
+SOURCES = (
+    "data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "data_args_path",
+    "data_file_list", "per_split_data_args_path", *WEIGHTED,
+)  # fmt: skip
 BPE = {"vocab_file": "a file", "merge_file": "a file"}
 READS = {"GPT2BPETokenizer": BPE, "QwenTokenizer": BPE, "HuggingFaceTokenizer": {"tokenizer_model": "a folder"}}
 WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
 
 
-def check_data(config: Config) -> None:
-    """Settle where the data and the tokenizer come from."""
+def complete_data(config: Config) -> None:
+    """Complete where the data and the tokenizer come from."""
     data, model = config.data, config.model
     splits = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     weighted = [name for name in WEIGHTED if getattr(data, name)]
@@ -26,17 +30,20 @@ def check_data(config: Config) -> None:
         if getattr(data, f"{split}_weighted_split_paths"):
             weighted_groups(data, split)
     if weighted and data.split is not None:
-        raise Refusal(f"--split shares out --data-path; with --{weighted[0].replace('_', '-')}, leave it out")
+        raise Refusal(
+            "--split", f"shares out --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
+        )
     files = [name for name in ("data_args_path", "data_file_list", "per_split_data_args_path") if getattr(data, name)]
     if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
         raise Refusal(
             "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
-            "or --train-weighted-split-paths and the like, or a file with one of them, or --mock-data"
+            "or --train-weighted-split-paths and the like, or a file with one of them, or --mock-data",
+            about=" ".join("--" + name.replace("_", "-") for name in SOURCES),
         )
     splits = splits or bool(data.per_split_data_args_path)
     _check_fim(data)
     if splits and data.split is not None:
-        raise Refusal("--split shares out --data-path; with --train-data-path and the like, leave it out")
+        raise Refusal("--split", "shares out --data-path; with --train-data-path and the like, leave it out", LEAVE_OUT)
     if data.split is not None:
         data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
         parse_split(data.split)
@@ -59,68 +66,66 @@ def check_data(config: Config) -> None:
 
 
 def check_tokenizer(data: DataConfig, vocab_size: int | None) -> None:
-    """Refuse a tokenizer that lacks what it is read from, before anyone looks whether the files are there.
+    """Refuse a tokenizer without the flags that it is read from; whether its files exist is checked later.
 
     Raises:
-        Refusal: it names the flag that is missing, and one that gives a file to a tokenizer that reads another.
+        Refusal: names the missing flag, and a given flag that this tokenizer does not read.
     """
     kind = data.tokenizer_type
     if kind is None:
         raise Refusal(
-            "--tokenizer-type is missing; without text to tokenize: --tokenizer-type NullTokenizer --vocab-size N"
+            "--tokenizer-type", "is missing; without text to tokenize: --tokenizer-type NullTokenizer --vocab-size N"
         )
     if kind == "NullTokenizer" and not vocab_size:
-        raise Refusal("--tokenizer-type NullTokenizer needs --vocab-size")
+        raise Refusal("--tokenizer-type NullTokenizer", "needs --vocab-size")
     for name, what in READS.get(kind, {} if kind in WITHOUT_FILES else {"tokenizer_model": "a file"}).items():
         if not getattr(data, name):
             flag = f"--{name.replace('_', '-')}"
             other = next((n for n in ("vocab_file", "merge_file", "tokenizer_model") if getattr(data, n)), None)
             given = f", and reads no --{other.replace('_', '-')}" if other and other not in READS.get(kind, {}) else ""
-            raise Refusal(f"--tokenizer-type {kind} needs {flag}, {what}{given}: add it")
+            raise Refusal(f"--tokenizer-type {kind}", f"needs {flag}, {what}{given}: add it")
 
 
 def _check_fim(data: DataConfig) -> None:
     for flag, rate in (("--fim-rate", data.fim_rate), ("--fim-spm-rate", data.fim_spm_rate),
                        ("--fim-fragment-rate", data.fim_fragment_rate)):  # fmt: skip
         if rate is not None and not 0 <= rate <= 1:
-            raise Refusal(f"{flag} {rate:g} must be from 0 to 1")
+            raise Refusal(f"{flag} {rate:g}", "must be from 0 to 1")
     if not data.fim_data:
         return
     if data.mock_data:
-        raise Refusal("--fim-data cuts texts, and --mock-data has none: leave one out")
+        raise Refusal("--fim-data", "cuts texts, and --mock-data has none: leave one out")
     if data.tokenizer_type == "NullTokenizer":
-        raise Refusal("--fim-data cuts texts between characters, and --tokenizer-type NullTokenizer has none")
+        raise Refusal("--fim-data", "cuts texts between characters, and --tokenizer-type NullTokenizer has none")
     if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
-        raise Refusal("--fim-split-sample and --fim-fragment-rate go together: give both, or none")
+        raise Refusal("--fim-split-sample and --fim-fragment-rate", "go together: give both, or none")
 
 
 def check_lengths(config: Config) -> None:
-    """Refuse a --rampup-seq-length that grows to no length, or whose tokens see those that do not count."""
+    """Refuse a --rampup-seq-length beyond --seq-length, or with a mask under which tokens see later ones."""
     data = config.data
     if data.rampup_seq_length is None:
         return
     start, increment, over = data.rampup_seq_length
     if not increment <= start <= data.seq_length:
         raise Refusal(
-            f"--rampup-seq-length {start} {increment} {over} needs a start from its increment to --seq-length "
-            f"{data.seq_length}: use such a one"
+            f"--rampup-seq-length {start} {increment} {over}",
+            f"needs a start from its increment to --seq-length {data.seq_length}: use such a one",
         )
     if sees_ahead(config.attention):
-        raise Refusal("--rampup-seq-length needs a mask by which no token sees a later one: leave one out")
+        raise Refusal("--rampup-seq-length", "needs a mask by which no token sees a later one: leave one out")
     config.notes.append(
         f"--rampup-seq-length: of each sample, tokens from {start} on begin to count over {over} iterations; all are "
         "computed, so short steps take no less time"
     )
 
 
-# Checks of fine-tuning: chats (--sft), and adapters (--lora-rank).
-
-
+# Fine-tuning: chats (--sft) and adapters (--lora-rank).
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
-def check_sft(config: Config) -> None:
-    """Settle --sft: conversations are documents of their own, with positions that restart."""
+def complete_sft(config: Config) -> None:
+    """Complete --sft: each conversation is a document, whose positions start at 0."""
     data = config.data
     if not data.sft:
         return
@@ -134,42 +139,45 @@ def check_sft(config: Config) -> None:
     }
     for flag, (given, reason) in refused.items():
         if given:
-            raise Refusal(f"--sft with {flag} is not supported ({reason}): leave one out")
+            raise Refusal(f"--sft with {flag}", f"is not supported ({reason}): leave one out")
     if data.tokenizer_type != "HuggingFaceTokenizer":
         raise Refusal(
-            f"--sft needs a tokenizer with a chat template, not --tokenizer-type {data.tokenizer_type}: use "
-            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+            "--sft",
+            f"needs a tokenizer with a chat template, not --tokenizer-type {data.tokenizer_type}: use "
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR",
         )
     if data.sft_tokenizer_prompt_format.startswith("nemotron"):
         raise Refusal(
-            f"--sft-tokenizer-prompt-format {data.sft_tokenizer_prompt_format}: Megatron-LM's own formats are not "
-            "built in: write it as a Jinja template, and give that file, or leave it out for the tokenizer's own"
+            f"--sft-tokenizer-prompt-format {data.sft_tokenizer_prompt_format}",
+            ": Megatron-LM's own formats are not built in: write it as a Jinja template, and give that file, "
+            "or leave it out for the tokenizer's own",
+            LEAVE_OUT,
         )
     data.reset_position_ids = data.reset_attention_mask = True
 
 
-def check_lora(config: Config) -> None:
-    """Settle which layers get adapters, and refuse those that hide what goes into a layer."""
+def complete_lora(config: Config) -> None:
+    """Complete which layers get adapters; refuse Transformer Engine's layers, whose inputs are not accessible."""
     model = config.model
     if model.lora_rank is None:
         return
     if unknown := [name for name in model.lora_targets if name not in LORA_TARGETS]:
-        raise Refusal(f"--lora-targets {unknown[0]}: not supported; choose from {', '.join(LORA_TARGETS)}")
+        raise Refusal(f"--lora-targets {unknown[0]}", f": not supported; choose from {', '.join(LORA_TARGETS)}")
     model.lora_targets = [name for name in LORA_TARGETS if name in model.lora_targets]
     if not model.lora_targets:
-        raise Refusal("--lora-targets names no layer: give one, or leave it out for all four")
+        raise Refusal("--lora-targets", "names no layer: give one, or leave it out for all four", LEAVE_OUT)
     if model.transformer_impl == "transformer_engine" or model.fp8_format:
         given = "--fp8-format" if model.fp8_format else "--transformer-impl transformer_engine"
         raise Refusal(
-            f"--lora-rank with {given} is not supported, since Transformer Engine's layers hide what goes into them: "
-            "use --transformer-impl local, without FP8"
+            f"--lora-rank with {given}",
+            "is not supported, since Transformer Engine's layers hide what goes into them: use "
+            "--transformer-impl local, without FP8",
+            Fix("--transformer-impl local"),
         )
     model.transformer_impl = "local"
 
 
-# Checks of --eval-tasks. What needs the tokenizer is checked where samples are planned.
-
-
+# Evaluation. What needs the tokenizer is checked when samples are planned. READ_BY: the tasks that read a setting.
 READ_BY = {
     "eval_lengths": MADE,
     "eval_depths": MADE,
@@ -181,42 +189,51 @@ READ_BY = {
 }
 
 
-def check_evaluation(config: Config) -> None:
-    """Settle --eval-tasks and its lengths; refuse flags that no task reads, and masks under which nothing is scored."""
+def complete_evaluation(config: Config) -> None:
+    """Complete --eval-tasks and its lengths; refuse flags that no task reads, and masks that show later tokens."""
     settings, length = config.evaluation, config.data.seq_length
     tasks = settings.eval_tasks or []
     for task in tasks:
         if task not in TASKS:
-            raise Refusal(f"--eval-tasks {task}: not a task; choose from {', '.join(TASKS)}")
+            raise Refusal(f"--eval-tasks {task}", f": not a task; choose from {', '.join(TASKS)}")
     for name, readers in READ_BY.items():
         given = getattr(settings, name) != getattr(EvaluationConfig, name)
         if given and not set(readers) & set(tasks):
             wanted = "" if readers == TASKS else f" {' or '.join(readers)}"
             raise Refusal(
-                f"--{name.replace('_', '-')} does nothing without --eval-tasks{wanted}: add it, or leave it out"
+                f"--{name.replace('_', '-')}",
+                f"does nothing without --eval-tasks{wanted}: add it, or leave it out",
+                LEAVE_OUT,
             )
     if not tasks:
         return
     if sees_ahead(config.attention):
         raise Refusal(
-            "--eval-tasks scores each token by those before it, and under --attention-mask "
-            f"{config.attention.attention_mask} tokens see later ones: leave one out"
+            "--eval-tasks",
+            "scores each token by those before it, and under --attention-mask "
+            f"{config.attention.attention_mask} tokens see later ones: leave one out",
         )
     settings.eval_tasks = list(dict.fromkeys(tasks))
     if "perplexity" in tasks and not settings.eval_files:
-        raise Refusal("--eval-tasks perplexity: of which text? Add --eval-files FILE ..., or leave it out")
+        raise Refusal(
+            "--eval-tasks perplexity", ": of which text? Add --eval-files FILE ..., or leave it out", LEAVE_OUT
+        )
     if settings.eval_stride is not None and settings.eval_stride > length:
         raise Refusal(
-            f"--eval-stride {settings.eval_stride} is above --seq-length {length} and would leave tokens out: use at "
-            f"most {length}"
+            f"--eval-stride {settings.eval_stride}",
+            f"is above --seq-length {length} and would leave tokens out: use at most {length}",
+            Fix(f"--eval-stride {length}"),
         )
     if "loss-by-position" in tasks and not config.run.eval_iters:
-        raise Refusal("--eval-tasks loss-by-position reads --eval-iters batches, which is 0: give 1 or more")
+        raise Refusal("--eval-tasks loss-by-position", "reads --eval-iters batches, which is 0: give 1 or more")
     for wanted in settings.eval_lengths or ():
         if wanted > length:
             raise Refusal(
-                f"--eval-lengths {wanted} is above --seq-length {length}: give --seq-length {wanted}, or a multiple of "
-                "what the grid cuts it in, or leave it out"
+                f"--eval-lengths {wanted}",
+                f"is above --seq-length {length}: give --seq-length {wanted}, or a multiple of what the grid cuts "
+                "it in, or leave it out",
+                Fix(f"--seq-length {wanted}"),
+                LEAVE_OUT,
             )
     if settings.eval_lengths:
         settings.eval_lengths = sorted(set(settings.eval_lengths))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the grid: Ulysses x Ring, the processes it takes, and the heads and tokens that it cuts."""
+"""Checks of the grid: its sizes, the number of processes, and the heads, tokens and samples that it splits."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from math import gcd
 
 from megatron.decisions.division import length_unit
 from megatron.training.arguments.config import Config
-from megatron.training.refusal import Refusal, near
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
 
-def check_context(config: Config) -> None:
-    """Settle Ulysses x Ring = context parallel, from whichever of the three was given."""
+def complete_context(config: Config) -> None:
+    """Complete Ulysses, Ring and their product, the context-parallel size, from those that were given."""
     parallel, model = config.parallel, config.model
     total, ulysses, ring = parallel.context_parallel_size, parallel.ulysses_parallel_size, parallel.ring_parallel_size
     if sizes := parallel.hierarchical_context_parallel_sizes:
         if len(sizes) != 2 or ulysses not in (None, sizes[0]) or ring not in (None, sizes[1]):
             raise Refusal(
-                f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} must be two sizes, Ulysses then "
-                "Ring, and agree with --ulysses-parallel-size and --ring-parallel-size: give only one spelling"
+                f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}",
+                "must be two sizes, Ulysses then Ring, and agree with --ulysses-parallel-size and "
+                "--ring-parallel-size: give only one spelling",
             )
         ulysses, ring = sizes
     given = (ulysses or 1) * (ring or 1)
-    if total == 1 and given > 1:  # Megatron-LM's default, spelled out in a script that the other flags were added to
+    if total == 1 and given > 1:  # scripts give Megatron-LM's default, and the sizes were added later
         config.notes.append("--context-parallel-size 1 is read as not given: the sizes of Ulysses and Ring decide")
         total = None
     if parallel.cp_comm_type:
         ulysses, ring = _by_comm_type(config, total, ulysses, ring)
         if parallel.cp_comm_type != ["all_gather"]:
-            parallel.cp_comm_type = None  # the sizes say it from here on
+            parallel.cp_comm_type = None  # from here on only the sizes are read
         given = (ulysses or 1) * (ring or 1)
     if total is not None and (total % given or (ulysses and ring and total != given)):
         sizes = {"--ulysses-parallel-size": ulysses, "--ring-parallel-size": ring}
         product = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size)
         relation = "not" if ulysses and ring else "no multiple of"
-        raise Refusal(f"--context-parallel-size {total} is {relation} {product}: leave one out, or make them agree")
+        raise Refusal(f"--context-parallel-size {total}", f"is {relation} {product}: leave one out, or make them agree")
     if total is not None and ulysses is None and ring is None:
         ulysses = _choose_ulysses(total, config)
         if total > 1:
@@ -52,29 +53,35 @@ def check_context(config: Config) -> None:
 
 
 def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: int | None) -> tuple:
-    """Ulysses and Ring as --cp-comm-type names them; without --context-parallel-size it says nothing."""
+    """The sizes of Ulysses and Ring by --cp-comm-type, which has no effect without --context-parallel-size."""
     kinds = set(config.parallel.cp_comm_type)
     words = f"--cp-comm-type {' '.join(config.parallel.cp_comm_type)}"
     if unknown := kinds - {"p2p", "a2a", "a2a+p2p", "all_gather"}:
-        raise Refusal(f"{words}: {sorted(unknown)[0]} is unknown; use p2p, a2a, a2a+p2p or all_gather")
+        raise Refusal(words, f": {sorted(unknown)[0]} is unknown; use p2p, a2a, a2a+p2p or all_gather")
     if len(kinds) > 1:
-        raise Refusal(f"{words}: layers that share a sequence in different ways are not built here: give one word")
+        raise Refusal(words, ": layers that share a sequence in different ways are not built here: give one word")
     (kind,) = kinds
     if kind == "all_gather" and (ring or total or 1) > 1:
         if config.chunks.fpdt:
-            raise Refusal(f"{words} and --fpdt, whose keys travel chunk by chunk: use --cp-comm-type p2p")
+            raise Refusal(
+                f"{words} and --fpdt",
+                ", whose keys travel chunk by chunk: use --cp-comm-type p2p",
+                Fix("--cp-comm-type p2p"),
+            )
         return (ulysses, ring) if ulysses or ring else (1, total)
     if total in (None, 1):
         config.notes.append(f"{words} says nothing without --context-parallel-size above 1")
         return ulysses, ring
     if kind == "a2a+p2p":
         if ulysses is None and ring is None:
-            raise Refusal(f"{words} needs the sizes of both: add --hierarchical-context-parallel-sizes ULYSSES RING")
+            raise Refusal(words, "needs the sizes of both: add --hierarchical-context-parallel-sizes ULYSSES RING")
         return ulysses, ring
     wanted = (total, 1) if kind == "a2a" else (1, total)
     for flag, size, other in zip(("--ulysses-parallel-size", "--ring-parallel-size"), wanted, (ulysses, ring)):
         if other not in (None, size):
-            raise Refusal(f"{words} with --context-parallel-size {total} is {flag} {size}, not {other}: leave one out")
+            raise Refusal(
+                f"{words} with --context-parallel-size {total}", f"is {flag} {size}, not {other}: leave one out"
+            )
     return wanted
 
 
@@ -87,7 +94,7 @@ def _choose_ulysses(total: int, config: Config) -> int:
 
 
 def check_grid(config: Config, world_size: int) -> None:
-    """Refuse processes that are no multiple of the grid."""
+    """Refuse a number of processes that is no multiple of the grid."""
     parallel = config.parallel
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
@@ -102,41 +109,49 @@ def check_grid(config: Config, world_size: int) -> None:
         grid = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         verb = "is larger than" if ranks > world_size else "does not divide"
         raise Refusal(
-            f"{grid} = {ranks} ranks {verb} the {world_size} processes: start a multiple of {ranks}, or lower one"
+            grid, f"= {ranks} ranks {verb} the {world_size} processes: start a multiple of {ranks}, or lower one"
         )
 
 
 def check_heads(config: Config) -> None:
-    """Refuse heads, and an MLP, that TP and Ulysses do not divide."""
+    """Refuse numbers of heads and MLP widths that TP and Ulysses do not divide."""
     model, parallel = config.model, config.parallel
     heads, groups, tensor = model.num_attention_heads, model.num_query_groups, parallel.tensor_model_parallel_size
     if heads % tensor:
         raise Refusal(
-            f"--num-attention-heads {heads} is no multiple of --tensor-model-parallel-size {tensor}: "
-            f"use --tensor-model-parallel-size {gcd(heads, tensor)}"
+            f"--num-attention-heads {heads}",
+            f"is no multiple of --tensor-model-parallel-size {tensor}: use --tensor-model-parallel-size "
+            f"{gcd(heads, tensor)}",
+            Fix(f"--tensor-model-parallel-size {gcd(heads, tensor)}"),
+            about="--tensor-model-parallel-size",
         )
     if groups % tensor and tensor % groups:
         raise Refusal(
-            f"--num-query-groups {groups} is neither multiple nor divisor of --tensor-model-parallel-size {tensor}: "
-            f"use --tensor-model-parallel-size {gcd(heads, gcd(groups, tensor))}"
+            f"--num-query-groups {groups}",
+            f"is neither multiple nor divisor of --tensor-model-parallel-size {tensor}: use "
+            f"--tensor-model-parallel-size {gcd(heads, gcd(groups, tensor))}",
+            Fix(f"--tensor-model-parallel-size {gcd(heads, gcd(groups, tensor))}"),
+            about="--tensor-model-parallel-size",
         )
     if model.ffn_hidden_size % tensor:
         raise Refusal(
-            f"--ffn-hidden-size {model.ffn_hidden_size} is no multiple of --tensor-model-parallel-size {tensor}: "
-            f"use {near(model.ffn_hidden_size, tensor)}"
+            f"--ffn-hidden-size {model.ffn_hidden_size}",
+            f"is no multiple of --tensor-model-parallel-size {tensor}: use {near(model.ffn_hidden_size, tensor)}",
+            about="--tensor-model-parallel-size",
         )
     ulysses, ring = parallel.ulysses_parallel_size, parallel.ring_parallel_size
     if (heads // tensor) % ulysses:
         fits = gcd(heads // tensor, ulysses)
         raise Refusal(
-            f"--ulysses-parallel-size {ulysses} does not divide the {heads // tensor} query heads of a TP rank "
-            f"(--num-attention-heads {heads}, TP {tensor}): use --ulysses-parallel-size {fits} "
-            f"--ring-parallel-size {ring * ulysses // fits}"
+            f"--ulysses-parallel-size {ulysses}",
+            f"does not divide the {heads // tensor} query heads of a TP rank (--num-attention-heads {heads}, "
+            f"TP {tensor}): use --ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}",
+            Fix(f"--ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}"),
         )
 
 
-def check_sequence(config: Config) -> None:
-    """Refuse a sequence that the grid cannot cut, or that goes beyond learned positions."""
+def complete_sequence(config: Config) -> None:
+    """Refuse a sequence length that the grid cannot split, or that is beyond the learned positions."""
     model, parallel, length = config.model, config.parallel, config.data.seq_length
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         parallel.sequence_parallel = False
@@ -155,13 +170,14 @@ def check_sequence(config: Config) -> None:
             f" x TP {tensor} sequence-parallel" if tensor > 1 else ""
         )
         raise Refusal(
-            f"--seq-length {length} cannot be cut over {split}: use a multiple of {unit}, {near(length, unit)}"
+            f"--seq-length {length}", f"cannot be cut over {split}: use a multiple of {unit}, {near(length, unit)}"
         )
     if model.max_position_embeddings < length:
         if model.position_embedding_type == "learned_absolute":
             raise Refusal(
-                f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}, and "
-                f"learned positions end there: use {length}, or --position-embedding-type rope"
+                f"--max-position-embeddings {model.max_position_embeddings}",
+                f"is below --seq-length {length}, and learned positions end there: use {length}, or "
+                "--position-embedding-type rope",
             )
         config.notes.append(
             f"--seq-length {length} is beyond --max-position-embeddings {model.max_position_embeddings}, the length "
@@ -169,20 +185,18 @@ def check_sequence(config: Config) -> None:
         )
 
 
-# Checks of the global batch: how it is cut over ranks, micro-batches and virtual stages.
-
-
-def check_batch(config: Config, data_parallel: int) -> None:
-    """Settle the global batch: a whole number of micro-batches on every data-parallel rank."""
+def complete_batch(config: Config, data_parallel: int) -> None:
+    """Complete the global batch, an integer number of micro-batches on every data-parallel rank."""
     data, parallel = config.data, config.parallel
     unit = data.micro_batch_size * data_parallel
     if data.gradient_accumulation_steps is not None:
         wanted = unit * data.gradient_accumulation_steps
         if data.global_batch_size not in (None, wanted):
             raise Refusal(
-                f"--global-batch-size {data.global_batch_size} is not --micro-batch-size {data.micro_batch_size} x "
-                f"--gradient-accumulation-steps {data.gradient_accumulation_steps} x {data_parallel} data-parallel "
-                f"ranks: use {wanted}, or leave one out"
+                f"--global-batch-size {data.global_batch_size}",
+                f"is not --micro-batch-size {data.micro_batch_size} x --gradient-accumulation-steps "
+                f"{data.gradient_accumulation_steps} x {data_parallel} data-parallel ranks: use {wanted}, or "
+                "leave one out",
             )
         data.global_batch_size = wanted
     virtual = parallel.num_virtual_stages_per_pipeline_rank is not None
@@ -193,18 +207,23 @@ def check_batch(config: Config, data_parallel: int) -> None:
     if data.rampup_batch_size:
         start, step, over = data.rampup_batch_size
         if over < 1:
-            raise Refusal(f"--rampup-batch-size {start} {step} {over} grows over no samples: leave it out")
+            raise Refusal(
+                f"--rampup-batch-size {start} {step} {over}", "grows over no samples: leave it out", LEAVE_OUT
+            )
         if start < 1 or step < 1 or start >= data.global_batch_size or (data.global_batch_size - start) % step:
             raise Refusal(
-                f"--rampup-batch-size {start} {step} does not lead to --global-batch-size {data.global_batch_size} in "
-                "whole steps: use a start below it and an increment that divides the difference"
+                f"--rampup-batch-size {start} {step}",
+                f"does not lead to --global-batch-size {data.global_batch_size} in whole steps: use a start below "
+                "it and an increment that divides the difference",
             )
         sizes |= {"--rampup-batch-size (start)": start, "--rampup-batch-size (increment)": step}
     for flag, size in sizes.items():
         if size % unit:
             raise Refusal(
-                f"{flag} {size} is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} "
-                f"data-parallel ranks: use a multiple of {unit}, {near(size, unit)}"
+                f"{flag} {size}",
+                f"is no multiple of --micro-batch-size {data.micro_batch_size} x {data_parallel} data-parallel "
+                f"ranks: use a multiple of {unit}, {near(size, unit)}",
+                about="--micro-batch-size",
             )
     if virtual:
         _groups(config, unit)
@@ -214,13 +233,20 @@ def check_batch(config: Config, data_parallel: int) -> None:
 
 
 def _groups(config: Config, unit: int) -> None:
-    """Interleaved 1F1B takes micro-batches in groups, the last of which may be smaller, but not than the pipeline."""
+    """Refuse batches that interleaved 1F1B cannot run.
+
+    It takes micro-batches in groups. The last group may be smaller, but not smaller than the number of stages.
+    """
     data, parallel = config.data, config.parallel
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     stages, given = parallel.pipeline_model_parallel_size, parallel.microbatch_group_size_per_virtual_pipeline_stage
     group = given or stages
     if group < stages:
-        raise Refusal(f"{flag} {group} is below --pipeline-model-parallel-size {stages}: use at least {stages}")
+        raise Refusal(
+            f"{flag} {group}",
+            f"is below --pipeline-model-parallel-size {stages}: use at least {stages}",
+            Fix(f"{flag} {stages}"),
+        )
     sizes = {"--global-batch-size": [data.global_batch_size]}
     if data.rampup_batch_size:
         start, step, _ = data.rampup_batch_size
@@ -231,10 +257,12 @@ def _groups(config: Config, unit: int) -> None:
             continue
         if given is None:
             raise Refusal(
-                f"{source} {size} is {count} micro-batches, and virtual pipeline stages need a multiple of "
-                f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * stages}, or give {flag}"
+                f"{source} {size}",
+                f"is {count} micro-batches, and virtual pipeline stages need a multiple of "
+                f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * stages}, or give {flag}",
             )
         raise Refusal(
-            f"{source} {size} is {count} micro-batches, which {flag} {group} cuts into groups of less than "
-            f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * group}"
+            f"{source} {size}",
+            f"is {count} micro-batches, which {flag} {group} cuts into groups of less than "
+            f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * group}",
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of chunks and host memory, and the numbers of chunks that follow from the flags."""
+"""Checks of what saves memory: chunks, host memory, recompute and ZeRO; and the numbers of chunks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import gcd
 from megatron.formulas import sizes as counts
 from megatron.training.arguments.config import ChunkConfig, Config
 from megatron.training.arguments.stages import chunk_layers
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, idle
 
 
-def check_chunks(config: Config) -> None:
-    """Settle FPDT, chunked MLP and offloading."""
+def complete_chunks(config: Config) -> None:
+    """Complete FPDT, the chunked MLP and offloading."""
     chunks, attention, model = config.chunks, config.attention, config.model
     if chunks.fpdt:
         _fpdt(config)
@@ -23,23 +23,32 @@ def check_chunks(config: Config) -> None:
             "--fpdt-stream-hidden": chunks.fpdt_stream_hidden,
         }
         for flag in (flag for flag, given in unused.items() if given):
-            raise Refusal(f"{flag} does nothing without --fpdt: add --fpdt, or leave it out")
+            raise idle(flag, "--fpdt", switch=True)
     if (chunks.fpdt or chunks.ffn_chunks) and model.fp8_format:
         flag = "--fpdt" if chunks.fpdt else "--ffn-chunks"
-        raise Refusal(f"{flag} with --fp8-format is not supported: chunks would scale one by one; leave one out")
+        raise Refusal(f"{flag} with --fp8-format", "is not supported: chunks would scale one by one; leave one out")
     if not chunks.offload_checkpoints:
         return
     if chunks.fpdt_stream_hidden:
-        raise Refusal("--fpdt-stream-hidden keeps layer inputs in host memory already: leave --offload-checkpoints out")
+        raise Refusal(
+            "--fpdt-stream-hidden",
+            "keeps layer inputs in host memory already: leave --offload-checkpoints out",
+            Fix(drop="--offload-checkpoints"),
+        )
     if attention.recompute_granularity != "full" and not chunks.fpdt:
         raise Refusal(
-            "--offload-checkpoints moves the inputs of recomputed layers: add --recompute-granularity full "
-            "--recompute-method uniform --recompute-num-layers 1 (or --fpdt), or leave it out"
+            "--offload-checkpoints",
+            "moves the inputs of recomputed layers: add --recompute-granularity full --recompute-method "
+            "uniform --recompute-num-layers 1 (or --fpdt), or leave it out",
+            Fix("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+            LEAVE_OUT,
         )
     if attention.recompute_method == "block" and not chunks.fpdt:
         raise Refusal(
-            "--offload-checkpoints with --recompute-method block would move what the other layers keep as well: "
-            "use --recompute-method uniform, where --recompute-num-layers K checkpoints every K-th layer"
+            "--offload-checkpoints with --recompute-method block",
+            "would move what the other layers keep as well: use --recompute-method uniform, where "
+            "--recompute-num-layers K checkpoints every K-th layer",
+            Fix("--recompute-method uniform"),
         )
 
 
@@ -48,35 +57,42 @@ def _fpdt(config: Config) -> None:
     size, length = chunks.fpdt_chunk_size, config.data.seq_length
     if size > length:
         raise Refusal(
-            f"--fpdt-chunk-size {size} is more than --seq-length {length}: use at most {length}, which is one chunk"
+            f"--fpdt-chunk-size {size}",
+            f"is more than --seq-length {length}: use at most {length}, which is one chunk",
+            Fix(f"--fpdt-chunk-size {length}"),
         )
     if rows_of_a_chunk(config) < 1:
         least = parallel.ring_parallel_size * _unit(config)
         raise Refusal(
-            f"--fpdt-chunk-size {size} is less than a token for each rank of Ulysses "
-            f"{parallel.ulysses_parallel_size} x Ring {parallel.ring_parallel_size}"
+            f"--fpdt-chunk-size {size}",
+            f"is less than a token for each rank of Ulysses {parallel.ulysses_parallel_size} x Ring "
+            f"{parallel.ring_parallel_size}"
             f"{f' x TP {parallel.tensor_model_parallel_size}' if parallel.sequence_parallel else ''}: "
-            f"use at least {least}"
+            f"use at least {least}",
+            Fix(f"--fpdt-chunk-size {least}"),
         )
     if config.attention.recompute_granularity == "selective":
         raise Refusal(
-            "--recompute-granularity selective has nothing to save under --fpdt, which keeps chunks of q, k, v, out "
-            "and lse alone: leave it out, or use --recompute-granularity full"
+            "--recompute-granularity selective",
+            "has nothing to save under --fpdt, which keeps chunks of q, k, v, out and lse alone: leave it "
+            "out, or use --recompute-granularity full",
+            LEAVE_OUT,
+            Fix("--recompute-granularity full"),
         )
     if chunks.fpdt_stream_hidden and not chunks.fpdt_offload:
-        raise Refusal("--fpdt-stream-hidden and --no-fpdt-offload exclude each other: leave one out")
+        raise Refusal("--fpdt-stream-hidden and --no-fpdt-offload", "exclude each other: leave one out")
     if chunks.fpdt_stream_hidden and parallel.pipeline_model_parallel_size > 1:
         raise Refusal(
-            "--fpdt-stream-hidden with --pipeline-model-parallel-size "
-            f"{parallel.pipeline_model_parallel_size} is not supported: stages pass whole hidden states; use "
-            "--pipeline-model-parallel-size 1, or --offload-checkpoints in its place"
+            f"--fpdt-stream-hidden with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}",
+            "is not supported: stages pass whole hidden states; use --pipeline-model-parallel-size 1, or "
+            "--offload-checkpoints in its place",
         )
     if chunks.ffn_chunks is None:
         chunks.ffn_chunks = counts.ffn_chunks(attention_chunks(config))
 
 
 def _unit(config: Config) -> int:
-    """A ring rank's chunk is a multiple of this."""
+    """Number of tokens that the chunk of a ring rank is a multiple of."""
     parallel = config.parallel
     return counts.chunk_unit(
         parallel.ulysses_parallel_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
@@ -84,22 +100,22 @@ def _unit(config: Config) -> int:
 
 
 def _rows(config: Config) -> int:
-    """Tokens of a rank, between the layers."""
+    """Tokens of a rank between the layers."""
     return config.data.seq_length // config.parallel.ring_parallel_size // _unit(config)
 
 
 def rows_of_a_chunk(config: Config) -> int:
-    """Longest chunk of a ring rank, in units of one token a rank."""
+    """Longest chunk of a ring rank, in units of one token per rank."""
     return counts.chunk_rows(config.chunks.fpdt_chunk_size, config.parallel.ring_parallel_size, _unit(config))
 
 
 def attention_chunks(config: Config) -> int:
-    """Chunks that FPDT cuts the sequence in (1 without FPDT), of a completed configuration."""
+    """Number of chunks that FPDT cuts the sequence into (1 without FPDT), of a completed configuration."""
     return counts.attention_chunks(_rows(config), rows_of_a_chunk(config)) if config.chunks.fpdt else 1
 
 
 def loss_chunks(config: Config, vocab_size: int) -> int | None:
-    """Chunks of the loss: as the flags say, or as FPDT derives them; None: the loss is whole."""
+    """Number of chunks of the loss, given or derived by FPDT; None: the loss is not cut."""
     model, chunks = config.model, config.chunks
     if chunks.loss_chunks or not chunks.fpdt:
         return chunks.loss_chunks
@@ -108,22 +124,23 @@ def loss_chunks(config: Config, vocab_size: int) -> int | None:
 
 
 def layers_recompute(config: Config) -> bool:
-    """Whether layers recompute one by one inside FPDT, and not in units of megatron-core's."""
+    """Whether FPDT recomputes each layer by itself, instead of megatron-core in units of layers."""
     attention = config.attention
     if not config.chunks.fpdt or attention.recompute_granularity != "full":
         return False
     return attention.recompute_method == "block" or attention.recompute_num_layers == 1
 
 
-# Checks of what saves memory, recompute and ZeRO, and of the step whose memory is recorded.
-
-
-def check_recompute(config: Config) -> None:
-    """Settle recompute."""
+def complete_recompute(config: Config) -> None:
+    """Complete recompute."""
     attention = config.attention
     if attention.recompute_activations:
         if attention.recompute_granularity == "full":
-            raise Refusal("--recompute-activations means --recompute-granularity selective, not full: leave one out")
+            raise Refusal(
+                "--recompute-activations",
+                "means --recompute-granularity selective, not full: leave one out",
+                about="--recompute-granularity",
+            )
         attention.recompute_granularity = "selective"
     method, layers = attention.recompute_method, attention.recompute_num_layers
     if attention.recompute_granularity == "full":
@@ -132,58 +149,71 @@ def check_recompute(config: Config) -> None:
             config.notes.append("--recompute-method uniform without --recompute-num-layers: units of one layer")
         if method is None or layers is None:
             raise Refusal(
-                "--recompute-granularity full needs --recompute-method and --recompute-num-layers: "
-                "for the least memory add --recompute-method uniform --recompute-num-layers 1"
+                "--recompute-granularity full",
+                "needs --recompute-method and --recompute-num-layers: for the least memory add "
+                "--recompute-method uniform --recompute-num-layers 1",
+                Fix("--recompute-method uniform --recompute-num-layers 1"),
             )
         stages = [count for count in chunk_layers(config) if count]
         if layers > max(stages):
             raise Refusal(
-                f"--recompute-num-layers {layers} is more than the {max(stages)} layers of a stage: use at most "
-                f"{max(stages)}"
+                f"--recompute-num-layers {layers}",
+                f"is more than the {max(stages)} layers of a stage: use at most {max(stages)}",
+                Fix(f"--recompute-num-layers {max(stages)}"),
             )
         if method == "uniform" and any(count % layers for count in stages):
             raise Refusal(  # megatron-core's last unit would reach beyond the stage
-                f"--recompute-method uniform in units of --recompute-num-layers {layers} does not cut stages of "
-                f"{' and '.join(map(str, sorted(set(stages))))} layers: use {gcd(gcd(*stages), layers)}"
+                "--recompute-method uniform",
+                f"in units of --recompute-num-layers {layers} does not cut stages of "
+                f"{' and '.join(map(str, sorted(set(stages))))} layers: use {gcd(gcd(*stages), layers)}",
             )
     elif method is not None or layers is not None:
         if attention.recompute_granularity is not None:
-            raise Refusal("--recompute-method and --recompute-num-layers need --recompute-granularity full: add it")
+            raise Refusal(
+                "--recompute-method and --recompute-num-layers",
+                "need --recompute-granularity full: add it",
+                Fix("--recompute-granularity full"),
+            )
         config.notes.append("--recompute-method and --recompute-num-layers say nothing without --recompute-granularity")
         attention.recompute_method = attention.recompute_num_layers = None
 
 
-def check_zero(config: Config) -> None:
-    """Settle ZeRO."""
+def complete_zero(config: Config) -> None:
+    """Complete ZeRO."""
     parallel, optimizer = config.parallel, config.optimizer
     if parallel.zero_stage is None:
         parallel.zero_stage = int(parallel.use_distributed_optimizer)
     stage = parallel.zero_stage
     if stage != 1 and parallel.use_distributed_optimizer:
-        raise Refusal(f"--use-distributed-optimizer is --zero-stage 1, not {stage}: leave one out")
+        raise Refusal("--use-distributed-optimizer", f"is --zero-stage 1, not {stage}: leave one out")
     if stage > 1:
         _fsdp(config)
     parallel.use_distributed_optimizer = stage == 1
     if stage == 1 and optimizer.optimizer == "sgd":
-        raise Refusal("--optimizer sgd has no state to split over --zero-stage 1: use --zero-stage 0")
+        raise Refusal(
+            "--optimizer sgd", "has no state to split over --zero-stage 1: use --zero-stage 0", Fix("--zero-stage 0")
+        )
     if parallel.overlap_param_gather and not (stage == 1 and parallel.overlap_grad_reduce):
         raise Refusal(
-            "--overlap-param-gather needs --zero-stage 1 (or --use-distributed-optimizer) and --overlap-grad-reduce: "
-            "add them, or leave it out"
+            "--overlap-param-gather",
+            "needs --zero-stage 1 (or --use-distributed-optimizer) and --overlap-grad-reduce: add them, or "
+            "leave it out",
+            LEAVE_OUT,
         )
 
 
 def _fsdp(config: Config) -> None:
-    """ZeRO 2 and 3 are PyTorch's FSDP2."""
+    """Refuse what ZeRO 2 and 3, which are PyTorch's FSDP2, cannot run with."""
     parallel = config.parallel
     zero = f"--zero-stage {parallel.zero_stage}"
     if parallel.pipeline_model_parallel_size > 1:
         raise Refusal(
-            f"{zero} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} is not supported: "
-            "use --zero-stage 1, or --pipeline-model-parallel-size 1"
+            f"{zero} with --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}",
+            "is not supported: use --zero-stage 1, or --pipeline-model-parallel-size 1",
+            Fix("--zero-stage 1"),
         )
     if config.model.fp8_format:
-        raise Refusal(f"{zero} with --fp8-format is not supported: use --bf16 alone, or --zero-stage 1")
+        raise Refusal(f"{zero} with --fp8-format", "is not supported: use --bf16 alone, or --zero-stage 1")
     hints = {
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
         "--overlap-param-gather": parallel.overlap_param_gather,
@@ -195,14 +225,16 @@ def _fsdp(config: Config) -> None:
     parallel.overlap_grad_reduce = parallel.overlap_param_gather = False
 
 
-def check_profile(config: Config) -> None:
-    """Settle which step --profile-memory records."""
+def complete_profile(config: Config) -> None:
+    """Complete which step --profile-memory records."""
     logging = config.logging
     if logging.profile_memory is None:
         if logging.profile_memory_step is not None:
-            raise Refusal("--profile-memory-step does nothing without --profile-memory: add it, or leave it out")
+            raise Refusal(
+                "--profile-memory-step", "does nothing without --profile-memory: add it, or leave it out", LEAVE_OUT
+            )
         return
     if config.run.skip_train:
-        raise Refusal("--profile-memory records a training step, and --skip-train has none: leave one out")
+        raise Refusal("--profile-memory", "records a training step, and --skip-train has none: leave one out")
     if logging.profile_memory_step is None:
         logging.profile_memory_step = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of masks, packed documents, the balance that suits them, and partitioned positions."""
+"""Checks of the model's shape, its positions, the attention mask and the balance of the ring."""
 
 from __future__ import annotations
 
@@ -9,50 +9,55 @@ from math import gcd
 from megatron.decisions.division import NARROW
 from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
 from megatron.training.arguments.models import ROTARY, derive_shape
-from megatron.training.refusal import Refusal, near
-
-# Checks of the shape of the model and its positions.
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
 
 
-def check_required(config: Config) -> None:
-    """Refuse a model without a shape; settle its longest sequence."""
+def complete_required(config: Config) -> None:
+    """Refuse a model without its sizes; complete its longest sequence."""
     model, data = config.model, config.data
-    relative = model.position_embedding_type != "learned_absolute"  # nothing is as long as that, and it says no more
+    relative = model.position_embedding_type != "learned_absolute"  # then no table depends on the length
     if (model.model or relative) and model.max_position_embeddings is None:
         model.max_position_embeddings = data.seq_length
     names = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
     missing = [name for name in names if getattr(model, name) is None]
     missing += [name for name in ("seq_length", "micro_batch_size") if getattr(data, name) is None]
     if missing:
-        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        flags = ["--" + name.replace("_", "-") for name in missing]
         shape = "" if model.model else "; --model names a whole shape, for example --model llama3-8b"
-        raise Refusal(f"missing: {flags}{shape}")
+        raise Refusal(f"missing: {', '.join(flags)}{shape}", about=" ".join(flags))
 
 
-def check_model(config: Config) -> None:
-    """Derive the shape of the model, and refuse what is none."""
+def complete_model(config: Config) -> None:
+    """Complete the shape of the model; refuse sizes that contradict each other."""
     model, heads = config.model, config.model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
-            f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads}: "
-            f"use {near(model.hidden_size, heads)}, or give --kv-channels"
+            f"--hidden-size {model.hidden_size}",
+            f"is no multiple of --num-attention-heads {heads}: use {near(model.hidden_size, heads)}, or give "
+            "--kv-channels",
         )
     groups = model.num_query_groups
     if not model.group_query_attention and groups not in (1, heads):
-        raise Refusal(f"--num-query-groups {groups} needs --group-query-attention: add it, or leave both out")
+        raise Refusal(
+            f"--num-query-groups {groups}",
+            "needs --group-query-attention: add it, or leave both out",
+            Fix("--group-query-attention"),
+        )
     if model.group_query_attention and heads % groups:
         raise Refusal(
-            f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}: "
-            f"use --num-query-groups {gcd(heads, groups)}"
+            f"--num-attention-heads {heads}",
+            f"is no multiple of --num-query-groups {groups}: use --num-query-groups {gcd(heads, groups)}",
+            Fix(f"--num-query-groups {gcd(heads, groups)}"),
         )
     chosen = {"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu}
     activations = [flag for flag, given in chosen.items() if given]
     if len(activations) > 1:
-        raise Refusal(f"{' and '.join(activations)} are {len(activations)} activations: leave one in")
+        raise Refusal(" and ".join(activations), f"are {len(activations)} activations: leave one in")
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
-            f"--swiglu with --hidden-size {model.hidden_size} gives an MLP of width 0: give --ffn-hidden-size"
+            f"--swiglu with --hidden-size {model.hidden_size}",
+            "gives an MLP of width 0: give --ffn-hidden-size",
         )
     _positions(model)
     config.model = model
@@ -63,32 +68,35 @@ def _positions(model: ModelConfig) -> None:
     if kind in ROTARY and (rotated < 2 or rotated % 2):
         raise Refusal(
             f"RoPE rotates pairs, and --rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} is "
-            f"{rotated}: use another --rotary-percent or --kv-channels"
+            f"{rotated}: use another --rotary-percent or --kv-channels",
+            about="--rotary-percent",
         )
     if kind != "yarn":
         names = [field.name for field in fields(model) if field.name.startswith("yarn_")]
         given = [name for name in names if getattr(model, name) != getattr(ModelConfig, name)]
         if given:
             flags = ", ".join("--" + name.replace("_", "-").replace("yarn-corr", "no-yarn-corr") for name in given)
-            raise Refusal(f"{flags} without --position-embedding-type yarn: add it, or leave out what is YaRN's")
+            raise Refusal(f"{flags} without --position-embedding-type yarn", ": add it, or leave out what is YaRN's")
         return
     for flag in ("rotary_seq_len_interpolation_factor", "use_rope_scaling"):
         if getattr(model, flag):
             raise Refusal(
-                f"--{flag.replace('_', '-')} and --position-embedding-type yarn both lower frequencies: leave one out"
+                f"--{flag.replace('_', '-')} and --position-embedding-type yarn",
+                "both lower frequencies: leave one out",
             )
     if model.yarn_rotary_scaling_factor <= 1:
         raise Refusal(
-            f"--position-embedding-type yarn with --yarn-rotary-scaling-factor {model.yarn_rotary_scaling_factor:g} "
-            "changes nothing: give a factor above 1, or use --position-embedding-type rope"
+            f"--position-embedding-type yarn with --yarn-rotary-scaling-factor {model.yarn_rotary_scaling_factor:g}",
+            "changes nothing: give a factor above 1, or use --position-embedding-type rope",
+            Fix("--position-embedding-type rope"),
         )
     if model.yarn_beta_fast <= model.yarn_beta_slow:
         raise Refusal(
-            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}: "
-            "the defaults are 32 and 1"
+            f"--yarn-beta-fast {model.yarn_beta_fast:g}",
+            f"must be above --yarn-beta-slow {model.yarn_beta_slow:g}: the defaults are 32 and 1",
         )
     if model.rotary_base < 2:
-        raise Refusal(f"--rotary-base {model.rotary_base} leaves YaRN no slow pairs: use 2 or more")
+        raise Refusal(f"--rotary-base {model.rotary_base}", "leaves YaRN no slow pairs: use 2 or more")
 
 
 OWN_FLAGS = {  # settings that only one mask reads
@@ -111,8 +119,8 @@ READ_BY = {  # settings that only some patterns read
 }
 
 
-def check_attention(config: Config) -> None:
-    """Settle the mask inside a document, whether documents are packed, and the ring's balance."""
+def complete_attention(config: Config) -> None:
+    """Complete the mask within a document, whether documents are packed, and the balance of the ring."""
     attention, data = config.attention, config.data
     if attention.attention_mask == "document":
         data.reset_attention_mask = True
@@ -120,26 +128,30 @@ def check_attention(config: Config) -> None:
         attention.attention_mask = "window" if attention.window_size else "causal"
     _own_flags(attention)
     if attention.attention_mask == "window" and attention.window_size is None:
-        raise Refusal("--attention-mask window needs --window-size LEFT,RIGHT, for example --window-size 4095,0")
+        raise Refusal("--attention-mask window", "needs --window-size LEFT,RIGHT, for example --window-size 4095,0")
     if attention.attention_mask == "window" and min(attention.window_size) < -1:
         left, right = attention.window_size
-        raise Refusal(f"--window-size {left},{right}: sizes are counts of tokens, 0 or more, or -1 for no bound")
+        raise Refusal(f"--window-size {left},{right}", ": sizes are counts of tokens, 0 or more, or -1 for no bound")
     if attention.attention_mask == "function" and attention.mask_function is None:
-        raise Refusal("--attention-mask function needs --mask-function FILE.py:NAME")
+        raise Refusal("--attention-mask function", "needs --mask-function FILE.py:NAME")
     if attention.sparse_block_size < 1 or attention.sparse_stride < 1:
-        raise Refusal("--sparse-block-size and --sparse-stride are 1 or more")
+        raise Refusal("--sparse-block-size and --sparse-stride", "are 1 or more")
     if data.reset_position_ids and not data.reset_attention_mask and config.model.position_embedding_type == "alibi":
         raise Refusal(
-            "--reset-position-ids with --position-embedding-type alibi needs --reset-attention-mask: distances between "
-            "documents have no meaning once positions restart; add it, or leave --reset-position-ids out"
+            "--reset-position-ids with --position-embedding-type alibi",
+            "needs --reset-attention-mask: distances between documents have no meaning once positions "
+            "restart; add it, or leave --reset-position-ids out",
+            Fix(drop="--reset-position-ids"),
         )
     streamed_batch = config.chunks.fpdt_stream_hidden and data.micro_batch_size > 1
     if data.reset_attention_mask and streamed_batch:
         raise Refusal(
-            f"--fpdt-stream-hidden with packed documents and --micro-batch-size {data.micro_batch_size} is not "
-            "supported, since each sample has tiles of its own: use --micro-batch-size 1"
+            "--fpdt-stream-hidden",
+            f"with packed documents and --micro-batch-size {data.micro_batch_size} is not supported, since "
+            "each sample has tiles of its own: use --micro-batch-size 1",
+            Fix("--micro-batch-size 1"),
         )
-    if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not _masks_pairs(attention):
+    if attention.mask_cpu_threshold != AttentionConfig.mask_cpu_threshold and not _has_dense_mask(attention):
         config.notes.append(
             f"--mask-cpu-threshold has nothing to decide: --attention-mask {attention.attention_mask} is cut in tiles, "
             "and makes no mask of pairs"
@@ -147,7 +159,7 @@ def check_attention(config: Config) -> None:
     _balance(config)
 
 
-def _masks_pairs(attention: AttentionConfig) -> bool:
+def _has_dense_mask(attention: AttentionConfig) -> bool:
     narrow = attention.window_size is not None and sum(attention.window_size) < NARROW
     return attention.attention_mask == "function" or narrow
 
@@ -158,13 +170,15 @@ def _own_flags(attention: AttentionConfig) -> None:
         given = [name for name in names if getattr(attention, name) != getattr(default, name)]
         if given and attention.attention_mask != mask:
             flag = "--" + given[0].replace("_", "-")
-            raise Refusal(f"{flag} is read by --attention-mask {mask} alone: add that, or leave {flag} out")
+            raise Refusal(flag, f"is read by --attention-mask {mask} alone: add that, or leave {flag} out", LEAVE_OUT)
     for name, patterns in READ_BY.items():
         if getattr(attention, name) != getattr(default, name) and attention.sparse_pattern not in patterns:
             flag = "--" + name.replace("_", "-")
             raise Refusal(
-                f"{flag} is read by --sparse-pattern {' and '.join(patterns)} alone, not by "
-                f"{attention.sparse_pattern}: leave it out"
+                flag,
+                f"is read by --sparse-pattern {' and '.join(patterns)} alone, not by {attention.sparse_pattern}: "
+                "leave it out",
+                LEAVE_OUT,
             )
 
 
@@ -174,27 +188,30 @@ def _balance(config: Config) -> None:
     if parallel.context_parallel_balance == "documents":
         if not documents:
             raise Refusal(
-                "--context-parallel-balance documents deals packed documents: add --attention-mask document, or use "
-                "zigzag or contiguous"
+                "--context-parallel-balance documents",
+                "deals packed documents: add --attention-mask document, or use zigzag or contiguous",
+                Fix("--attention-mask document"),
             )
         if data.micro_batch_size > 1:
             raise Refusal(
-                f"--context-parallel-balance documents with --micro-batch-size {data.micro_batch_size} is not "
-                "supported, since each sample would be dealt in its own way: use --micro-batch-size 1, or zigzag"
+                f"--context-parallel-balance documents with --micro-batch-size {data.micro_batch_size}",
+                "is not supported, since each sample would be dealt in its own way: use --micro-batch-size 1, "
+                "or zigzag",
+                Fix("--micro-batch-size 1"),
             )
     if parallel.context_parallel_balance is not None:
         return
-    dealt = data.micro_batch_size == 1 and not parallel.partition_position_embedding
-    if documents and dealt and config.attention.attention_mask in ("causal", "full"):
+    one_order = data.micro_batch_size == 1 and not parallel.partition_position_embedding
+    if documents and one_order and config.attention.attention_mask in ("causal", "full"):
         parallel.context_parallel_balance = "documents"
     elif _even_rows(config.attention):
-        parallel.context_parallel_balance = "contiguous"  # neighbours exchange, the others have little to say
+        parallel.context_parallel_balance = "contiguous"  # then only neighbours exchange keys
     else:
         parallel.context_parallel_balance = "zigzag"
 
 
 def _even_rows(attention: AttentionConfig) -> bool:
-    """Whether each query attends to about as many keys, most of them near: then there is nothing to balance."""
+    """Whether each query attends to about the same number of keys, most of them near: then nothing needs balance."""
     sparse = attention.attention_mask == "block-sparse" and attention.sparse_pattern in ("longformer", "bigbird")
     return attention.attention_mask == "window" or sparse
 
@@ -205,29 +222,37 @@ def varies_by_batch(config: Config) -> bool:
 
 
 def sees_ahead(attention: AttentionConfig) -> bool:
-    """Whether a mask, settled by :func:`check_attention`, lets tokens attend to later ones."""
+    """Whether a mask, completed by :func:`complete_attention`, lets tokens attend to later ones."""
     return attention.attention_mask == "full" or (attention.window_size is not None and attention.window_size[1] != 0)
 
 
-def check_partitioned_positions(config: Config) -> None:
-    """Settle --partition-position-embedding."""
+def complete_partitioned_positions(config: Config) -> None:
+    """Complete --partition-position-embedding."""
     model, parallel = config.model, config.parallel
     if not parallel.partition_position_embedding:
         return
     if model.position_embedding_type != "learned_absolute":
         raise Refusal(
-            f"--partition-position-embedding with --position-embedding-type {model.position_embedding_type} has no "
-            "table to partition: use --position-embedding-type learned_absolute, or leave it out"
+            f"--partition-position-embedding with --position-embedding-type {model.position_embedding_type}",
+            "has no table to partition: use --position-embedding-type learned_absolute, or leave it out",
+            Fix("--position-embedding-type learned_absolute"),
+            Fix(drop="--partition-position-embedding"),
         )
     if config.data.reset_position_ids or parallel.context_parallel_balance == "documents":
         reset = config.data.reset_position_ids
         flag = "--reset-position-ids" if reset else "--context-parallel-balance documents"
         raise Refusal(
-            f"--partition-position-embedding with {flag} is not supported, since a rank's positions would hang on the "
-            f"documents in the batch: leave one out{'' if reset else ', or use --context-parallel-balance zigzag'}"
+            f"--partition-position-embedding with {flag}",
+            "is not supported, since a rank's positions would hang on the documents in the batch: leave one "
+            f"out{'' if reset else ', or use --context-parallel-balance zigzag'}",
         )
-    if config.optimizer.fp16:  # the table has an optimizer of its own in core, which would scale its loss on its own
-        raise Refusal("--partition-position-embedding with --fp16 is not supported: use --bf16, or leave it out")
+    if config.optimizer.fp16:  # the table has a separate optimizer in core, which would scale the loss separately
+        raise Refusal(
+            "--partition-position-embedding with --fp16",
+            "is not supported: use --bf16, or leave it out",
+            Fix("--bf16"),
+            Fix(drop="--partition-position-embedding"),
+        )
     if parallel.context_parallel_size == 1 and not parallel.sequence_parallel:
         parallel.partition_position_embedding = False
         config.notes.append(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the length of a run, and of the learning rate over it."""
+"""Checks of checkpoints, faults, the length of the run, the learning rate, and ranges of numbers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from functools import partial
 
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import samples_after, spans
-from megatron.training.refusal import Gather, Refusal
-
-# Checks of checkpoints on disk, and copies of the training state in the memory of the hosts.
-
+from megatron.training.refusal import Fix, Gather, Refusal, idle
 
 ON = "--non-persistent-save-interval"
 
 
-def check_checkpoint(config: Config) -> None:
-    """Refuse what saves or loads nothing."""
+def complete_checkpoint(config: Config) -> None:
+    """Refuse flags that save or load nothing; complete what follows from the others."""
     checkpoint = config.checkpoint
     save, load = checkpoint.save, checkpoint.load
     needs = (
@@ -48,39 +45,47 @@ def check_checkpoint(config: Config) -> None:
         checkpoint.ckpt_format = "torch_dist"
     for flag, value, other, need in needs:
         if value and not other:
-            raise Refusal(f"{flag} does nothing without {need}: add {need}, or leave it out")
+            raise idle(flag, need, switch=need == "--manual-gc")
     if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
-        raise Refusal("--ckpt-step and --skip-damaged-checkpoints exclude each other: the first names the one to load")
+        raise Refusal(
+            "--ckpt-step and --skip-damaged-checkpoints", "exclude each other: the first names the one to load"
+        )
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
         raise Refusal(
-            f"--save-retain-interval {checkpoint.save_retain_interval} must be a multiple of --save-interval "
-            f"{checkpoint.save_interval}"
+            f"--save-retain-interval {checkpoint.save_retain_interval}",
+            f"must be a multiple of --save-interval {checkpoint.save_interval}",
         )
     if checkpoint.keep_best_checkpoints:
         if checkpoint.save_interval % config.run.eval_interval:
             raise Refusal(
-                "--keep-best-checkpoints needs the validation loss of each checkpoint: --save-interval "
-                f"{checkpoint.save_interval} must be a multiple of --eval-interval {config.run.eval_interval}"
+                "--keep-best-checkpoints",
+                f"needs the validation loss of each checkpoint: --save-interval {checkpoint.save_interval} must "
+                f"be a multiple of --eval-interval {config.run.eval_interval}",
             )
         if not config.run.eval_iters:
-            raise Refusal("--keep-best-checkpoints and --eval-iters 0 contradict each other: leave one out")
+            raise Refusal("--keep-best-checkpoints and --eval-iters 0", "contradict each other: leave one out")
 
 
-def check_copies(config: Config, world_size: int) -> None:
-    """Refuse what would load something else than a restart needs; note what has no neighbour."""
+def complete_copies(config: Config, world_size: int) -> None:
+    """Refuse flags that make copies in memory useless for a restart; switch off replication without other nodes."""
     settings = config.checkpoint
     if settings.non_persistent_save_interval is None:
         return
     if settings.non_persistent_ckpt_type is None:
-        raise Refusal(f"{ON} does nothing without --non-persistent-ckpt-type: add --non-persistent-ckpt-type local")
+        raise Refusal(
+            ON,
+            "does nothing without --non-persistent-ckpt-type: add --non-persistent-ckpt-type local",
+            Fix("--non-persistent-ckpt-type local"),
+        )
     if settings.non_persistent_ckpt_type != "local":
         raise Refusal(
-            f"--non-persistent-ckpt-type {settings.non_persistent_ckpt_type} is not built here: use "
-            "--non-persistent-ckpt-type local, whose files are in memory unless --non-persistent-local-ckpt-dir says "
-            "otherwise"
+            f"--non-persistent-ckpt-type {settings.non_persistent_ckpt_type}",
+            "is not built here: use --non-persistent-ckpt-type local, whose files are in memory unless "
+            "--non-persistent-local-ckpt-dir says otherwise",
+            Fix("--non-persistent-ckpt-type local"),
         )
     if not (settings.save and settings.load) or os.path.abspath(settings.save) != os.path.abspath(settings.load):
-        raise Refusal(f"{ON} is for restarts of one run: give --save DIR and --load with the same folder")
+        raise Refusal(ON, "is for restarts of one run: give --save DIR and --load with the same folder")
     others = (
         ("--finetune", settings.finetune),
         ("--ckpt-step", settings.ckpt_step is not None),
@@ -92,11 +97,13 @@ def check_copies(config: Config, world_size: int) -> None:
     )
     for flag, given in others:
         if given:
-            raise Refusal(f"{ON} and {flag}: a restart goes on from all of the last state; leave one out")
+            raise Refusal(f"{ON} and {flag}", ": a restart goes on from all of the last state; leave one out")
     if not settings.replication:
         return
     if settings.replication_factor < 2:
-        raise Refusal("--replication-factor 1 keeps no second copy: use --replication-factor 2")
+        raise Refusal(
+            "--replication-factor 1", "keeps no second copy: use --replication-factor 2", Fix("--replication-factor 2")
+        )
     if world_size < settings.replication_factor:
         config.notes.append(
             f"no effect here: --replication ({settings.replication_factor} nodes need as many ranks, and here are "
@@ -105,18 +112,17 @@ def check_copies(config: Config, world_size: int) -> None:
         settings.replication = False
 
 
-# Checks of bad batches, replicas and stragglers.
-
-
 def check_faults(config: Config, world_size: int) -> None:
-    """Refuse what contradicts itself; note what has nothing to look at."""
+    """Refuse contradicting flags about faults; note those without effect on this grid."""
     faults, parallel = config.faults, config.parallel
     if faults.spike_factor <= 1:
-        raise Refusal(f"--spike-factor {faults.spike_factor:g} makes every second step a spike: use more than 1")
+        raise Refusal(f"--spike-factor {faults.spike_factor:g}", "makes every second step a spike: use more than 1")
     if faults.skip_bad_batches and config.optimizer.fp16:
-        raise Refusal("--skip-bad-batches and --fp16: its loss scale leaves such steps out already; leave one out")
+        raise Refusal("--skip-bad-batches and --fp16", ": its loss scale leaves such steps out already; leave one out")
     if faults.skip_bad_batches and not config.optimizer.check_for_nan_in_loss_and_grad:
-        raise Refusal("--skip-bad-batches and --no-check-for-nan-in-loss-and-grad contradict each other: leave one out")
+        raise Refusal(
+            "--skip-bad-batches and --no-check-for-nan-in-loss-and-grad", "contradict each other: leave one out"
+        )
     if faults.rollback_on_bad_batch:
         needs = (
             ("--skip-bad-batches", faults.skip_bad_batches),
@@ -124,9 +130,13 @@ def check_faults(config: Config, world_size: int) -> None:
         )
         for flag, value in needs:
             if not value:
-                raise Refusal(f"--rollback-on-bad-batch does nothing without {flag}: add {flag}, or leave it out")
+                raise idle("--rollback-on-bad-batch", flag)
         if not config.checkpoint.save_optim:
-            raise Refusal("--rollback-on-bad-batch needs the optimizer in the checkpoint: leave --no-save-optim out")
+            raise Refusal(
+                "--rollback-on-bad-batch",
+                "needs the optimizer in the checkpoint: leave --no-save-optim out",
+                Fix(drop="--no-save-optim"),
+            )
     copies = parallel.tensor_model_parallel_size
     if parallel.zero_stage < 2:
         copies = world_size // parallel.pipeline_model_parallel_size
@@ -139,20 +149,26 @@ def check_faults(config: Config, world_size: int) -> None:
 
 
 def check_duration(config: Config) -> None:
-    """Refuse two lengths of the run, or none, and a schedule in the other unit."""
+    """Refuse a run without a length or with two, and a schedule in another unit than the length."""
     run, optimizer = config.run, config.optimizer
     if run.train_iters is not None and run.train_samples is not None:
-        raise Refusal("--train-iters and --train-samples are two lengths of the run: leave one out")
+        raise Refusal("--train-iters and --train-samples", "are two lengths of the run: leave one out")
     if (run.train_iters, run.train_samples, run.train_tokens) == (None, None, None) and not run.skip_train:
-        raise Refusal("missing: --train-iters, --train-samples or --train-tokens, or --skip-train to evaluate only")
+        raise Refusal(
+            "missing: --train-iters, --train-samples or --train-tokens, or --skip-train to evaluate only",
+            about="--train-iters --train-samples --train-tokens --skip-train",
+        )
     if run.train_samples is not None and run.train_samples < config.data.global_batch_size:
-        raise Refusal(f"--train-samples {run.train_samples} is less than one --global-batch-size: use a multiple of it")
+        raise Refusal(
+            f"--train-samples {run.train_samples}", "is less than one --global-batch-size: use a multiple of it"
+        )
     own, other = ("samples", "iters") if run.train_iters is None else ("iters", "samples")
     for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
         if getattr(optimizer, name):
             flag = "--" + name.replace("_", "-")
             length = own if getattr(run, f"train_{own}") is not None else "tokens"
-            raise Refusal(f"{flag} does not go with --train-{length}: use {flag.removesuffix(other)}{length}")
+            name = flag.removesuffix(other) + length
+            raise Refusal(flag, f"does not go with --train-{length}: use {name}", Fix(rename=(flag, name)))
     if config.data.rampup_batch_size and run.train_iters is not None:
         config.notes.append(
             f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
@@ -160,52 +176,55 @@ def check_duration(config: Config) -> None:
         )
 
 
-def check_schedule(config: Config) -> None:
-    """Settle the learning rate's schedule; nothing where nothing is trained."""
+def complete_schedule(config: Config) -> None:
+    """Complete the schedule of the learning rate, unless nothing is trained."""
     if config.run.skip_train:
         return
     optimizer, run = config.optimizer, config.run
     if optimizer.lr is None:
-        raise Refusal("missing: --lr")
+        raise Refusal("missing: --lr", about="--lr")
     own = "samples" if run.train_iters is None else "iters"
     for flag, low in (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)):
         if low > optimizer.lr:
-            raise Refusal(f"{flag} {low:g} is above --lr {optimizer.lr:g}: lower it")
+            raise Refusal(f"{flag} {low:g}", f"is above --lr {optimizer.lr:g}: lower it")
     low, high = optimizer.decoupled_min_lr, optimizer.decoupled_lr
     if low is not None and (high is None or low > high):
-        raise Refusal("--decoupled-min-lr needs a --decoupled-lr that is not below it: add it, or leave both out")
+        raise Refusal("--decoupled-min-lr", "needs a --decoupled-lr that is not below it: add it, or leave both out")
     _tokens(config, own)
     if getattr(optimizer, f"lr_decay_{own}") is None and optimizer.lr_decay_tokens is None:
         setattr(optimizer, f"lr_decay_{own}", getattr(run, f"train_{own}"))
     decay, warmup = getattr(optimizer, f"lr_decay_{own}"), getattr(optimizer, f"lr_warmup_{own}")
     if warmup and optimizer.lr_warmup_fraction is not None:
-        raise Refusal(f"--lr-warmup-fraction and --lr-warmup-{own} are two lengths of warm-up: leave one out")
+        raise Refusal(f"--lr-warmup-fraction and --lr-warmup-{own}", "are two lengths of warm-up: leave one out")
     phases = spans(config)
     if phases.warmup >= phases.decay:
         raise Refusal(
             f"--lr-warmup-{own} {warmup} must be below --lr-decay-{own} {decay} (default --train-{own})"
             if phases.unit == 1
             else f"the warm-up takes {phases.warmup:.0f} tokens, and the decay ends at {phases.decay:.0f}: lower "
-            "--lr-warmup-tokens, or raise --lr-decay-tokens (default --train-tokens)"
+            "--lr-warmup-tokens, or raise --lr-decay-tokens (default --train-tokens)",
+            about=f"--lr-warmup-{own} --lr-decay-{own}",
         )
     if optimizer.lr_decay_style == "WSD" and (phases.last is None or phases.last > phases.decay):
         end = f"--lr-decay-{own} {decay}" if phases.unit == 1 else f"the {phases.decay:.0f} tokens of the decay"
-        raise Refusal(f"--lr-decay-style WSD needs --lr-wsd-decay-{own}, at most {end}: add it")
+        raise Refusal("--lr-decay-style WSD", f"needs --lr-wsd-decay-{own}, at most {end}: add it")
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     if optimizer.weight_decay_incr_style == "constant":
         if (start, end) != (None, None):
-            raise Refusal("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
+            raise Refusal(
+                "--start-weight-decay and --end-weight-decay", "need --weight-decay-incr-style linear or cosine"
+            )
     elif start is None or end is None or not 0 <= start <= end:
         raise Refusal(
-            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs --start-weight-decay and "
-            "--end-weight-decay, the end not below the start: add them"
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style}",
+            "needs --start-weight-decay and --end-weight-decay, the end not below the start: add them",
         )
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other")
+        raise Refusal("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler", "exclude each other")
 
 
 def _tokens(config: Config, own: str) -> None:
-    """A count of tokens is the one that is read, as in Megatron-DeepSpeed."""
+    """Let counts of tokens win over counts of iterations or samples, as in Megatron-DeepSpeed."""
     optimizer = config.optimizer
     for name in ("decay", "warmup"):
         other = getattr(optimizer, f"lr_{name}_{own}")
@@ -215,18 +234,16 @@ def _tokens(config: Config, own: str) -> None:
     if share is None:
         return
     if optimizer.lr_warmup_tokens is not None:
-        raise Refusal("--lr-warmup-fraction and --lr-warmup-tokens are two lengths of warm-up: leave one out")
+        raise Refusal("--lr-warmup-fraction and --lr-warmup-tokens", "are two lengths of warm-up: leave one out")
     if optimizer.lr_decay_tokens is not None:
         raise Refusal(
-            f"--lr-warmup-fraction {share:g} with --lr-decay-tokens is a share of what Megatron-DeepSpeed counts in "
-            f"samples: use --lr-warmup-tokens {int(share * optimizer.lr_decay_tokens)} for a share of the tokens"
+            f"--lr-warmup-fraction {share:g} with --lr-decay-tokens",
+            "is a share of what Megatron-DeepSpeed counts in samples: use --lr-warmup-tokens "
+            f"{int(share * optimizer.lr_decay_tokens)} for a share of the tokens",
         )
 
 
-# Checks of plain ranges of single numbers.
-
-
-# Settings that count something and must be at least 1 where they are given; the rest of the numbers, at least 0.
+# Ranges of single numbers. POSITIVE: counts, which are at least 1 if they are given.
 POSITIVE = {
     "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "max_position_embeddings rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size "
@@ -267,8 +284,15 @@ BELOW_ONE = {"model": "hidden_dropout attention_dropout", "optimizer": "adam_bet
 DROPOUT = {"model": "hidden_dropout attention_dropout"}
 
 
+def complete_intervals(config: Config) -> None:
+    """Read numbers that mean "never", as Megatron-LM does: intervals of 0, and -1 batches of validation."""
+    config.run.exit_interval = config.run.exit_interval or None
+    config.checkpoint.save_interval = config.checkpoint.save_interval or None
+    config.run.eval_iters = max(config.run.eval_iters, 0)
+
+
 def check_ranges(config: Config) -> None:
-    """Refuse single numbers that make no sense."""
+    """Refuse single numbers that are out of range."""
     rules = (
         (POSITIVE, lambda value: value >= 1, "must be at least 1"),
         (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
@@ -281,13 +305,10 @@ def check_ranges(config: Config) -> None:
         ),
     )
     gather = Gather()
-    config.run.exit_interval = config.run.exit_interval or None  # 0 is never, as in Megatron-LM
-    config.checkpoint.save_interval = config.checkpoint.save_interval or None
-    config.run.eval_iters = max(config.run.eval_iters, 0)  # -1 evaluates nothing, likewise
 
     def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
         if number is not None and not holds(number):
-            raise Refusal(f"--{field.replace('_', '-')} {number:g} {text}")
+            raise Refusal(f"--{field.replace('_', '-')} {number:g}", text)
 
     for names, holds, text in rules:
         for section, fields in names.items():
