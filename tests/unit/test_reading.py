@@ -22,7 +22,7 @@ from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import LEFT_BEHIND, whole_folder
 from megatron.training.data.read_tokens import DataError, OpenFile, check_ids, first_outside, unmapped
-from megatron.training.loop import pass_over
+from megatron.training.features.bad_batches import pass_over
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
 from tests.patience import patience
