@@ -40,7 +40,7 @@ def main(
         argv: command line without the program's name; default ``sys.argv``.
         defaults: settings in which this entry point differs from Megatron-LM, as {"section.field": value}.
         simulate: does the --dry-run of a checked configuration and returns an exit code. If several processes were
-            started, only the first simulates, and the others return 0 at once.
+            started, only the first simulates; the others return 0 at once.
         fastest: chooses among grids, for --elastic with --gpu.
         work: replaces `train`.
     """

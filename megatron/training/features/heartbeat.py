@@ -76,9 +76,8 @@ class Heartbeat:
         self, grid: Grid, timeout: float, store: dist.Store, rank: int, ranks: int, every: float | None = None
     ) -> None:
         self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
-        self.every = (
-            max(2.0, ranks / 500) if every is None else every
-        )  # a store serves about a thousand beats per second
+        # A store serves about a thousand beats per second.
+        self.every = max(2.0, ranks / 500) if every is None else every
         self.axes = {id(getattr(grid, name).group): label for name, label in AXES.items() if getattr(grid, name).group}
         self.iteration: Callable[[], int] = lambda: 0  # returns the last finished one
         self._main = threading.main_thread().ident

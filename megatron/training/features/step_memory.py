@@ -28,13 +28,15 @@ class StepMemory(Feature):
             host_bytes=(lambda: offload.pool.peak) if offload else None,
             resized=job.config.parallel.zero_stage >= 2,
         )
-        self._recorded = job.progress.iteration + self.settings.profile_memory_step  # the iteration to record
+        self._recorded = None  # the iteration to record
+        if self.settings.profile_memory:
+            self._recorded = job.progress.iteration + self.settings.profile_memory_step
         self._profile: Profile | None = None
 
     @contextmanager
     def measure(self, iteration: int) -> Iterator[Mark | None]:
         """Measure the step inside; yields what to call at the beginning of each of its phases."""
-        record = bool(self.settings.profile_memory) and iteration == self._recorded
+        record = iteration == self._recorded
         with self.peak.step(record=record) as meter:
             profile = MemoryProfile(meter, self.job.chunks, self.job.optimizer) if record else None
             yield profile.mark if profile else None
