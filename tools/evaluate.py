@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.config import Config
-from megatron.training.pretrain import EXIT_REFUSED, tell
+from megatron.training.pretrain import EXIT_REFUSED, print_refusal
 from megatron.training.pretrain import main as program
 from megatron.training.refusal import Refusal
 
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         if not names & {"--help", "-h"}:
             taken, told = of_checkpoint(given)
     except Refusal as refusal:
-        tell(refusal)
+        print_refusal(refusal)
         return EXIT_REFUSED
     return program(given, defaults(given) | taken, work=partial(evaluate, told=told))
 

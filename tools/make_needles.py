@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import DataConfig
-from megatron.training.data.text_files import whole_files
+from megatron.training.data.text_files import atomic_files
 from megatron.training.data.tokenizer import build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
 from tools.convert_command import exit_on_sigterm, one_line_parser, run
@@ -57,7 +57,7 @@ def make(argv: list[str] | None) -> list[str]:
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     prefix = f"{args.output_prefix}_text_document"
-    with whole_files([f"{prefix}.{end}" for end in ("bin", "idx")], args.overwrite) as names:
+    with atomic_files([f"{prefix}.{end}" for end in ("bin", "idx")], args.overwrite) as names:
         builder = IndexedDatasetBuilder(names[0], dtype)
         try:
             for ids in documents(words, args, needles):

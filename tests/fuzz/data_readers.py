@@ -216,7 +216,7 @@ CHATS = {
 
 
 def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """``read`` of a folder whose list of files (whole_folder.py) fits them as they are."""
+    """``read`` of a folder whose list of files (index_files.py) fits them as they are."""
 
     def of_listed(folder: Path) -> Any:
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}

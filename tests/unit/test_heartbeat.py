@@ -29,7 +29,7 @@ def later(beat: Beat) -> Beat:
 
 def test_a_rank_whose_count_stands_still_is_named():
     before = {0: WAITS, 1: WAITS, 2: WORKS}
-    lines = verdict(before, {0: later(WAITS), 1: later(WAITS), 2: WORKS}, teller=0)
+    lines = verdict(before, {0: later(WAITS), 1: later(WAITS), 2: WORKS}, reporter=0)
     assert lines == [
         "error: rank 2 on b does not answer: it is stopped, dead or cut off; last seen in iteration 21, "
         "training/data/files.py:8 (read)",
@@ -38,7 +38,7 @@ def test_a_rank_whose_count_stands_still_is_named():
 
 
 def test_who_tells_is_not_silent_to_itself():
-    lines = verdict({0: WAITS, 1: WORKS}, {0: WAITS, 1: later(WORKS)}, teller=0)
+    lines = verdict({0: WAITS, 1: WORKS}, {0: WAITS, 1: later(WORKS)}, reporter=0)
     assert lines == [
         "error: rank 1 on b is alive and does not wait: iteration 21, training/data/files.py:8 (read), for 55 s",
         f"       waiting in iteration 21, {RING}: rank 0",
@@ -47,14 +47,14 @@ def test_who_tells_is_not_silent_to_itself():
 
 def test_a_rank_that_failed_says_why_and_one_that_never_told_is_missing():
     failed = replace(later(WORKS), failed="OutOfMemoryError: no room")
-    lines = verdict({0: WAITS, 1: WORKS, 2: None}, {0: later(WAITS), 1: failed, 2: None}, teller=0)
+    lines = verdict({0: WAITS, 1: WORKS, 2: None}, {0: later(WAITS), 1: failed, 2: None}, reporter=0)
     assert lines[0] == "error: rank 1 on b failed in iteration 21, training/data/files.py:8 (read): " + failed.failed
     assert lines[1].strip().startswith("rank 2 never reported")
 
 
 def test_ranks_that_wait_for_each_other_in_different_places():
     other = replace(WAITS, place="all_reduce over TP at step.py:3 (train)")
-    lines = verdict({0: WAITS, 1: other, 3: other}, {0: later(WAITS), 1: later(other), 3: later(other)}, teller=0)
+    lines = verdict({0: WAITS, 1: other, 3: other}, {0: later(WAITS), 1: later(other), 3: later(other)}, reporter=0)
     assert lines[0] == "error: all ranks answer and wait, but in different places: they wait for each other"
     assert lines[-1].endswith("all_reduce over TP at step.py:3 (train): ranks 1, 3")
 
