@@ -58,7 +58,7 @@ def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         Refusal: its settings are none that flags could have given.
     """
-    from megatron.inference.load import MASK, check_taken, read_saved
+    from megatron.inference.load import MASK, check_saved, read_saved
     from megatron.training.checkpoint.arguments_of import held_out_data, length_of
     from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 
@@ -76,7 +76,7 @@ def of_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     saved = read_saved(found, Path(folder)).settings
     if not given.keys() & {f"--{name.replace('_', '-')}" for name in MASK}:
         mask = {name: value for name, value in saved.items() if name.startswith("attention.")}
-        check_taken(mask, folder)
+        check_saved(mask, folder)
         taken |= mask
         if mask.get("attention.attention_mask"):
             told.append(f"--attention-mask {mask['attention.attention_mask']}, the checkpoint's")

@@ -73,14 +73,14 @@ def make(argv: list[str] | None) -> list[str]:
 
 def documents(words: object, args: argparse.Namespace, needles: int) -> Iterator[np.ndarray]:
     """Documents without their end, int64 [length - 1]: a function of the seed, the length and their number."""
-    from megatron.training.evaluation.samples import asked_again, compose, many_needles
+    from megatron.training.evaluation.samples import compose, many_needles, repeat_questions
 
     for number in range(args.documents):
         random = np.random.default_rng([args.seed, args.length, number, 1])
         count = int(random.integers(1, needles + 1))
         pieces = many_needles(words, random, count, count, False)
         once = sum(ids.size for ids, _ in pieces.tail)
-        pieces = asked_again(pieces, random, max(1, int(args.questions * args.length) // once))
+        pieces = repeat_questions(pieces, random, max(1, int(args.questions * args.length) // once))
         if pieces.size > args.length - 1:
             raise Refusal(
                 f"--length {args.length} does not hold {count} needles with their questions, {pieces.size} tokens and "

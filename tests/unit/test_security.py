@@ -156,7 +156,7 @@ def test_07_a_checkpoint_does_not_choose_what_is_run(tmp_path):
     (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     torch.save({"config": asdict(parse(f"{words} {function}".split(), None, 1))}, saved / "common.pt")
-    with pytest.raises(Refusal, match="does not choose what is run.*--mask-function FILE.py:NAME"):
+    with pytest.raises(Refusal, match="must not choose code to run.*--mask-function FILE.py:NAME"):
         configure([], str(tmp_path), None, None, 1)
     config, _ = configure(function.split(), str(tmp_path), None, None, 1)
     assert config.attention.mask_function.endswith("mask.py:seen") and not (tmp_path / "ran").exists()

@@ -179,9 +179,7 @@ def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
 
 def _check_length(content: bytes | bytearray, name: str) -> None:
     if len(content) > LONGEST:
-        raise Refusal(
-            f"--input {name} has more than {LONGEST >> 30} GiB decompressed, the limit of a document: split it"
-        )
+        raise Refusal(f"--input {name} has more than {LONGEST >> 30} GiB decompressed, a document's limit: split it")
 
 
 def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
