@@ -27,8 +27,6 @@ from megatron.training.refusal import Refusal, one_line, short
 # {role, content}, or in another format of row_files.py. It may also have ``system`` (a text that comes first),
 # ``tools`` (for the template) and ``chat_template_kwargs`` (variables of the template). As in Megatron-LM
 # (megatron/training/datasets/sft_dataset.py), a row may have several conversations; each begins with a system message.
-
-
 SYSTEM = ("system", "developer")
 # The roles that may follow each role; "" is the beginning.
 AFTER = {

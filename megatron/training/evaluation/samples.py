@@ -102,8 +102,6 @@ def repeat_questions(pieces: Pieces, random: np.random.Generator, rounds: int) -
 
 # Three tasks after RULER (Hsieh et al. 2024, section 3): several needles and a question for one of them, assignments of
 # variables, and the most frequent words of a list.
-
-
 NEEDLES = 4
 CHAINS, HOPS = 2, 4
 COMMON = 10  # names, or at most a ninth of all

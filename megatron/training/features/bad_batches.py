@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that training leaves out: those of --iterations-to-skip, and bad ones under --skip-bad-batches.
 
-A step is judged by the loss and the gradient norm of the whole global batch, which do not depend on the grid; so every
+A step is judged by the loss and the gradient norm of the global batch, which do not depend on the grid; so every
 grid leaves out the same batches. A batch that is left out counts as an iteration, and its samples as consumed. The
 learning-rate schedule does not count it.
 """

@@ -203,7 +203,7 @@ class Heartbeat:
             return []
         self._reported = True
         with self._lock:
-            first = self.store.add(f"{KEY}/told", 1) == 1
+            first = self.store.add(f"{KEY}/reported", 1) == 1
         if not first:
             return []
         before = self.table()

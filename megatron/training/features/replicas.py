@@ -70,13 +70,13 @@ def check_replicas(job: Job) -> None:
 def _differences(job: Job) -> Iterator[tuple[str, str]]:
     named = [pair for chunk in job.chunks for pair in canonical_parameters(checkpoint.unwrap(chunk))]
     if job.config.parallel.zero_stage < 2:
-        whole = [pair for pair in named if getattr(pair[1], "allreduce", True)]
-        yield from _compare(whole, get_data_parallel_group(with_context_parallel=True), "DP x CP")
-        rows = [pair for pair in named if not getattr(pair[1], "allreduce", True)]  # partitioned positions
-        yield from _compare(rows, get_data_parallel_group(), "DP")
+        copied = [pair for pair in named if getattr(pair[1], "allreduce", True)]
+        yield from _compare(copied, get_data_parallel_group(with_context_parallel=True), "DP x CP")
+        partitioned = [pair for pair in named if not getattr(pair[1], "allreduce", True)]  # positions
+        yield from _compare(partitioned, get_data_parallel_group(), "DP")
     if get_tensor_model_parallel_world_size() > 1:
-        whole = [pair for pair in named if not getattr(pair[1], "tensor_model_parallel", False)]
-        yield from _compare(whole, get_tensor_model_parallel_group(), "TP")
+        copied = [pair for pair in named if not getattr(pair[1], "tensor_model_parallel", False)]
+        yield from _compare(copied, get_tensor_model_parallel_group(), "TP")
 
 
 def _compare(

@@ -33,7 +33,7 @@ class Saver:
         self._copies = HostCopies(streams_of(job.runtime.device)) if job.config.checkpoint.async_save else None
         self._going: Save | None = None
         self._begun = 0.0
-        self._whole, self._gave_up = True, False
+        self._saved_last, self._gave_up = True, False
 
     @property
     def writing(self) -> bool:
@@ -140,20 +140,20 @@ class Saver:
                 self._saved()
             except OSError as error:
                 self._failed(error)
-        return self._whole and not self._gave_up
+        return self._saved_last and not self._gave_up
 
     def end(self) -> bool:
         """Finish at the regular end of a run; returns whether the last checkpoint could be saved.
 
         If it could, the copies in memory are removed.
         """
-        whole = self.finish()
+        saved = self.finish()
         if self.job.copies is not None:
             self.job.copies.finish()
             self._report_copies()
-        if whole:
+        if saved:
             self.discard()
-        return whole
+        return saved
 
     def discard(self) -> None:
         """Remove the copies in memory, so that no run resumes from them."""
@@ -189,7 +189,7 @@ class Saver:
             )
 
     def _saved(self) -> None:
-        path, self._going, self._whole = self._going.final, None, True
+        path, self._going, self._saved_last = self._going.final, None, True
         stall = "" if self._copies is None else f" while training went on, except for {self.stall:.2f} s"
         self.reporter.say(f" > saved {path} in {time.perf_counter() - self._begun:.1f} s{stall}")
         if self.job.config.logging.log_progress and self.job.runtime.is_rank_zero:
@@ -200,7 +200,7 @@ class Saver:
                 self.reporter.say(f" WARNING: --log-progress: {error.strerror}")
 
     def _failed(self, error: OSError) -> None:
-        self._going, self._whole = None, False
+        self._going, self._saved_last = None, False
         self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
 
 

@@ -15,10 +15,7 @@ from megatron.training.step import Mark
 
 
 class StepMemory(Feature):
-    """
-    Attributes:
-        peak: this rank's peak bytes, on the device and in host memory.
-    """
+    """Measures each step on this rank; ``peak`` has the peak bytes on the device and in host memory."""
 
     def __init__(self, job: Job, reporter: Reporter) -> None:
         self.job, self.reporter, self.settings = job, reporter, job.config.logging
