@@ -183,8 +183,7 @@ def agree_on_run(last: Path | None, config: Config, owner: Owner | None) -> tupl
 def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> Progress:
     """The counts of a run that continues with --reset-iteration.
 
-    A learning-rate schedule in samples continues and one in tokens starts again, as in Megatron-DeepSpeed, which
-    resets the count of tokens only.
+    A learning-rate schedule in samples continues and one in tokens starts again, as in Megatron-DeepSpeed.
     """
     if schedule is not None:
         if schedule_unit(config) > 1:

@@ -36,7 +36,7 @@ class MockDataset(Dataset):
     """--mock-data: random but learnable token sequences, a function of (seed, split, index).
 
     Consecutive ids follow each other in runs of 8 on average, and runs more often start at small ids. A document has on
-    average an eighth of a sequence, and at most 1,024 tokens on average. core's mock data are always 1, 2, 3, ..., 4095
+    average an eighth of a sequence, and at most 1,024 tokens. core's mock data are always 1, 2, 3, ... up to 4095
     for every seed and vocabulary.
     """
 
@@ -102,11 +102,11 @@ def fim_of(data: DataConfig, tokenizer: Tokenizer) -> Fim | None:
         text = getattr(data, f"fim_{name}")
         if text is None:
             continue
-        found = tokenizer.special(text)
-        if found is None:
+        token = tokenizer.special(text)
+        if token is None:
             flag = f"--fim-{name.replace('_', '-')}"
-            raise Refusal(f"{flag} {text} is no token of {tokenizer.source}: name one that it has")
-        ids[name.split("_")[0]] = found
+            raise Refusal(f"{flag} {text} is not a token of {tokenizer.source}: name one that it has")
+        ids[name.split("_")[0]] = token
     return Fim(tokenizer, data.fim_rate, data.fim_spm_rate, **ids, fragment_rate=data.fim_fragment_rate or 0.0,
                no_prefix=data.fim_no_prefix)  # fmt: skip
 

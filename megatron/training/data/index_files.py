@@ -305,7 +305,7 @@ def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
     raise Refusal(
         f"{file.prefix}.bin: no document ends with token {eod}, the tokenizer's end of document, which "
         "--reset-attention-mask and --reset-position-ids need: write the data with "
-        "tools/preprocess_data.py --append-eod, or omit these flags"
+        "tools/preprocess_data.py --append-eod, or leave them out"
     )
 
 

@@ -196,7 +196,7 @@ def is_array(head: bytes) -> bool:
 
 def foreign(head: bytes) -> str | None:
     """The format of a file that begins with ``head``, and what to do with it; None if it may have rows."""
-    return next((advice for magic, advice in OTHERS.items() if head.startswith(magic)), None)
+    return next((hint for magic, hint in OTHERS.items() if head.startswith(magic)), None)
 
 
 def array_rows(stream: IO[bytes], longest: int) -> Iterator[tuple[int, bytes]]:

@@ -35,7 +35,7 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
         if not config.evaluation.eval_tasks:
             raise Refusal("missing: --eval-tasks, for example --eval-tasks needle loss-by-position")
         if config.checkpoint.save:
-            raise Refusal("--save: an evaluation saves no checkpoint; omit it, results go to --eval-output")
+            raise Refusal("--save: an evaluation saves no checkpoint; leave it out, results go to --eval-output")
         if runtime.offload is not None:
             check_host_memory(config)
         last = checkpoint.find(config.checkpoint, config.notes)

@@ -325,5 +325,5 @@ def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether the frame's present line calls ``wait``. The wait for a message is C++ and has no frame of its own."""
+    """Whether the frame's present line calls ``wait``. The wait for a message is in C++ and has no frame."""
     return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # None between two lines
