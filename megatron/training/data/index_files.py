@@ -219,7 +219,8 @@ def _open_prefix(prefix: str, flag: str, paths: dict[str, str]) -> DataFile:
     if bin_stat.st_size != expected:
         problem = "truncated" if bin_stat.st_size < expected else "not the file of this .idx"
         raise Refusal(
-            f"{flag} {prefix}: {paths['bin']} holds {bin_stat.st_size} bytes, expected {expected} from .idx: {problem}"
+            f"{flag} {prefix}: {paths['bin']} holds {bin_stat.st_size} bytes, expected {expected} from the .idx: "
+            f"{problem}"
         )
     identity = (prefix, bin_stat.st_size, bin_stat.st_mtime_ns, idx_stat.st_size, idx_stat.st_mtime_ns)
     return DataFile(prefix, TOKEN_TYPES[code], sequences, identity)
