@@ -177,7 +177,7 @@ def folder(tmp_path_factory) -> Path:
         ("--fp8-format hybrid", "use --dtype bf16; leave --fp8-format out"),
         ("--partition-position-embedding", "--partition-position-embedding is not for generation"),
         ("--num-virtual-stages-per-pipeline-rank 2", "stages work one after the other"),
-        ("--lr=1e-3", "--lr is not for generation: it is training's"),
+        ("--lr=1e-3", "--lr is not for generation: generation does not use"),
         ("--num-layers 3", "--num-layers is not for generation"),
         ("--attention-mask full", "use a causal mask"),
         ("--window-size 8,8", "--window-size 8,8 lets tokens attend to later ones"),
