@@ -18,7 +18,7 @@ import sysconfig
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.data.text_files import whole_files
+from megatron.training.data.text_files import atomic_files
 from megatron.training.refusal import Refusal
 
 SKIP = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", ".git")
@@ -39,7 +39,7 @@ def collect(args: argparse.Namespace) -> str:
         raise Refusal(f"--input {args.input}: no such folder")
     paths = find(args.input, tuple(args.suffixes), tuple(args.skip))
     files = total = unreadable = left_out = 0
-    with whole_files([args.output], args.overwrite) as (name,), open(name, "w", encoding="utf-8") as out:
+    with atomic_files([args.output], args.overwrite) as (name,), open(name, "w", encoding="utf-8") as out:
         for path in tqdm(paths, desc="collect", unit="file", disable=None):
             try:
                 with open(os.path.join(args.input, path), encoding="utf-8") as file:

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.config import Config
-from megatron.training.pretrain import EXIT_REFUSED, tell
+from megatron.training.pretrain import EXIT_REFUSED, print_refusal
 from megatron.training.pretrain import main as program
 from megatron.training.refusal import Refusal
 
@@ -57,7 +57,7 @@ def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[
     Raises:
         Refusal: the checkpoint has settings that no flags could have given.
     """
-    from megatron.inference.load import MASK, check_taken, read_saved
+    from megatron.inference.load import MASK, check_saved, read_saved
     from megatron.training.checkpoint.arguments_of import held_out_data, length_of
     from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 
@@ -75,7 +75,7 @@ def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[
     saved = read_saved(path, Path(folder)).settings
     if not given.keys() & {f"--{name.replace('_', '-')}" for name in MASK}:
         mask = {name: value for name, value in saved.items() if name.startswith("attention.")}
-        check_taken(mask, folder)
+        check_saved(mask, folder)
         taken |= mask
         if mask.get("attention.attention_mask"):
             lines.append(f"--attention-mask {mask['attention.attention_mask']}, the checkpoint's")
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         if not names & {"--help", "-h"}:
             taken, notes = settings_from_checkpoint(given)
     except Refusal as refusal:
-        tell(refusal)
+        print_refusal(refusal)
         return EXIT_REFUSED
     return program(given, defaults(given) | taken, work=partial(evaluate, notes=notes))
 

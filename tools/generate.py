@@ -74,7 +74,7 @@ def order_of(args: argparse.Namespace) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit code."""
-    from megatron.training.pretrain import EXIT_REFUSED, quiet, tell
+    from megatron.training.pretrain import EXIT_REFUSED, print_refusal, quiet
 
     quiet()
     try:
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return run(order, words)
     except Refusal as refusal:
-        tell(refusal)
+        print_refusal(refusal)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return 130

@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import DataConfig
-from megatron.training.data.text_files import whole_files
+from megatron.training.data.text_files import atomic_files
 from megatron.training.data.tokenizer import build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_sigterm, one_line_parser, run
@@ -54,7 +54,7 @@ def make(argv: list[str] | None) -> list[str]:
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     prefix = f"{args.output_prefix}_text_document"
-    with whole_files([f"{prefix}.{end}" for end in ("bin", "idx")], args.overwrite) as names:
+    with atomic_files([f"{prefix}.{end}" for end in ("bin", "idx")], args.overwrite) as names:
         builder = IndexedDatasetBuilder(names[0], dtype)
         try:
             for ids in documents(words, args, needles):
@@ -70,14 +70,14 @@ def make(argv: list[str] | None) -> list[str]:
 
 def documents(words: object, args: argparse.Namespace, needles: int) -> Iterator[np.ndarray]:
     """Documents without the end-of-document token, int64 [length - 1]; each depends on seed, length and its number."""
-    from megatron.training.evaluation.samples import asked_again, compose, many_needles
+    from megatron.training.evaluation.samples import compose, many_needles, repeat_questions
 
     for number in range(args.documents):
         random = np.random.default_rng([args.seed, args.length, number, 1])
         count = int(random.integers(1, needles + 1))
         pieces = many_needles(words, random, count, count, False)
         once = sum(ids.size for ids, _ in pieces.tail)
-        pieces = asked_again(pieces, random, max(1, int(args.questions * args.length) // once))
+        pieces = repeat_questions(pieces, random, max(1, int(args.questions * args.length) // once))
         if pieces.size > args.length - 1:
             raise Refusal(
                 f"--length {args.length} does not hold {count} needles with their questions ({pieces.size} tokens and "

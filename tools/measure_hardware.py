@@ -23,7 +23,7 @@ import sys
 from datetime import timedelta
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.data.text_files import whole_files
+from megatron.training.data.text_files import atomic_files
 from megatron.training.refusal import Refusal
 
 RESERVED = 64 * 1024  # bytes written at the start, so that a full disk is noticed before measuring
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise Refusal(str(error)) from None
         if rank:
             return hardware.follow(device, plan)
-        with whole_files([args.output], args.overwrite) as (name,), open(name, "w+", encoding="utf-8") as file:
+        with atomic_files([args.output], args.overwrite) as (name,), open(name, "w+", encoding="utf-8") as file:
             file.write(" " * RESERVED)
             file.flush()
             os.fsync(file.fileno())

@@ -15,7 +15,7 @@ from rich.table import Table
 from megatron.simulator.cost.nccl_tests import KINDS, Run, beside, fields, read_runs
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import MACHINES, find, machine_of, merge, read_fields, read_machine
-from megatron.training.data.text_files import whole_files
+from megatron.training.data.text_files import atomic_files
 from megatron.training.refusal import Refusal
 
 
@@ -44,7 +44,7 @@ def import_logs(args: argparse.Namespace) -> int:
             extends = args.extends if base.parent == MACHINES else base.name
             raw = {"extends": extends, "name": output.stem} | new
         after = machine_of(output, raw)  # before anything is written
-        with whole_files([args.output], args.overwrite) as (name,):
+        with atomic_files([args.output], args.overwrite) as (name,):
             Path(name).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.data.encoding import Encoded, Settings, encode_all, tokenizer_of
-from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory, whole_files
+from megatron.training.data.text_files import Reader, atomic_files, expand, is_fasta, is_plain_text, no_memory
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options
 
@@ -74,7 +74,7 @@ def preprocess(args: argparse.Namespace, method: str = "fork" if sys.platform ==
     prefixes = [f"{args.output_prefix}_{key}_document" for key in settings.keys]
     reader, total, start = Reader(paths, keys), Encoded(), time.monotonic()
     documents, tokens = dict.fromkeys(settings.keys, 0), dict.fromkeys(settings.keys, 0)
-    with whole_files([f"{p}.{end}" for p in prefixes for end in ("bin", "idx")], args.overwrite) as names:
+    with atomic_files([f"{p}.{end}" for p in prefixes for end in ("bin", "idx")], args.overwrite) as names:
         with ExitStack() as stack:
             builders = {key: core().IndexedDatasetBuilder(name, dtype) for key, name in zip(settings.keys, names[::2])}
             for builder in builders.values():

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.data.text_files import BadRecord, Reader, expand, parse, whole_files
+from megatron.training.data.text_files import BadRecord, Reader, atomic_files, expand, parse
 from megatron.training.refusal import Refusal
 
 LONGEST_LINE = 4192  # bytes; SentencePiece drops longer lines
@@ -51,7 +51,7 @@ def train(args: argparse.Namespace) -> str:
 
     start = time.monotonic()
     targets = [f"{args.model_prefix}.{end}" for end in ("model", "vocab")]
-    with whole_files(targets, args.overwrite) as names:
+    with atomic_files(targets, args.overwrite) as names:
         sample = list(lines(args))
         print(f"training on {len(sample):,} lines ...", file=sys.stderr)
         with open(names[0], "wb") as model:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to prompts, batch by batch and token by token."""
+"""Generates answers to prompts, batch by batch and token by token."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from torch import Tensor
 
 from megatron.inference.decoder import Decoder
 
-# Which token comes next: the likeliest, or one drawn by seed, prompt and place, the same on every grid.
-
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; as it stands, not at all: the likeliest is taken.
+    """How the next token is chosen; by default greedily.
 
     Attributes:
-        greedy: take the likeliest.
+        greedy: take the most likely token.
         temperature: logits are divided by it.
-        top_k: then only so many, the largest, can be drawn; 0: all.
-        top_p: of those, only the likeliest that together have at least this probability (nucleus sampling,
+        top_k: then only this many most likely tokens can be drawn; 0: all.
+        top_p: of those, only the most likely that together have at least this probability (nucleus sampling,
             arXiv 1904.09751); 1: all.
-        seed: of the draws.
+        seed: of the random numbers.
     """
 
     greedy: bool = True
@@ -40,24 +38,24 @@ class Sampling:
 def choose(logits: Tensor, sampling: Sampling, numbers: Sequence[int], place: int) -> Tensor:
     """The next token of each sample, int64 [b].
 
-    A draw is the largest of logits with Gumbel noise, a distribution's sample (Gumbel 1954; arXiv 1611.01144). The
-    noise hangs on seed, prompt and place alone, so neither the grid nor the rest of the batch changes it, and logits
-    that differ in their last bits give another token only where two are nearly level.
+    The argmax of logits plus Gumbel noise is a sample of the distribution (Gumbel 1954; arXiv 1611.01144). The noise
+    depends only on seed, prompt and place, not on the grid or the rest of the batch. So logits that differ in their
+    last bits give another token only if two tokens are nearly equal.
 
     Args:
         logits: [b, vocabulary].
-        numbers: of the prompts, among all of the run.
-        place: how many tokens the samples have been given before.
+        numbers: of the prompts in the run.
+        place: number of earlier tokens in the answers.
     """
     if sampling.greedy:
         return logits.argmax(-1)
-    scores = kept(logits.double().cpu(), sampling)
+    scores = allowed_logits(logits.double().cpu(), sampling)
     noise = torch.stack([gumbel(scores.size(1), sampling.seed, number, place) for number in numbers])
     return (scores + noise).argmax(-1).to(logits.device)
 
 
-def kept(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The logits [b, vocabulary] after temperature, top-k and top-p, in this order; -inf for what cannot be drawn."""
+def allowed_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The logits [b, vocabulary] after temperature, top-k and top-p, in this order; -inf for excluded tokens."""
     scores = logits / sampling.temperature
     if 0 < sampling.top_k < scores.size(1):
         least = scores.topk(sampling.top_k).values[:, -1:]
@@ -65,7 +63,7 @@ def kept(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = scores.sort(descending=True, stable=True)
         shares = ordered.softmax(-1)
-        before = shares.cumsum(-1) - shares  # what the likelier ones have: the first is always kept
+        before = shares.cumsum(-1) - shares  # probability of the more likely tokens; the first token always stays
         dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, before >= sampling.top_p)
         scores = scores.masked_fill(dropped, -torch.inf)
     return scores
@@ -80,13 +78,12 @@ def gumbel(count: int, seed: int, number: int, place: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of every prompt.
+    """The settings for all prompts.
 
     Attributes:
-        max_new_tokens: longest answer.
-        sampling: how tokens are drawn.
-        stop: ids that end an answer; the one that does is its last token.
-        batch: prompts that are answered at once by one replica of the model.
+        max_new_tokens: of each answer.
+        stop: ids that end an answer; such an id is its last token.
+        batch: prompts in one batch of a replica of the model.
     """
 
     max_new_tokens: int
@@ -97,7 +94,7 @@ class Request:
 
 @dataclass
 class Answer:
-    """Tokens that follow a prompt. ``stopped``: the last one is of those that end an answer."""
+    """Tokens that follow a prompt. ``stopped``: the last one is a stop id."""
 
     number: int
     tokens: list[int] = field(default_factory=list)
@@ -106,13 +103,13 @@ class Answer:
 
 @dataclass
 class Counts:
-    """What one replica did, on this rank.
+    """Statistics of one replica, on this rank.
 
     Attributes:
-        prompt_tokens: read.
-        new_tokens: written; ``first_tokens`` of them right behind a prompt, which no pass of their own was for.
-        prefill_seconds, decode_seconds: for prompts and first tokens, and for the rest.
-        cache_bytes: the largest cache.
+        prompt_tokens: tokens read.
+        new_tokens: tokens generated; ``first_tokens`` of them by the pass of the prompt.
+        prefill_seconds, decode_seconds: for prompts and first tokens, and for the other tokens.
+        cache_bytes: of the largest cache.
     """
 
     prompt_tokens: int = 0
@@ -127,28 +124,28 @@ def generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     request: Request,
-    tell: Callable[[int], object] = lambda tokens: None,
+    progress: Callable[[int], object] = lambda tokens: None,
 ) -> tuple[list[Answer], Counts]:
-    """Answer all prompts, in their order. All ranks call it with the same; each replica (DP) answers every so-manieth
-    batch, and all hear of all.
+    """Answer all prompts, in their order. All ranks call it with the same arguments and get all answers.
+
+    The batches are distributed over the replicas (DP).
 
     Args:
         prompts: token ids, at least one each.
-        tell: called with the number of new tokens as they come.
+        progress: called with the number of new tokens after each pass.
     """
     data, counts = decoder.grid.data, Counts()
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # alike lengths share a batch
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # similar lengths share a batch
     batches = [order[first : first + request.batch] for first in range(0, len(order), request.batch)]
-    found = [
-        answer
-        for numbers in batches[data.rank :: data.size]
-        for answer in _answer_batch(decoder, numbers, [prompts[number] for number in numbers], request, counts, tell)
-    ]
+    answers: list[Answer] = []
+    for numbers in batches[data.rank :: data.size]:
+        batch = [prompts[number] for number in numbers]
+        answers += _answer_batch(decoder, numbers, batch, request, counts, progress)
     if data.size > 1:
-        everybodys: list = [None] * data.size
-        dist.all_gather_object(everybodys, found, group=data.group)
-        found = [answer for part in everybodys for answer in part]
-    return sorted(found, key=lambda answer: answer.number), counts
+        by_replica: list = [None] * data.size
+        dist.all_gather_object(by_replica, answers, group=data.group)
+        answers = [answer for part in by_replica for answer in part]
+    return sorted(answers, key=lambda answer: answer.number), counts
 
 
 def _answer_batch(
@@ -157,9 +154,9 @@ def _answer_batch(
     prompts: Sequence[Sequence[int]],
     request: Request,
     counts: Counts,
-    tell: Callable[[int], object],
+    progress: Callable[[int], object],
 ) -> list[Answer]:
-    """Answers to prompts, ascending by length, that go through the model together."""
+    """Answer one batch of prompts, which are sorted by length."""
     answers, begin = [Answer(number) for number in numbers], time.perf_counter()
     logits = decoder.prefill(prompts, request.max_new_tokens - 1)
     counts.cache_bytes = max(counts.cache_bytes, decoder.cache_bytes)
@@ -170,13 +167,13 @@ def _answer_batch(
         if place == 0:
             counts.prefill_seconds += time.perf_counter() - begin
             begin = time.perf_counter()
-        going = [answer for answer in answers if not answer.stopped]
+        unfinished = [answer for answer in answers if not answer.stopped]
         for answer, token in zip(answers, tokens.tolist()):
             if not answer.stopped:
                 answer.tokens.append(token)
                 answer.stopped = token in request.stop
-        tell(len(going))
-        counts.new_tokens += len(going)
+        progress(len(unfinished))
+        counts.new_tokens += len(unfinished)
         if all(answer.stopped for answer in answers) or place == request.max_new_tokens - 1:
             break
         logits = decoder.decode(tokens)
@@ -185,7 +182,7 @@ def _answer_batch(
 
 
 def agreed(logits: Tensor | None, sampling: Sampling, numbers: Sequence[int], place: int, decoder: Decoder) -> Tensor:
-    """The next tokens [b], on all ranks of a replica: one of them chooses, so that no rounding can part them.
+    """The next tokens [b] on all ranks of a replica. One rank chooses, so that rounding cannot make them differ.
 
     Args:
         logits: [b, vocabulary] on the last pipeline stage.

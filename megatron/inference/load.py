@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint and a few flags to a model that generates: what both must say, and what is refused."""
+"""Makes a model for generation from a checkpoint and a few flags, and refuses settings that it does not support."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.training.model.build import build_model
 from megatron.training.refusal import Refusal, short, together
 from megatron.training.setup import Runtime
 
-# The settings of training that generation reads; all others are refused where they are given.
+# The settings of training that generation reads; other flags are refused.
 READ = {
     "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
     "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
@@ -38,11 +38,11 @@ WHY = {
     "sequence_parallel": "one new token has no sequence to split over TP",
     "fpdt": "prompts are read through the ring at once, not in chunks",
     "ffn_chunks": "prompts are read at once, not in chunks",
-    "partition_position_embedding": "a new token may have any position, so each rank holds the whole table",
-    "zero_stage": "each rank holds the weights of its TP part and stage whole; use TP or PP to split them",
-    "fp8_format": "FP8 layers are not tried with single tokens; use --dtype bf16",
-    "num_virtual_stages_per_pipeline_rank": "stages work one after the other, each in one piece",
-    "num_layers_per_virtual_pipeline_stage": "stages work one after the other, each in one piece",
+    "partition_position_embedding": "a new token may have any position, so each rank holds the complete table",
+    "zero_stage": "each rank holds the complete weights of its TP part and stage; use TP or PP to split them",
+    "fp8_format": "FP8 layers are not tested with single tokens; use --dtype bf16",
+    "num_virtual_stages_per_pipeline_rank": "each rank has one pipeline stage, and stages work one after the other",
+    "num_layers_per_virtual_pipeline_stage": "each rank has one pipeline stage, and stages work one after the other",
     "bf16": "use --dtype bf16",
     "fp16": "use --dtype fp16",
 }
@@ -56,12 +56,12 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says beside its model.
+    """The settings in a checkpoint in addition to the model's.
 
     Attributes:
-        settings: of this program, as {"section.field": value}: mask and tokenizer.
-        dtype: of :data:`DTYPES`.
-        stop: ids that end an answer; None: those of the tokenizer.
+        settings: mask and tokenizer, as {"section.field": value}.
+        dtype: one of :data:`DTYPES`.
+        stop: ids that end an answer; None for the tokenizer's.
     """
 
     settings: dict[str, Any]
@@ -73,32 +73,32 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     """A checked configuration of the model in ``load``.
 
     Args:
-        words: further flags of training; those that :data:`READ` names.
+        words: further flags of training, of those in :data:`READ`.
         step: iteration; default the latest.
-        dtype: to compute in; default the checkpoint's.
-        world: processes.
+        dtype: of the computation; default the checkpoint's.
+        world: number of processes.
 
     Raises:
-        Refusal: a flag that is not read, no checkpoint, or settings that generation has no way for.
+        Refusal: an unsupported flag or setting, or no checkpoint.
     """
     given = _given(words)
     path = checkpoint_path(Path(load), step)
     if path is None:
         raise Refusal(
-            f"--load {load} holds no checkpoint: give the folder of one, ours, Megatron-LM's or Hugging Face's"
+            f"--load {load} holds no checkpoint: give the folder of one of this program, Megatron-LM or Hugging Face"
         )
     saved = read_saved(path, Path(load))
-    taken = dict(saved.settings)
+    saved_settings = dict(saved.settings)
     for names in (MASK, TOKENIZER):
-        if any(name in given for name in names):  # a mask, or a tokenizer, comes from one place
-            taken = {key: value for key, value in taken.items() if key.split(".")[1] not in names}
+        if any(name in given for name in names):  # flags replace the checkpoint's mask or tokenizer completely
+            saved_settings = {key: value for key, value in saved_settings.items() if key.split(".")[1] not in names}
     if "tokenizer_type" in given:
-        taken.pop("model.vocab_size", None)
-    check_taken(taken, load)
+        saved_settings.pop("model.vocab_size", None)
+    check_saved(saved_settings, load)
     dtype = dtype or saved.dtype
-    defaults = taken | {
+    defaults = saved_settings | {
         "data.micro_batch_size": 8,
-        "data.seq_length": 2 * world,  # any grid can cut it; prompts bring lengths of their own
+        "data.seq_length": 2 * world,  # any grid can split it; the prompts have other lengths
         "data.mock_data": True,
         "optimizer.bf16": dtype == "bf16",
         "optimizer.fp16": dtype == "fp16",
@@ -110,8 +110,8 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     defaults = {key: value for key, value in defaults.items() if key.split(".")[1] not in given}
 
     def without_length(folder: str, number: int | None, skip: bool) -> dict[str, Any] | None:
-        found = shape_of(folder, number, skip)
-        return found and {name: value for name, value in found.items() if name != "seq_length"}
+        shape = shape_of(folder, number, skip)
+        return shape and {name: value for name, value in shape.items() if name != "seq_length"}
 
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]
     config = parse(command, defaults, world, without_length)
@@ -120,75 +120,75 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
 
 
 def _given(words: Sequence[str]) -> set[str]:
-    """Names of the settings that flags give. Raises Refusal where one is not read."""
+    """Names of the settings of the flags. Raises Refusal if one is unsupported."""
     known = {flag: (section, field.name) for section, _, field in settings() for flag in spellings(field)}
-    found = set()
+    names = set()
     for flag, *_ in options(words):
         section, name = known.get(flag, ("", ""))
         if section and name not in READ.get(section, "").split():
-            why = WHY.get(name, "it is training's, and generation does not read it")
+            why = WHY.get(name, "generation does not use this flag of training")
             raise Refusal(f"{flag} is not for generation: {why}; leave {flag} out")
-        found.add(name)
-    return found - {""}
+        names.add(name)
+    return names - {""}
 
 
-def check_taken(taken: dict[str, Any], load: str) -> None:
-    """Refuse settings of a checkpoint that name code, or that no flag could have given."""
-    if taken.get("attention.attention_mask") == "function":  # a file does not choose the code that runs
+def check_saved(saved: dict[str, Any], load: str) -> None:
+    """Refuse settings of a checkpoint that name code to run, or that are invalid."""
+    if saved.get("attention.attention_mask") == "function":  # a checkpoint must not choose code to run
         raise Refusal(
-            f"--load {load}: its mask is a function, {short(taken.get('attention.mask_function'))}, and a checkpoint "
-            "does not choose what is run: give --attention-mask function --mask-function FILE.py:NAME, a file you trust"
+            f"--load {load}: its mask is a function, {short(saved.get('attention.mask_function'))}, and a checkpoint "
+            "must not choose code to run: give --attention-mask function --mask-function FILE.py:NAME, a file you trust"
         )
     types = {f"{section}.{field.name}": field for section, _, field in settings()}
-    for name, value in taken.items():
+    for name, value in saved.items():
         field = types[name]
         parts = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
         kind = int if "int" in field.type else str
-        good = all(type(part) is kind for part in parts) and (len(parts) == 2) == field.type.startswith("tuple")
-        if not good or value not in (field.metadata.get("choices") or [value]):
-            raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which none can be")
+        valid = all(type(part) is kind for part in parts) and (len(parts) == 2) == field.type.startswith("tuple")
+        if not valid or value not in (field.metadata.get("choices") or [value]):
+            raise Refusal(f"--load {load}: the checkpoint's setting {field.name} is {short(value)}, which is invalid")
 
 
 def check_mask(config: Config) -> None:
-    """Refuse masks under which a token would see what is not there yet, or that hang on the sequence's length."""
+    """Refuse masks with which a token attends to later ones, or that depend on the length of the sequence."""
     attention = config.attention
     mask = attention.attention_mask
     if config.data.reset_attention_mask:
         raise Refusal("--attention-mask document is not for generation: a prompt is one document; use causal or window")
     if sees_ahead(attention):
-        what = mask if mask == "full" else f"window with --window-size {'{},{}'.format(*attention.window_size)}"
+        setting = mask if mask == "full" else f"window with --window-size {'{},{}'.format(*attention.window_size)}"
         raise Refusal(
-            f"--attention-mask {what} lets tokens see later ones, which generation has not got: it takes causal masks"
+            f"--attention-mask {setting} lets tokens attend to later ones, which do not exist yet: use a causal mask"
         )
     if mask == "block-sparse":
         raise Refusal(
-            "--attention-mask block-sparse is not for generation: its blocks hang on the length of the whole sequence; "
+            "--attention-mask block-sparse is not for generation: its blocks depend on the length of the sequence; "
             "use causal, window or function"
         )
 
 
 def read_saved(path: Path, folder: Path) -> Saved:
-    """What the checkpoint ``path``, which ``--load folder`` means, says beside its model."""
+    """The settings in the checkpoint ``path`` of ``--load folder``."""
     if is_hugging_face(path):
-        said = _json(glance(path, "config.json").file("config.json"))
-        kind = str(said.get("dtype") or said.get("torch_dtype") or "float32")
+        theirs = _json(glance(path, "config.json").file("config.json"))
+        kind = str(theirs.get("dtype") or theirs.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
         return Saved(_tokenizer_in(path), dtype, _stop_in(path))
-    found = glance(path, COMMON).common().get("config")
-    if not isinstance(found, dict):  # Megatron-LM's: its mask is causal, its tokenizer's files are where they were
+    ours = glance(path, COMMON).common().get("config")
+    if not isinstance(ours, dict):  # Megatron-LM's: the mask is causal, the tokenizer's files are not in the checkpoint
         return Saved({}, "fp32", None)
-    attention, data, optimizer = (found.get(name) or {} for name in ("attention", "data", "optimizer"))
-    if not all(isinstance(part, dict) for part in (attention, data, optimizer, found.get("model") or {})):
+    attention, data, optimizer = (ours.get(name) or {} for name in ("attention", "data", "optimizer"))
+    if not all(isinstance(part, dict) for part in (attention, data, optimizer, ours.get("model") or {})):
         raise Refusal(f"checkpoint {path} holds no settings of this program")
-    taken = {f"attention.{name}": attention[name] for name in MASK if attention.get(name) is not None}
+    mask = {f"attention.{name}": attention[name] for name in MASK if attention.get(name) is not None}
     tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
     if "data.tokenizer_type" in tokenizer:
-        size = (found.get("model") or {}).get("vocab_size")
-        tokenizer |= {} if size is None else {"model.vocab_size": size}  # else the tokenizer's own
+        size = (ours.get("model") or {}).get("vocab_size")
+        tokenizer |= {} if size is None else {"model.vocab_size": size}  # else the tokenizer's
     else:
         tokenizer = _tokenizer_in(folder / "hf")
     dtype = "bf16" if optimizer.get("bf16") else "fp16" if optimizer.get("fp16") else "fp32"
-    return Saved(taken | tokenizer, dtype, _stop_in(folder / "hf"))
+    return Saved(mask | tokenizer, dtype, _stop_in(folder / "hf"))
 
 
 def _tokenizer_in(folder: Path) -> dict[str, Any]:
@@ -199,25 +199,25 @@ def _tokenizer_in(folder: Path) -> dict[str, Any]:
 
 
 def _stop_in(folder: Path) -> tuple[int, ...] | None:
-    """The ids at which transformers ends an answer of the model in a Hugging Face folder; None where it says none."""
+    """The ids at which transformers ends an answer of the model in a Hugging Face folder; None if it names none."""
     for name in ("generation_config.json", "config.json"):
-        found = _json(folder / name).get("eos_token_id")
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+        ids = _json(folder / name).get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
     return None
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file, or it is none."""
+    """The JSON object in a file; empty if there is none."""
     try:
-        found = parse_json(read_bytes(path))
+        value = parse_json(read_bytes(path))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def check_length(config: Config, longest: int, new_tokens: int, where: str) -> None:
-    """Refuse answers that go beyond a table of learned positions."""
+    """Refuse answers that are longer than a table of learned positions."""
     table = config.model.max_position_embeddings
     if config.model.position_embedding_type == "learned_absolute" and longest + new_tokens - 1 > table:
         raise Refusal(
@@ -230,10 +230,10 @@ def load_decoder(config: Config, runtime: Runtime, vocab_size: int) -> Decoder:
     """Build this rank's part of the model and read its weights. All ranks call it.
 
     Raises:
-        Refusal: on every rank alike; the checkpoint is damaged or of another model.
+        Refusal: on every rank; the checkpoint is damaged or of another model.
     """
-    found = together(lambda: checkpoint.find(config.checkpoint, config.notes))
-    whole = choose_whole(found, config.checkpoint, config.notes)
+    last = together(lambda: checkpoint.find(config.checkpoint, config.notes))
+    path = choose_whole(last, config.checkpoint, config.notes)
     chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
-    checkpoint.load(whole, chunks, None, None, config)
+    checkpoint.load(path, chunks, None, None, config)
     return Decoder(chunks[0], runtime.grid, runtime.layout.balance)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts, from the command line or a file, as tokens."""
+"""Reads prompts from the command line or a file, and runs tools/generate.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.training.setup import Runtime
 
 @dataclass(frozen=True)
 class Prompt:
-    """``where`` names it in messages; ``text`` is None where tokens were given."""
+    """``where`` is its name in messages; ``text`` is None for a prompt of tokens."""
 
     where: str
     text: str | None
@@ -34,19 +34,19 @@ class Prompt:
 
 
 def read_prompts(texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, vocab_size: int) -> list[Prompt]:
-    """All prompts, of the command line or of a file.
+    """All prompts of the command line or of a file.
 
-    A file whose name ends in .jsonl or .json has a JSON object a line, with "prompt" (or "text"), or with "tokens", a
-    list of ids; any other file has a prompt a line, as it stands. Nothing is put before a prompt.
+    A .jsonl or .json file has one JSON object per line with "prompt" (or "text"), or "tokens", a list of ids. Other
+    files have one prompt per line. No tokens are added before a prompt.
 
     Raises:
-        Refusal: one that cannot be read, is empty, or has ids beyond the vocabulary; the line says which.
+        Refusal: a prompt cannot be read, is empty, or has ids outside the vocabulary; the message names it.
     """
     if bool(texts) == (file is not None):
         raise Refusal("give the prompts once: --prompt TEXT, as often as needed, or --prompts FILE")
     given = [(f"--prompt {number}", text) for number, text in enumerate(texts, 1)] if texts else list(_lines(file))
     if not given:
-        raise Refusal(f"--prompts {file}: no prompt in it")
+        raise Refusal(f"--prompts {file}: it has no prompts")
     return [_prompt(where, value, tokenizer, vocab_size) for where, value in given]
 
 
@@ -64,19 +64,19 @@ def _lines(file: Path) -> Iterator[tuple[str, str | list[int]]]:
 
 
 def _object(where: str, line: str) -> str | list[int]:
-    """The text or the tokens of one line of JSON."""
+    """The text or the tokens in one line of JSON."""
     try:
         row = parse_json(line)
     except ValueError as error:
         raise Refusal(f"{where}: not JSON: {one_line(error, 100)}") from None
     known = [name for name in ("prompt", "text", "tokens") if isinstance(row, dict) and name in row]
     if len(known) != 1:
-        raise Refusal(f'{where}: a JSON object with one of "prompt", "text" and "tokens" is a prompt')
+        raise Refusal(f'{where}: a prompt must be a JSON object with one of "prompt", "text" and "tokens"')
     name, value = known[0], row[known[0]]
     if name == "tokens" and not (isinstance(value, list) and all(type(token) is int for token in value)):
-        raise Refusal(f'{where}: "tokens" is a list of token ids')
+        raise Refusal(f'{where}: "tokens" must be a list of token ids')
     if name != "tokens" and not isinstance(value, str):
-        raise Refusal(f'{where}: "{name}" is a text')
+        raise Refusal(f'{where}: "{name}" must be a text')
     return value
 
 
@@ -88,21 +88,18 @@ def _prompt(where: str, value: str | list[int], tokenizer: Tokenizer, vocab_size
         except ValueError as error:
             raise Refusal(f"{where}: {tokenizer.source} cannot read it: {one_line(error, 100)}") from None
     if not tokens:
-        raise Refusal(f"{where}: the prompt is empty, and the first token needs one before it: give at least one")
+        raise Refusal(f"{where}: the prompt is empty, and generation needs at least one token: write one")
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise Refusal(f"{where}: token {short(wrong[0])} is none of the vocabulary's {vocab_size}")
+        raise Refusal(f"{where}: token {short(wrong[0])} is outside the vocabulary of {vocab_size}")
     return Prompt(where, value if isinstance(value, str) else None, tuple(tokens))
 
 
-# The program behind tools/generate.py: prompts in, answers and how fast they came out.
-
-
-TOLD = ("weights of another network", "WARNING: checkpoint", "not checked")  # beginnings of the notes that are printed
+PRINTED = ("weights of another network", "WARNING: checkpoint", "not checked")  # beginnings of the printed notes
 
 
 @dataclass(frozen=True)
 class Order:
-    """The flags of tools/generate.py; the others are training's."""
+    """The flags of tools/generate.py in addition to those of training."""
 
     load: str
     prompt: Sequence[str]
@@ -115,10 +112,10 @@ class Order:
 
 
 def run(order: Order, words: Sequence[str]) -> int:
-    """Answer the prompts on all processes that torchrun started; returns the exit code.
+    """Answer the prompts on all processes of torchrun; returns the exit code.
 
     Raises:
-        Refusal: anything that cannot be done, before any prompt is read by the model.
+        Refusal: before the model reads a prompt, if something is not possible.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     config, saved = configure(words, order.load, order.ckpt_step, order.dtype, world)
@@ -135,27 +132,27 @@ def run(order: Order, words: Sequence[str]) -> int:
     )
 
     def answer(config: Config, runtime: Runtime, _: Any) -> int:
-        # As long as an answer gets: it bounds a window of -1, and says where masks of pairs are made.
+        # The longest sequence limits a window of -1, and decides where masks of pairs are made.
         config.data.seq_length = len(longest.tokens) + order.max_new_tokens
         decoder = load_decoder(config, runtime, vocab_size)
         first = runtime.is_rank_zero
-        for note in (note for note in config.notes if first and note.startswith(TOLD)):
+        for note in (note for note in config.notes if first and note.startswith(PRINTED)):
             print(f"note: {note}", file=sys.stderr)
         most = len(prompts) * order.max_new_tokens
         with tqdm(total=most, unit=" tokens", disable=None if first else True, leave=False) as bar:
             answers, counts = generate(decoder, [prompt.tokens for prompt in prompts], request, bar.update)
-        every: list[Counts] = [counts] * dist.get_world_size()
-        dist.all_gather_object(every, counts)
+        by_rank: list[Counts] = [counts] * dist.get_world_size()
+        dist.all_gather_object(by_rank, counts)
         together(lambda: report(order, prompts, answers, tokenizer) if first else None)
         if first:
-            print(summary(runtime, every), file=sys.stderr)
+            print(summary(runtime, by_rank), file=sys.stderr)
         return 0
 
-    return pretrain.run(config, answer, "more Ring ranks, or a smaller --micro-batch-size, keep less on each")
+    return pretrain.run(config, answer, "more Ring ranks or a smaller --micro-batch-size need less on each rank")
 
 
 def report(order: Order, prompts: Sequence[Prompt], answers: Sequence[Answer], tokenizer: Tokenizer) -> None:
-    """Print the answers, and write them to ``--output``. Raises Refusal where that cannot be written."""
+    """Print the answers, and write them to ``--output``. Raises Refusal if that cannot be written."""
     rows: list[dict[str, Any]] = []
     for prompt, answer in zip(prompts, answers):
         text = tokenizer.detokenize(answer.tokens[: len(answer.tokens) - answer.stopped])
@@ -178,20 +175,21 @@ def report(order: Order, prompts: Sequence[Prompt], answers: Sequence[Answer], t
             raise Refusal(f"--output {order.output}: {reason(error)}") from None
 
 
-def summary(runtime: Runtime, every: Sequence[Counts]) -> str:
-    """One line: what was read and written, how fast, and what the cache took on the fullest rank.
+def summary(runtime: Runtime, by_rank: Sequence[Counts]) -> str:
+    """One line: tokens read and generated, their rates, and the bytes of the largest cache.
 
     Args:
-        every: each rank's; a replica's ranks have the same.
+        by_rank: the ranks of a replica have the same counts.
     """
     grid = runtime.grid
-    replicas = [every[data * grid.tensor.size * grid.context.size] for data in range(grid.data.size)]  # PP is outside
-    read, written = (sum(getattr(one, name) for one in replicas) for name in ("prompt_tokens", "new_tokens"))
-    slow = max(one.decode_seconds for one in replicas)
-    decoded = written - sum(one.first_tokens for one in replicas)
+    # Data parallelism is the axis outside TP and CP, and PP is outside of it.
+    replicas = [by_rank[data * grid.tensor.size * grid.context.size] for data in range(grid.data.size)]
+    read, written = (sum(getattr(counts, name) for counts in replicas) for name in ("prompt_tokens", "new_tokens"))
+    slow = max(counts.decode_seconds for counts in replicas)
+    decoded = written - sum(counts.first_tokens for counts in replicas)
     speed = f" ({decoded / slow:,.1f} tokens/s)" if decoded else ""
-    waited, most = max(one.prefill_seconds for one in replicas), max(one.cache_bytes for one in every)
+    waited, most = max(counts.prefill_seconds for counts in replicas), max(counts.cache_bytes for counts in by_rank)
     return (
         f"{grid}: {read:,} tokens read in {waited:.2f} s, {written:,} written, the later ones in {slow:.2f} s{speed}; "
-        f"keys and values: {most:,} bytes a rank"
+        f"keys and values: {most:,} bytes per rank"
     )

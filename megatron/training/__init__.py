@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program: from a Megatron-LM command line to a trained checkpoint.
 
-pretrain.py is the whole run: job.py builds it, loop.py and step.py repeat it, features/ are what the loop calls beside
-the step. arguments/, data/, model/, checkpoint/ and report/ are the parts that a run is made of.
+pretrain.py runs the program: job.py builds the model and its data, loop.py repeats step.py and calls the features in
+features/. arguments/, data/, model/, checkpoint/, evaluation/ and report/ hold the parts of a run.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring files and names to the disk, so that a power cut cannot take them back.
+"""Syncs files and names to the disk, so that they survive a power cut.
 
-The system keeps what a program writes in memory for a while and sends it to the disk in any order. An fsync of a file
-makes its data safe, not its name; the names in a folder (new, renamed, removed) are safe after an fsync of the folder.
+The system keeps written data in memory for a while and writes it to the disk in any order. An fsync of a file makes its
+data safe, but not its name; the names in a folder (new, renamed, removed) are safe after an fsync of the folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 from pathlib import Path
 
-# What a folder answers that cannot be synced: its file system does not know how, or we may not read it.
+# Errors of a folder that cannot be synced: its file system does not support it, or this user may not read it.
 CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
 
 
@@ -22,7 +22,7 @@ def sync_file(path: str | Path) -> None:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Make the names in a folder safe, where its file system can. Raises OSError, for example of a broken disk."""
+    """Make the names in a folder safe, if its file system can. Raises OSError, for example for a broken disk."""
     number = -1
     try:
         number = os.open(folder, os.O_RDONLY)
@@ -36,17 +36,17 @@ def sync_folder(folder: str | Path) -> None:
 
 
 def sync_folders_up(folder: str | Path) -> None:
-    """Make the names in a folder safe, and its own name: every folder above it may be new. Raises OSError."""
+    """Make the names in a folder safe, and its own name: any folder above it may be new. Raises OSError."""
     folder = Path(folder).resolve()
     device = folder.stat().st_dev
-    for one in (folder, *folder.parents):
-        if one.stat().st_dev != device:
+    for path in (folder, *folder.parents):
+        if path.stat().st_dev != device:
             return
-        sync_folder(one)
+        sync_folder(path)
 
 
 def sync_tree(folder: str | Path) -> None:
-    """Make all that lies in a folder safe; its own name is not. Raises OSError."""
+    """Make everything in a folder safe, except the folder's own name. Raises OSError."""
     for path, _, files in os.walk(folder):
         for name in files:
             sync_file(os.path.join(path, name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a run will need for what it offloads, told before the first step."""
+"""Checks before the first step that the tensors which a run offloads fit in host memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_bytes(config: Config) -> HostBytes:
-    """What the first pipeline stage offloads, by the simulator's formula; ``config`` is completed.
+    """Bytes that the first pipeline stage offloads, by the simulator's formula. ``config`` must be complete.
 
-    Data parallelism is not known here: as if all micro-batches of a step were this rank's.
+    Data parallelism is not known here, so all micro-batches of a step are counted for one rank.
     """
     workload = workload_of(config, vocab_size=1)  # the vocabulary is never offloaded
     return host_memory(
@@ -31,42 +31,42 @@ def host_bytes(config: Config) -> HostBytes:
 
 
 def check_host_memory(config: Config, available: Callable[[], int] | None = None) -> None:
-    """Refuse what this machine's memory cannot hold.
+    """Compare the need of all ranks of this machine with its free memory.
 
     Raises:
-        Refusal: with the numbers, and the knobs to turn.
+        Refusal: this machine has too little memory; the message has the numbers and flags that need less.
     """
-    ranks, room = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), (available or available_bytes)()
+    ranks, free = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), (available or available_bytes)()
     need = host_bytes(config)
-    if need.total * ranks <= room:
+    if need.total * ranks <= free:
         return
-    knobs = []
+    flags = []
     if need.chunks > need.hidden and config.attention.recompute_granularity != "full":
-        knobs.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif need.chunks > need.hidden:
-        knobs.append("--no-fpdt-offload" if not config.chunks.fpdt_stream_hidden else "a lower --recompute-num-layers")
+        flags.append("--no-fpdt-offload" if not config.chunks.fpdt_stream_hidden else "a lower --recompute-num-layers")
     else:
-        knobs.append("a higher --recompute-num-layers (with --recompute-granularity full --recompute-method uniform)")
-    knobs += ["a shorter --seq-length", "or more ranks for a sequence"]
+        flags.append("a higher --recompute-num-layers (with --recompute-granularity full --recompute-method uniform)")
+    flags += ["a shorter --seq-length", "or more ranks per sequence"]
     flag = "--fpdt-stream-hidden" if config.chunks.fpdt_stream_hidden else "--offload-checkpoints"
     flag = flag if need.hidden else "--fpdt-offload"
     raise Refusal(
-        f"{flag} needs {_gib(need.total)} of host memory a rank ({_gib(need.chunks + need.sums)} for chunks, "
+        f"{flag} needs {_gib(need.total)} of host memory per rank ({_gib(need.chunks + need.sums)} for chunks, "
         f"{_gib(need.hidden)} for hidden states), {_gib(need.total * ranks)} for the {ranks} of this machine, and "
-        f"{_gib(room)} are free: use {', '.join(knobs)}"
+        f"{_gib(free)} are free: use {', '.join(flags)}"
     )
 
 
 def available_bytes() -> int:
-    """Memory that processes of this machine, or of this container, may still take."""
+    """Bytes that processes of this machine, or of this container, may still allocate."""
     import psutil
 
     free = psutil.virtual_memory().available
     try:
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(stat.get("inactive_file", 0)))  # file caches give way
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        free = min(free, limit - used + int(stat.get("inactive_file", 0)))  # file caches can be freed
+    except (OSError, ValueError):  # not in a container, or without a limit ("max")
         pass
     return free
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training job: everything a run builds before its first step and holds between steps."""
+"""A training job: what a run builds before its first step and keeps between steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from megatron.training.refusal import together
 from megatron.training.setup import Runtime
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Job:
     """Made by :func:`prepare`."""
 
@@ -61,22 +61,22 @@ class Job:
     schedule: OptimizerParamScheduler | None
     progress: Progress
     datasets: tuple[Dataset | None, Dataset | None, Dataset | None]
-    named: dict[str, dict[str, Dataset | None]]  # by "validation" and "test": several sets, evaluated one by one
-    batch_sizes: Any  # core's calculator of micro-batches a step
+    named: dict[str, dict[str, Dataset | None]]  # several sets: by "validation" and "test", then by name
+    batch_sizes: Any  # core's calculator of micro-batches per step
     iterations: int
     vocab_size: int
     eod: int
-    copies: Copies | None = None  # of the state in the memory of the hosts
-    on_disk: int | None = None  # iteration of the checkpoint in --save, where what was loaded is newer
+    copies: Copies | None = None  # of the state, in the memory of the hosts
+    on_disk: int | None = None  # iteration of the checkpoint in --save, if a newer copy in memory was loaded
     plan: Plan | None = None  # of --eval-tasks
-    owner: Owner | None = None  # of --save; None where nothing is saved
+    owner: Owner | None = None  # of the folder --save; None if nothing is saved
 
 
 def prepare(config: Config, runtime: Runtime) -> Job:
-    """Tokenizer, data, model, optimizer and checkpoint of a run; the job owns its save folder from then on.
+    """Build tokenizer, data, model and optimizer of a run, and load its checkpoint. The job then owns its save folder.
 
     Raises:
-        Refusal: on every rank alike, before the first collective that another rank would wait in.
+        Refusal: on every rank, before the first collective in which another rank would wait.
     """
     owner = None
     if config.checkpoint.save and not config.run.skip_train:
@@ -90,37 +90,35 @@ def prepare(config: Config, runtime: Runtime) -> Job:
 
 
 def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
-    def look() -> tuple[Any, Tokenizer, int, Plan | None]:
+    def look() -> tuple[Path | None, Tokenizer, int, Plan | None]:
         if runtime.offload is not None:
             check_host_memory(config)
-        found = checkpoint.find(config.checkpoint, config.notes)
+        last = checkpoint.find(config.checkpoint, config.notes)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
-        return found, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
+        return last, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
     if owner is not None and dist.get_rank() == 0:
-        with suppress(OSError):  # said by whoever writes there
+        with suppress(OSError):  # the first save reports it
             restore(Path(config.checkpoint.save))
-    dist.barrier()  # no rank looks for a checkpoint before
-    found, tokenizer, vocab_size, plan = together(look)
-    found, run = agree_on_run(found, config, owner)
+    dist.barrier()  # ranks look for a checkpoint after rank 0 has restored the folder
+    last, tokenizer, vocab_size, plan = together(look)
+    last, run = agree_on_run(last, config, owner)
     copies = open_copies(config, str(runtime.grid), available_bytes, run)
-    on_disk = iteration_of(found)
-    kept = newest(copies, on_disk, config.notes) if copies else None
-    whole = choose_whole(found, config.checkpoint, config.notes) if found and not kept else None
-    ranks = data_parallel_size(config, dist.get_world_size())
+    on_disk = iteration_of(last)
+    in_memory = newest(copies, on_disk, config.notes) if copies else None
+    path = choose_whole(last, config.checkpoint, config.notes) if last and not in_memory else None
     batch_sizes = _build_num_microbatches_calculator(
         dist.get_rank(),
         config.data.rampup_batch_size,
         config.data.global_batch_size,
         config.data.micro_batch_size,
-        ranks,
+        data_parallel_size(config, dist.get_world_size()),
         False,
     )
     reset = config.checkpoint.reset_iteration
-    done = checkpoint.progress_in(whole, config.checkpoint) if whole and not reset else Progress()
-    done = kept.progress if kept else done
-    iterations, samples = length_of_run(config, batch_sizes, done)
+    done = checkpoint.progress_in(path, config.checkpoint) if path and not reset else Progress()
+    iterations, samples = length_of_run(config, batch_sizes, in_memory.progress if in_memory else done)
     held_out = config.run.eval_iters * config.data.global_batch_size
     wanted = (samples, evaluations(config, iterations) * held_out, held_out)
     datasets = build_datasets(config, tokenizer, wanted, needed=runtime.reads_data)
@@ -132,13 +130,13 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     optimizer = build_optimizer(chunks, config)
     schedule = None if config.run.skip_train else build_schedule(optimizer, config)
     progress = Progress()
-    if kept:
-        TrainingState(chunks, optimizer, schedule, config).load(kept.path)
-        progress = kept.progress
-        config.notes.append(f"{kept.line}; on the disk is {f'iteration {on_disk}' if found else 'no checkpoint'}")
-    elif whole:
-        progress = checkpoint.load(whole, chunks, optimizer, schedule, config)
-        config.notes.append(f"loaded {whole}, going on after iteration {progress.iteration}")
+    if in_memory:
+        TrainingState(chunks, optimizer, schedule, config).load(in_memory.path)
+        progress = in_memory.progress
+        config.notes.append(f"{in_memory.line}; on the disk is {f'iteration {on_disk}' if last else 'no checkpoint'}")
+    elif path:
+        progress = checkpoint.load(path, chunks, optimizer, schedule, config)
+        config.notes.append(f"loaded {path}, going on after iteration {progress.iteration}")
         if reset:
             progress = from_zero(schedule, config)
     elif config.checkpoint.load:
@@ -146,35 +144,36 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     progress.run = run
     batch_sizes.update(progress.consumed_train_samples, False)
     return Job(
-        config,
-        runtime,
-        chunks,
-        optimizer,
-        schedule,
-        progress,
-        datasets,
-        named,
-        batch_sizes,
-        iterations,
-        vocab_size,
-        tokenizer.eod,
-        copies,
-        on_disk if kept else None,
-        plan,
-        owner,
+        config=config,
+        runtime=runtime,
+        chunks=chunks,
+        optimizer=optimizer,
+        schedule=schedule,
+        progress=progress,
+        datasets=datasets,
+        named=named,
+        batch_sizes=batch_sizes,
+        iterations=iterations,
+        vocab_size=vocab_size,
+        eod=tokenizer.eod,
+        copies=copies,
+        on_disk=on_disk if in_memory else None,
+        plan=plan,
+        owner=owner,
     )
 
 
-def agree_on_run(found: Path | None, config: Config, owner: Owner | None) -> tuple[Path | None, str]:
-    """The checkpoint to load and the identity of the run, as rank 0 sees them: a folder in a network may look different
-    to each rank. All ranks call it.
+def agree_on_run(last: Path | None, config: Config, owner: Owner | None) -> tuple[Path | None, str]:
+    """The checkpoint to load and the identity of the run, as rank 0 sees them. All ranks call it.
+
+    A folder in a network file system may look different to each rank.
 
     Raises:
         Refusal: on every rank; --save holds checkpoints of another run, or newer ones.
     """
     settings, first = config.checkpoint, dist.get_rank() == 0
-    run = together(lambda: identity(found, settings, config.notes, saves=owner is not None) if first else "")
-    agreed = [(found, run)]
+    run = together(lambda: identity(last, settings, config.notes, saves=owner is not None) if first else "")
+    agreed = [(last, run)]
     dist.broadcast_object_list(agreed)
     if owner is not None:
         owner.run = agreed[0][1]
@@ -182,10 +181,9 @@ def agree_on_run(found: Path | None, config: Config, owner: Owner | None) -> tup
 
 
 def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> Progress:
-    """Counts of a run that goes on with --reset-iteration.
+    """The counts of a run that continues with --reset-iteration.
 
-    A schedule in samples goes on where it was, and one in tokens begins, as in Megatron-DeepSpeed, which reads it off
-    the samples and the tokens that were counted.
+    A learning-rate schedule in samples continues and one in tokens starts again, as in Megatron-DeepSpeed.
     """
     if schedule is not None:
         if schedule_unit(config) > 1:
@@ -201,22 +199,27 @@ def from_zero(schedule: OptimizerParamScheduler | None, config: Config) -> Progr
 def named_datasets(
     config: Config, tokenizer: Tokenizer, wanted: tuple[int, int, int], needed: bool, first: tuple
 ) -> dict[str, dict[str, Dataset | None]]:
-    """Several sets of validation or test data, by name; the first of each is there already."""
-    found: dict[str, dict[str, Dataset | None]] = {}
+    """Several sets of validation or test data, by kind and name.
+
+    Args:
+        first: the training, validation and test data that are built already; the latter two are the first sets.
+    """
+    sets: dict[str, dict[str, Dataset | None]] = {}
     for kind, index, split in (("validation", 1, "valid"), ("test", 2, "test")):
         for number, name in enumerate(together(lambda split=split: named_sets(config.data, split))):
             samples = tuple(count if at == index else 0 for at, count in enumerate(wanted))
             built = build_datasets(config, tokenizer, samples, needed=needed, number=number) if number else first
-            found.setdefault(kind, {})[name] = built[index]
-    return found
+            sets.setdefault(kind, {})[name] = built[index]
+    return sets
 
 
 def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress()) -> tuple[int, int]:
-    """(iterations, samples) of the whole run, by the first of --train-iters, --train-samples and --train-tokens that
-    is reached; none for --skip-train.
+    """(iterations, samples) of the run, whichever of --train-iters, --train-samples and --train-tokens ends it first.
+
+    Both are 0 for --skip-train.
 
     Args:
-        done: what the run has behind it, maybe with batches of another size or samples of another length.
+        done: progress so far, possibly with another batch size or sequence length.
     """
     run, batch = config.run, config.data.global_batch_size
     if run.skip_train:
@@ -252,12 +255,17 @@ def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress())
 
 
 def evaluations(config: Config, iterations: int) -> int:
-    """How many different stretches of the validation data a run of ``iterations`` evaluates on."""
+    """The number of different parts of the validation data on which a run of ``iterations`` is evaluated."""
     return iterations // config.run.eval_interval + 1 if config.run.eval_interval else 1
 
 
 def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) -> Any:
-    """An iterator over micro-batches, or one a virtual stage; None where this pipeline stage reads no data."""
+    """An iterator over micro-batches, or a list of one per virtual stage; None if this pipeline stage reads no data.
+
+    Args:
+        consumed: samples of the dataset to pass over.
+        workers: processes that read ahead.
+    """
     config, runtime = job.config, job.runtime
 
     def iterator() -> Iterator[dict[str, torch.Tensor]] | None:
@@ -280,7 +288,7 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
 
 
 def describe(job: Job) -> Iterator[str]:
-    """What rank 0 says before training."""
+    """Lines about the job, for the console before training."""
     config, runtime = job.config, job.runtime
     sizes = [(p.numel(), p.requires_grad) for chunk in job.chunks for p in chunk.parameters()]
     parameters = f"{sum(size for size, _ in sizes):,} parameters"
@@ -288,8 +296,9 @@ def describe(job: Job) -> Iterator[str]:
         parameters += f" ({sum(size for size, trained in sizes if trained):,} of them trained, LoRA)"
     yield f"{runtime.grid} on {dist.get_world_size()} x {runtime.platform.device_name()} ({dist.get_backend()})"
     yield (
-        f"{config.data.seq_length} tokens a sample, {runtime.layout.local_length} a rank ({runtime.layout.balance}); "
-        f"attention kernel {config.attention.attention_kernel}, layers {config.model.transformer_impl}"
+        f"{config.data.seq_length} tokens per sample, {runtime.layout.local_length} per rank "
+        f"({runtime.layout.balance}); attention kernel {config.attention.attention_kernel}, "
+        f"layers {config.model.transformer_impl}"
     )
     yield (
         f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}, "
@@ -300,17 +309,17 @@ def describe(job: Job) -> Iterator[str]:
 
 @torch.no_grad()
 def params_norm(job: Job) -> float:
-    """L2 norm of all parameters of the model, each counted once."""
+    """L2 norm of all parameters of the model, each counted once. All ranks call it."""
     checkpoint.gather_parameters(job.chunks, job.config)
-    total, rows = torch.zeros((2,), dtype=torch.float64, device=job.runtime.device).unbind()
+    total, partitioned = torch.zeros((2,), dtype=torch.float64, device=job.runtime.device).unbind()
     for chunk in job.chunks:
         for parameter in chunk.parameters():
             if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                mine = total if getattr(parameter, "allreduce", True) else rows
+                mine = total if getattr(parameter, "allreduce", True) else partitioned
                 mine += to_local_if_dtensor(parameter).double().square().sum()
     dist.all_reduce(total, group=get_model_parallel_group())
     if job.config.parallel.zero_stage >= 2:
         dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
     if job.config.parallel.partition_position_embedding:
-        dist.all_reduce(rows, group=get_expert_tensor_model_pipeline_parallel_group())
-    return float((total + rows).sqrt())
+        dist.all_reduce(partitioned, group=get_expert_tensor_model_pipeline_parallel_group())
+    return float((total + partitioned).sqrt())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON of others: whatever the text holds, it becomes plain values or one line, within a bound of memory."""
+"""Reads JSON from untrusted files: any text gives plain values or an error of one line, within bounded memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import IO, Any
 from megatron.training.refusal import Refusal, one_line, reason
 
 PART = 1 << 20
-MOST_BYTES = 64 << 20  # of a file of settings; as Python's objects it may take some thirty times as much
-DEEPEST = 100  # lists and objects within each other: what walks through them or prints them can follow
-LONGEST_NUMBER = 300  # characters of an integer: all of them fit into a float
+MOST_BYTES = 64 << 20  # of a file of settings; its Python objects may take about thirty times as much
+DEEPEST = 100  # nested lists and objects, so that recursive functions can walk through them
+LONGEST_NUMBER = 300  # digits of an integer, so that it fits in a float
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -22,11 +22,11 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
     Args:
         text: bytes are UTF-8.
-        unique: refuse an object that has a key twice, where another reader of the text might take the other value.
+        unique: refuse an object with a repeated key, of which another reader might take the other value.
 
     Raises:
-        ValueError: not JSON; or JSON that Python cannot handle everywhere: nested deeper than ``DEEPEST``, an integer
-            beyond all floats, half of a surrogate pair (which no file and no terminal takes). One line says which.
+        ValueError: the text is not JSON, is nested deeper than ``DEEPEST``, or has an integer too large for a float or
+            half of a surrogate pair, which cannot be written to a file. The message is one line.
     """
     if isinstance(text, bytes):
         try:
@@ -40,7 +40,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
         raise ValueError(f"nested more than {DEEPEST} deep")
     if SURROGATE.search(text) or (re.search(r"\\u[dD][89a-fA-F]", text) and _has_surrogate(value)):
-        raise ValueError("half of a surrogate pair, which is no text")
+        raise ValueError("half of a surrogate pair, which is not valid text")
     return value
 
 
@@ -51,10 +51,10 @@ def _integer(digits: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key twice in one object")
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a repeated key in an object")
+    return values
 
 
 def _has_surrogate(value: Any) -> bool:
@@ -74,7 +74,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """A whole file.
+    """All bytes of a file.
 
     Raises:
         OSError: it cannot be read. ValueError: it has more than ``most`` bytes.
@@ -84,7 +84,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_most(stream: IO[bytes], most: int) -> bytes:
-    """All of a stream, in parts: ``read(most)`` would ask for the memory of the largest there could be.
+    """All bytes of a stream, read in parts, because ``read(most)`` would allocate ``most`` bytes.
 
     Raises:
         OSError: it cannot be read. ValueError: it has more than ``most`` bytes.
@@ -99,14 +99,14 @@ def read_most(stream: IO[bytes], most: int) -> bytes:
 
 
 def read_json(path: str | Path, flag: str = "", most: int = MOST_BYTES) -> Any:
-    """What a JSON file holds.
+    """The value in a JSON file.
 
     Args:
-        flag: that named the file, for messages.
-        most: bytes.
+        flag: the flag that named the file, for messages.
+        most: bytes that it may have.
 
     Raises:
-        Refusal: it cannot be read, is longer, or is not JSON.
+        Refusal: the file cannot be read, is too long, or is not JSON.
     """
     where = f"{flag} {path}" if flag else f"{path}"
     try:

@@ -20,8 +20,8 @@ from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal, one_line
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
-Work = Callable[[Config, Any, Any], int]  # settings, a Runtime, the heartbeat or None
-SAVES_MEMORY = "--dry-run shows where it goes, docs/use/memory.md what saves it"
+Work = Callable[[Config, Any, Any], int]  # of the settings, a Runtime, and a Heartbeat or None; an exit code
+SAVES_MEMORY = "--dry-run shows what needs it, docs/use/memory.md how to need less"
 
 
 def main(
@@ -33,16 +33,16 @@ def main(
 ) -> int:
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
-    0: done, or stopped as asked. 1: training failed (it diverged, met data that it cannot use, or could not save the
-    last checkpoint). 2: refused before the first step, with one line that says why. 130: interrupted (Ctrl-C).
+    0: finished, or stopped by request. 1: training failed (it diverged, read unusable data, or could not save the last
+    checkpoint). 2: refused before the first step, with one line that gives the reason. 130: interrupted (Ctrl-C).
 
     Args:
         argv: command line without the program's name; default ``sys.argv``.
-        defaults: settings that differ from Megatron-LM's for this entry point, as {"section.field": value}.
-        simulate: what --dry-run does with a checked configuration; an exit code. Of several processes that were
-            started, the first does it, and the others return 0 at once.
+        defaults: settings in which this entry point differs from Megatron-LM, as {"section.field": value}.
+        simulate: does the --dry-run of a checked configuration and returns an exit code. If several processes were
+            started, only the first simulates; the others return 0 at once.
         fastest: chooses among grids, for --elastic with --gpu.
-        work: what is done in place of training, as `train`; an exit code.
+        work: replaces `train`.
     """
     given = sys.argv[1:] if argv is None else argv
     try:
@@ -57,7 +57,7 @@ def main(
             raise Refusal("--dry-run: this entry point only trains; use pretrain_gpt.py or pretrain_llama.py")
         return simulate(config)
     except Refusal as refusal:
-        tell(refusal)
+        print_refusal(refusal)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
@@ -69,9 +69,9 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
     """Set up, train (or do ``work``), and leave the process groups; returns the exit code.
 
     Args:
-        saves_memory: what is said to whom memory runs out.
+        saves_memory: the advice in the message when memory runs out.
     """
-    follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the seconds that imports take
+    follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the imports, which take seconds
     from megatron.training.data.read_tokens import DataError
     from megatron.training.features.heartbeat import OF_MESSAGES, heartbeat
     from megatron.training.setup import start, stop
@@ -85,7 +85,9 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
         rank = os.environ.get("RANK", "0")
         by = os.environ.get("GLOO_SOCKET_IFNAME")
         over = f", over the network interface {by} (--network-interface names another one)" if by else ""
-        print(f"error on rank {rank}: the processes did not meet{over}, as if one had ended: {line}", file=sys.stderr)
+        print(
+            f"error on rank {rank}: the processes could not connect{over}; one may have ended: {line}", file=sys.stderr
+        )
         return EXIT_FAILED
     beats = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes)
     try:
@@ -109,7 +111,7 @@ def run(config: Config, work: Work | None = None, saves_memory: str = SAVES_MEMO
 
 
 def end_together(line: str, beats: Any) -> None:
-    """Print why the job ends, on the first rank that knows, and end the others, which wait for this one."""
+    """Print why the job ends, on the first rank that knows, and end the other ranks, which wait for this one."""
     if beats is None:
         print(line, file=sys.stderr, flush=True)
     else:
@@ -117,7 +119,7 @@ def end_together(line: str, beats: Any) -> None:
 
 
 def out_of_memory(error: Exception) -> str:
-    """What was too much, in PyTorch's words; empty where an error is another one."""
+    """PyTorch's message if memory has run out; empty for another error."""
     import torch
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error):
@@ -143,9 +145,10 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
 def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     from megatron.training.data.read_tokens import DataError
     from megatron.training.features.bad_batches import write_batch
+    from megatron.training.features.held_out import evaluate_held_out, evaluate_on_tasks
     from megatron.training.features.replicas import ReplicasDiffer
     from megatron.training.job import describe
-    from megatron.training.loop import evaluate_held_out, evaluate_on_tasks, training_loop
+    from megatron.training.loop import training_loop
     from megatron.training.refusal import together
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
@@ -189,13 +192,13 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
     except DataError as error:
         done = job.progress.iteration
         raise DataError(
-            f"{error}; after iteration {done}: start again when the data are right, or leave a batch of training data "
+            f"{error}; after iteration {done}: correct the data and start again, or leave a batch of training data "
             f"out with --iterations-to-skip {done}"
         ) from None
     except ReplicasDiffer as error:
         reporter.say(
             f"error: {error} after iteration {job.progress.iteration}, and nothing was saved: start again from the "
-            "last checkpoint, without the hosts named, or after a test of their memory"
+            "last checkpoint, without these hosts or after a test of their memory"
         )
         return EXIT_FAILED
     finally:
@@ -204,13 +207,13 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
 
 
 def not_finite(error: Any, beats: Any, stages: int) -> str:
-    """Tell the other ranks of a Diverged; on rank 0, in words, which of them see it in the loss of their own tokens.
+    """Report a Diverged to the other ranks; returns, on rank 0, a phrase naming ranks whose own loss is not finite.
 
-    Empty where that is all of them: then no rank is to blame.
+    Empty if all ranks see it, because then no rank is to blame.
 
     Args:
         beats: the Heartbeat; None for a run on one process.
-        stages: pipeline stages, of which the last alone has a loss.
+        stages: pipeline stages; only the last one has a loss.
     """
     if beats is None:
         return ""
@@ -229,25 +232,25 @@ def not_finite(error: Any, beats: Any, stages: int) -> str:
 
 
 def _shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None:
-    from megatron.training.checkpoint.arguments_of import shape_of  # with torch, which --help does not wait for
+    from megatron.training.checkpoint.arguments_of import shape_of  # imports torch, which --help does not need
 
     return shape_of(folder, step, skip)
 
 
 def quiet() -> None:
-    """Keep libraries from warning of what does not concern a run."""
+    """Silence warnings of libraries that do not concern a run."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
 
 
-def tell(refusal: Refusal) -> None:
-    """Print a refusal once. A rank that is alone with it speaks for itself, after the others had time to speak."""
+def print_refusal(refusal: Refusal) -> None:
+    """Print a refusal once. A rank that is alone with it prints it after the other ranks had time to do so."""
     rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     if refusal.everywhere and rank != 0:
         return
     if local != 0:
-        time.sleep(3 + 0.1 * local)  # refused alike on the node's first rank: its launcher has ended us by now
+        time.sleep(3 + 0.1 * local)  # if the node's first rank refuses too, its launcher ends this one meanwhile
     print(
         f"error: {refusal.told()}" if rank == 0 else f"error on rank {rank}: {refusal.told()}",
         file=sys.stderr,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a run: device, process grid, layout and random state."""
+"""Starts a run: device, process groups, layout and random states."""
 
 from __future__ import annotations
 
@@ -27,14 +27,10 @@ from megatron.training.model.attention_rule import attention_mask
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.refusal import Refusal
 
-# ``--deterministic-mode``: a run repeats bit for bit on the same grid and the same kind of device.
-#
-# PyTorch's switch makes every operator repeat or raise; the attention kernels follow it (flash-attn adds up in order,
-# cuDNN's is left out). What is not an operator is chosen by environment variables, which have to be set before the
-# GPU is first used: cuBLAS's workspace, NCCL's algorithm, Transformer Engine's kernels.
-
-
-# What to set where the user has set nothing, and what of the user's repeats too.
+# --deterministic-mode: a run gives the same bits again on the same grid and the same kind of device. PyTorch's switch
+# makes every operator deterministic, or raise. The attention kernels follow it: flash-attn sums in a fixed order, and
+# cuDNN's kernel is not used. cuBLAS, NCCL and Transformer Engine are controlled by environment variables, which must be
+# set before the GPU is first used: the value to set by default, and all values that are deterministic.
 VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", (":4096:8", ":16:8")),
     "NCCL_ALGO": ("^NVLS", ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")),
@@ -43,33 +39,33 @@ VARIABLES = {
 
 
 def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have everything repeat from here on.
+    """Make all later computations deterministic.
 
     Raises:
-        Refusal: the environment asks for what does not repeat.
+        Refusal: an environment variable asks for a nondeterministic method.
     """
-    for name, (value, others) in VARIABLES.items():
-        found = environment.setdefault(name, value)
-        if found not in others:
+    for name, (default, deterministic) in VARIABLES.items():
+        value = environment.setdefault(name, default)
+        if value not in deterministic:
             raise Refusal(
-                f"--deterministic-mode and the environment variable {name}={found}: its results may change from run to "
-                f"run; unset it, or use {' or '.join(others)}"
+                f"--deterministic-mode and the environment variable {name}={value}: its results may change from run to "
+                f"run; unset it, or use {' or '.join(deterministic)}"
             )
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that was not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process stands: made once, passed to everything."""
+    """The device, grid and layout of this process."""
 
     platform: platform.Platform
     grid: Grid
     layout: SequenceLayout
-    offload: Offload | None = None  # host memory, where anything goes there
-    by_documents: bool = False  # attention or positions depend on where a batch's documents end
-    reset_positions: bool = False  # positions start anew in each document
-    drops: bool = False  # dropout goes by the numbers of a batch's samples
+    offload: Offload | None = None  # of tensors to host memory, if the run uses that
+    by_documents: bool = False  # attention or positions depend on the ends of documents in a batch
+    reset_positions: bool = False  # positions restart in each document
+    drops: bool = False  # dropout, whose masks depend on the numbers of the samples, is on
 
     @property
     def device(self) -> torch.device:
@@ -81,12 +77,12 @@ class Runtime:
 
     @property
     def reads_data(self) -> bool:
-        """Besides, dropout needs the numbers of samples on every stage."""
+        """Whether this rank reads tokens, or numbers of samples for dropout, which every pipeline stage needs."""
         return self.reads_tokens or self.drops
 
     @property
     def reads_tokens(self) -> bool:
-        """The first pipeline stage needs tokens, the last one labels, each one the ends of documents."""
+        """The first pipeline stage needs tokens, the last one labels, and every one the ends of documents."""
         return self.by_documents or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
@@ -94,11 +90,11 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
     """Choose the device, make the process groups and seed the random states.
 
     Args:
-        where: the platform, where it is a simulated one.
-        offload: what moves tensors to host memory there.
+        where: the platform of a simulation; selected by default.
+        offload: moves tensors to host memory in a simulation.
 
     Raises:
-        Refusal: device, kernel, grid or network cannot be had.
+        Refusal: the device, kernel, grid or network is not available.
     """
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
@@ -147,12 +143,12 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
         virtual_pipeline=_virtual_stages(config),
         backend=where.backend,
         timeout_minutes=parallel.distributed_timeout_minutes,
-        # Without experts it says one thing: where core sums the gradients of partitioned positions, over DP alone.
+        # Without experts, this size only makes core sum the gradients of partitioned positions over DP.
         core_options={"expert_model_parallel_size": parallel.context_parallel_size}
         if parallel.partition_position_embedding
         else None,
     )
-    initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # core's schedules ask for it, and warn if it is not there
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # core's schedules warn without it
     chunks = config.chunks
     layout = SequenceLayout(
         config.data.seq_length,
@@ -175,19 +171,19 @@ def start(config: Config, where: platform.Platform | None = None, offload: Offlo
 
 
 def seed_everything(seed: int, grid: Grid) -> None:
-    """Random states, for what draws from them; weights and dropout do not."""
+    """Seed the global random states. Weights and dropout do not use them."""
     from megatron.core import tensor_parallel
 
-    tokens_of = grid.context.rank + grid.context.size * grid.data.rank
-    own = (seed + 100 * grid.pipeline.rank + 7919 * tokens_of) % 2**31
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
-    tensor_parallel.model_parallel_cuda_manual_seed(own)
+    data_and_context = grid.context.rank + grid.context.size * grid.data.rank
+    seed = (seed + 100 * grid.pipeline.rank + 7919 * data_and_context) % 2**31
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def stop() -> None:
-    """Leave the process groups, so that no peer waits for this one."""
+    """Leave the process groups, so that no other rank waits for this one."""
     from megatron.core import parallel_state
 
     if dist.is_initialized():

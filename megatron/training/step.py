@@ -21,17 +21,17 @@ from megatron.platform.hooks import replaceable
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
-from megatron.training.features.bad_batches import Watch, step_if
 from megatron.training.setup import Runtime
+from megatron.training.watch import Watch
 
 Batches = Iterator[dict[str, Tensor]]
-Mark = Callable[[str], None]  # told the name of each phase of a step as it begins
+Mark = Callable[[str], None]  # called with the name of each phase of a step as it begins
 Measure = Callable[[dict[str, Tensor | None], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has to say; the same on every rank."""
+    """The numbers of a step, the same on every rank."""
 
     lm_loss: float  # mean over all unmasked tokens of the global batch
     tokens: int  # unmasked tokens
@@ -42,13 +42,13 @@ class StepResult:
 
 
 class Diverged(ArithmeticError):
-    """The loss or the gradient norm is not finite, and may not be left out; raised on every rank alike.
+    """A step is bad, and its batch may not be left out. The step has changed no weight.
 
-    (A rank whose memory changed after gradients were summed may be alone with it.)
+    Every rank raises it, except where a fault of one rank's memory changed its gradients after they were summed.
 
     Attributes:
-        result: of the step, which has changed no weight.
-        own: whether the loss of this rank's own tokens is not finite.
+        result: of the step.
+        own: whether the loss of this rank's tokens is not finite.
     """
 
     def __init__(self, result: StepResult, own: bool = False) -> None:
@@ -64,11 +64,12 @@ def forward_step(
     length: int | None = None,
     measure: Measure | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """Run the model on the next micro-batch; returns its output and the function that makes a loss of it.
+    """Run the model on the next micro-batch; returns its output and the function that computes the loss from it.
 
     Args:
-        length: tokens of each sample that count; under a causal mask the rest changes nothing then. Default all.
-        measure: makes of this rank's batch and the output what is reported, where that is not the loss.
+        mark: called when the forward and the backward pass begin.
+        length: tokens of each sample that count towards the loss, all by default.
+        measure: computes the report from this rank's batch and the output, in place of the loss.
     """
     if mark is not None:
         mark("forward")
@@ -90,19 +91,19 @@ def forward_step(
         loss_mask=batch["loss_mask"],
     )
     if mark is not None and output.requires_grad:
-        output.register_hook(lambda _: mark("backward"))  # called when its backward begins, whatever the schedule
+        output.register_hook(lambda _: mark("backward"))  # its backward begins, in any pipeline schedule
     return output, partial(sum_of_losses, batch["loss_mask"]) if measure is None else partial(_measured, measure, batch)
 
 
 def _measured(measure: Measure, batch: dict[str, Tensor | None], output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sum_of_losses`, for core's schedules, with another report and nothing to differentiate."""
+    """The same form as `sum_of_losses`, which core's schedules expect, with nothing to differentiate."""
     return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), measure(batch, output)
 
 
 def sum_of_losses(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(sum to differentiate, tokens counted, sum and count for the report) of this rank's tokens.
 
-    core divides by the tokens of the whole global batch, so a rank whose tokens are all masked contributes zero.
+    core divides by the tokens of the global batch, so a rank whose tokens are all masked contributes zero.
     """
     mask = loss_mask.reshape(-1).float()
     losses = loss.reshape(-1).float() * mask if loss.dim() else loss.float()  # a sum already, with --loss-chunks
@@ -126,10 +127,10 @@ def train_step(
     """Forward, backward, gradient reduction and update for one global batch; ``length`` as in `forward_step`.
 
     Raises:
-        Diverged: the batch is bad, and ``watch`` does not skip.
+        Diverged: the batch is bad, and ``watch`` may not leave it out.
     """
     watch = watch or Watch(config)
-    mark = told_to_profiler(mark)
+    mark = with_profiler_ranges(mark)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -155,19 +156,38 @@ def train_step(
     return result
 
 
-def told_to_profiler(mark: Mark | None) -> Mark | None:
-    """``mark``, and where torch.profiler looks on a range of that name and of no length where a phase begins, which
-    tools/compare_trace.py looks for."""
+def step_if(optimizer: MegatronOptimizer, allowed: Callable[[float], bool]) -> tuple[bool, float | None, int | None]:
+    """core's ``optimizer.step()``, which changes weights and states only where ``allowed(gradient norm)``."""
+    norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    seen: list[float] = []
+
+    def norm() -> float:
+        seen.append(norm_of())
+        return seen[-1]
+
+    optimizer.get_grad_norm = norm
+    optimizer.step_with_ready_grads = lambda: allowed(float(seen[-1])) and update()
+    try:
+        return optimizer.step()
+    finally:
+        del optimizer.get_grad_norm, optimizer.step_with_ready_grads
+
+
+def with_profiler_ranges(mark: Mark | None) -> Mark | None:
+    """``mark``; while torch.profiler records, each phase also gets an empty range of its name.
+
+    tools/compare_trace.py finds the phases by these ranges.
+    """
     if not torch.autograd._profiler_enabled():
         return mark
 
-    def tell(phase: str) -> None:
+    def mark_both(phase: str) -> None:
         with torch.profiler.record_function(phase):
             pass
         if mark is not None:
             mark(phase)
 
-    return tell
+    return mark_both
 
 
 @torch.no_grad()
@@ -199,7 +219,7 @@ def mean_loss(reports: list[Tensor], runtime: Runtime) -> tuple[float, int]:
 
 
 def sum_of_reports(reports: list[Tensor], shape: tuple[int, ...], runtime: Runtime) -> Tensor:
-    """What all ranks report, summed over micro-batches, DP and CP, float64 of ``shape``; the same on every rank."""
+    """The sum of the reports over micro-batches, DP and CP: float64 of ``shape``, the same on every rank."""
     total = torch.zeros(shape, dtype=torch.float64, device=runtime.device)
     for report in reports:
         total += report
@@ -219,9 +239,10 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Tensor]:
-    """Run ``step`` on each micro-batch; on the last pipeline stage, what each of them reports."""
-    # Streamed layers get gradients in host memory, for which autograd takes the calling thread, while parameters (and
-    # with them DDP's reductions) take the GPU's: which collective comes first would be chance, another on each rank.
+    """Run ``step`` on each micro-batch; returns their reports, which are empty except on the last pipeline stage."""
+    # With --fpdt-stream-hidden some gradients are in host memory. autograd computes these in the calling thread, and
+    # those of the parameters, with DDP's reductions, in the GPU's thread. The order of collectives would then differ
+    # between ranks, so one thread runs the backward pass.
     with torch.autograd.set_multithreading_enabled(not config.chunks.fpdt_stream_hidden):
         return get_forward_backward_func()(
             forward_step_func=step,

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
 from megatron.training.arguments.parser import parse
-from megatron.training.features.bad_batches import LEAST, Watch
 from megatron.training.refusal import Refusal
+from megatron.training.watch import LEAST, Watch
 from tests.distributed.training_runs import make_job
 
 FLAGS = "--num-layers 2 --train-iters 7 --global-batch-size 2 --micro-batch-size 1 --log-interval 1"
@@ -148,7 +148,7 @@ def test_spikes_are_measured_by_good_steps():
     assert found[1] == "the loss is 6.1, 2.0 times the 3 of the 11 steps before"
     told = watch("--check-for-spiky-loss --check-for-large-grads")
     assert not any(judged(told, [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
-    assert len(told.told()) == 2 and told.told() == []
+    assert len(told.take_spikes()) == 2 and told.take_spikes() == []
     assert not any(judged(watch(""), [(3.0, 1.0)] * LEAST + [(31.0, 11.0)]))
     assert judged(watch("--no-check-for-nan-in-loss-and-grad"), [(math.nan, math.inf)]) == [""]
     assert judged(watch(""), [(3.0, math.inf)]) == ["the gradient norm is inf"]

@@ -93,7 +93,7 @@ def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
     line = line_of(run(flags(corpus, 8, f"{GRIDS[grid]} --num-workers {workers}"), ranks))
     assert line == (
         f"error: {corpus}.bin: document {document} holds token id 5000, outside the 101 ids of NullTokenizer "
-        "--vocab-size 100: made with another tokenizer; after iteration 2: start again when the data are right, or "
+        "--vocab-size 100: made with another tokenizer; after iteration 2: correct the data and start again, or "
         "leave a batch of training data out with --iterations-to-skip 2"
     )
     assert len((corpus.parent / "log.jsonl").read_text().splitlines()) == 2
@@ -158,7 +158,7 @@ def test_a_file_that_becomes_shorter(corpus, what, ranks, workers):
 
     words = flags(corpus, 100_000, f"--num-workers {workers} --exit-duration-in-mins 3")
     line = line_of(while_running(words, corpus.parent / "log.jsonl", cut, ranks))
-    assert re.search(rf"{re.escape(what)}(\.npy)? ends before byte \d+.*it became shorter while it was in use", line)
+    assert re.search(rf"{re.escape(what)}(\.npy)? ends before byte \d+.*it became shorter while in use", line)
 
 
 @pytest.mark.full

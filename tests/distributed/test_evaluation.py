@@ -336,7 +336,7 @@ def test_held_out_data_are_needed(pool, tmp_path):
         "--mock-data", ""
     )
     for told in pool.run(refusal_of_training, 2, f"{flags} --train-data-path {tmp_path}/train_text_document"):
-        assert "reads validation data, and there are none" in told
+        assert "needs validation data, and there are none" in told
 
 
 def refusal_of_training(flags: str) -> str:

@@ -11,20 +11,21 @@ SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
 def trained(flags, losses):
     """Run the real loop; validation losses are as told, by iteration."""
     from megatron.training import loop
+    from megatron.training.features import held_out
     from megatron.training.features.stopping import Stopper
     from megatron.training.report.reporter import Reporter
 
     def evaluate(job, reporter, name, dataset):
         return {f"{name}_loss": losses[job.progress.iteration - 1]}
 
-    job, real = make_job(f"{SMALL} {flags}"), loop.evaluate_on
+    job, real = make_job(f"{SMALL} {flags}"), held_out.evaluate_on
     stopper = Stopper(job.runtime.device, None)
-    loop.evaluate_on = evaluate
+    held_out.evaluate_on = evaluate
     try:
         reporter = Reporter(job.config, active=False, first_iteration=0, last_iteration=job.iterations)
         return job.progress.iteration, loop.training_loop(job, reporter, stopper)
     finally:
-        loop.evaluate_on = real
+        held_out.evaluate_on = real
         stopper.restore()
 
 

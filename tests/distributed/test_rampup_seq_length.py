@@ -69,9 +69,9 @@ def whole_run(flags):
     job = make_job(flags)
     seen, plain = [], loops.train_step
 
-    def watched(*args):
-        seen.append((args[8], job.optimizer.param_groups[0]["lr"]))
-        return plain(*args)
+    def watched(*args, **more):
+        seen.append((more["length"], job.optimizer.param_groups[0]["lr"]))
+        return plain(*args, **more)
 
     loops.train_step = watched
     try:

@@ -86,7 +86,7 @@ def whole_program(flags: str, rank: int) -> tuple[int, str]:
     other, console = dist.get_rank() == rank, io.StringIO()
     with (
         patch.object(replicas, "bits", lambda weight: bits(weight) + other),
-        patch.object(Stragglers, "tell", lambda _: "some rank is slow"),
+        patch.object(Stragglers, "report", lambda _: "some rank is slow"),
         redirect_stdout(console),
     ):
         return pretrain.train(config, start(config)), console.getvalue()

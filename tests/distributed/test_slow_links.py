@@ -68,7 +68,7 @@ def watch(slow_from: int | None) -> tuple[list[str], int, float]:
     for step in range(8 + REST + 3):
         slow = torch.tensor([int(links.is_slow(1.0 if step < 8 else 1.6))])
         dist.all_reduce(slow, dist.ReduceOp.MAX)
-        lines.append(links.tell(bool(slow)))
+        lines.append(links.report(bool(slow)))
     return lines, measured, len(links.edges)
 
 
@@ -88,7 +88,7 @@ def one_node() -> list[str]:
     os.environ.pop("GROUP_RANK", None)
     links = SlowLinks(torch.device("cpu"))
     links._measure = lambda: 1 / 0
-    return [links.tell(links.is_slow(seconds)) for seconds in [1.0] * 8 + [9.0] * 3]
+    return [links.report(links.is_slow(seconds)) for seconds in [1.0] * 8 + [9.0] * 3]
 
 
 def test_on_one_node_nothing_is_measured(pool):

@@ -27,7 +27,7 @@ def steps(slow: int | None, count: int, least: int) -> tuple[str, float, float]:
         clock.end()
     whole = 1000 * (time.perf_counter() - begin) / count
     own = clock.clock.result()[0]
-    line = clock.tell()
+    line = clock.report()
     clock.stop()
     stragglers.LEAST = usual
     return line, own, whole

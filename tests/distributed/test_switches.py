@@ -126,8 +126,8 @@ def evaluate_on_groups(folder, groups):
     import torch.distributed as dist
 
     from megatron.training.arguments.parser import parse
+    from megatron.training.features.held_out import evaluate_held_out
     from megatron.training.job import prepare
-    from megatron.training.loop import evaluate_held_out
     from megatron.training.report.reporter import Reporter
     from megatron.training.setup import start
     from tests.distributed.training_runs import RUN, SHAPE

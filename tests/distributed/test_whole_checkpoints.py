@@ -81,7 +81,7 @@ def test_what_is_saved_beside_training_goes_on_exactly(pool, tmp_path, world, fl
         f"--train-iters 9 --exit-interval 3 --save-interval 1 --save {tmp_path} --async-save --keep-last-checkpoints 2"
     )
     said, whole, after = pool.run(trained, world, f"{flags} {save}", timeout=120)[0]
-    assert whole and sum("beside training, which stood still for" in line for line in said) == 3
+    assert whole and sum(" while training went on, except for " in line for line in said) == 3
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "iter_0000003", TRACKER}
     goes_on = f"{flags} --train-iters 9 --load {tmp_path}"
     iteration, losses, _ = pool.run(going_on, world, goes_on, timeout=120)[0]

@@ -22,13 +22,13 @@ def no_memory_left() -> None:
 def main() -> int:
     import pretrain_llama
     from megatron.training import loop, step
+    from megatron.training import watch as watching
     from megatron.training.checkpoint import save_job
-    from megatron.training.features import bad_batches
     from megatron.training.pretrain import main as program
 
     how, rank, steps = sys.argv[1], sys.argv[2], [0]
     if os.environ.get("RANK", "0") == rank:
-        train, loss, norm, write = loop.train_step, step.sum_of_losses, bad_batches.Watch.judge, save_job.Save.write
+        train, loss, norm, write = loop.train_step, step.sum_of_losses, watching.Watch.judge, save_job.Save.write
 
         def train_step(*args, **more):
             steps[0] += 1
@@ -47,7 +47,7 @@ def main() -> int:
                 no_memory_left()
             write(save)
 
-        loop.train_step, step.sum_of_losses, bad_batches.Watch.judge = train_step, sum_of_losses, judge
+        loop.train_step, step.sum_of_losses, watching.Watch.judge = train_step, sum_of_losses, judge
         save_job.Save.write = write_file
     return program(sys.argv[3:], pretrain_llama.LLAMA)
 

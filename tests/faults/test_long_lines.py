@@ -96,5 +96,5 @@ def test_a_conversation_that_is_too_long(tmp_path, monkeypatch):
     assert len(list(read_chats(str(file), "--data-path"))) == 1
     chat["messages"][0]["content"] = "a" * 100
     file.write_text(json.dumps(chat) + "\n")
-    with pytest.raises(Refusal, match="chats.jsonl, line 1: a line of .* bytes; at most 200 are read: split it"):
+    with pytest.raises(Refusal, match="chats.jsonl, line 1: a line of .* bytes; the limit is 200: split it"):
         list(read_chats(str(file), "--data-path"))

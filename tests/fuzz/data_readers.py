@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.inference.load import Saved, check_taken, read_saved
+from megatron.inference.load import Saved, check_saved, read_saved
 from megatron.inference.prompts import read_prompts
 from megatron.simulator.cost.nccl_tests import read_runs
 from megatron.simulator.machines.machine_file import read_machine
@@ -216,7 +216,7 @@ CHATS = {
 
 
 def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """``read`` of a folder whose list of files (whole_folder.py) fits them as they are."""
+    """``read`` of a folder whose list of files (index_files.py) fits them as they are."""
 
     def of_listed(folder: Path) -> Any:
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
@@ -290,7 +290,7 @@ SETTINGS = {"attention.attention_mask": "window", "attention.window_size": [9, 0
 
 def read_settings(folder: Path) -> None:
     found = json.loads((folder / "file").read_bytes())  # stands for what was unpickled
-    check_taken({name: found[name] for name in SETTINGS if isinstance(found, dict) and name in found}, "folder")
+    check_saved({name: found[name] for name in SETTINGS if isinstance(found, dict) and name in found}, "folder")
 
 
 def plain_json(random: Random, data: bytes) -> bytes:

@@ -83,8 +83,8 @@ LAST_ONE = "{% for m in messages %}{{ m.content }}{{ 'END' if loop.last and m.ro
     [
         ("{{ messages[0]['nothing']['more'] }}", "the chat template fails: "),
         ("{{ raise_exception('roles must alternate') }}", "the chat template fails: roles must alternate"),
-        (LAST_ONE, "by what follows"),
-        ("{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages | length }}", "by whether it is asked for"),
+        (LAST_ONE, "depending on what follows"),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages | length }}", "on the generation prompt"),
         ("{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}", "has no add_generation_prompt"),
         ("{% for m in messages %}{% if m['role'] == 'user' %}u{% endif %}{% endfor %}", "no add_generation_prompt"),
         ("{% if false %}{% generation %}x{% endgeneration %}{% endif %}hello", "renders no words of the assistant"),
@@ -112,18 +112,18 @@ def test_a_template_that_cannot_tell_is_refused(tokenizer, template, expected):
         ({"messages": [USER, {"role": "bot", "content": "a"}]}, "message 2: role 'bot' is none of"),
         ({"messages": [USER, {"role": "assistant"}]}, "message 2: its content is missing"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the assistant says nothing"),
-        ({"messages": [{"role": "user", "content": 3}, SAYS]}, "its content is no text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAYS]}, "parts that are no text"),
+        ({"messages": [{"role": "user", "content": 3}, SAYS]}, "its content is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, SAYS]}, "parts that are not text"),
         ({"messages": [USER, "hello"]}, "message 2: not a JSON object"),
-        ({"messages": [SAYS, USER]}, "roles out of order: assistant comes first, where system or"),
-        ({"messages": [USER, USER, SAYS]}, "roles out of order: user follows user, where assistant should"),
+        ({"messages": [SAYS, USER]}, "roles out of order: assistant comes first, instead of system or"),
+        ({"messages": [USER, USER, SAYS]}, "roles out of order: user follows user, instead of assistant"),
         ({"messages": [USER, SAYS, SAYS]}, "assistant follows assistant"),
         ({"messages": [USER, SAYS, USER]}, "ends with user"),
-        ({"messages": [USER, SAYS], "tools": 3}, '"tools" is no list'),
+        ({"messages": [USER, SAYS], "tools": 3}, '"tools" is not a list'),
         ({"messages": [USER, SAYS], "tools": "{"}, '"tools": not JSON'),
         ({"messages": [{"role": "system", "content": "a"}, USER, SAYS], "system": "b"}, "keep one"),
-        ({"messages": [USER, SAYS], "system": 3}, '"system" is no text'),
-        ({"messages": [USER, SAYS], "chat_template_kwargs": 3}, "is no object"),
+        ({"messages": [USER, SAYS], "system": 3}, '"system" is not text'),
+        ({"messages": [USER, SAYS], "chat_template_kwargs": 3}, "is not an object"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half of a surrogate pair"),
         (b"\xff\xfe", "not UTF-8"),
     ],
@@ -229,7 +229,7 @@ def test_the_tokens_are_kept_and_made_anew_when_anything_changes(tmp_path, folde
     with pytest.raises(DataError, match=r"chats.jsonl, line \d holds token id 10\d+, outside the \d+ ids of"):
         [build()[n] for n in range(2)]
     (cache / "lines.npy").write_bytes(b"no numbers")
-    with pytest.raises(Refusal, match="holds no tokens of chats"):
+    with pytest.raises(Refusal, match="does not hold tokens of chats"):
         build()
 
 
@@ -262,7 +262,7 @@ def test_conversations_that_are_too_long(tmp_path, folder, tokenizer):
     [
         ({"data_path": ["nothing.jsonl"]}, "--data-path nothing.jsonl: no such file"),
         ({"data_path": ["3", "a.jsonl", "1", "b.jsonl"]}, "weights in --data-path is not supported"),
-        ({"train_data_path": ["empty.jsonl"]}, "holds no conversations"),
+        ({"train_data_path": ["empty.jsonl"]}, "has no conversations"),
         ({"data_path": ["chats.jsonl"], "sft_tokenizer_prompt_format": "no.jinja"}, "no.jinja: No such file"),
         ({"data_path": ["chats.jsonl"], "split": "0,1,0"}, "the train split gets none of 3"),
     ],

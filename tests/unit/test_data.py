@@ -18,8 +18,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.datasets import MockDataset, build_datasets
-from megatron.training.data.index_files import named_sets, parse_blends, whole_folder
-from megatron.training.data.text_files import whole_files
+from megatron.training.data.index_files import atomic_folder, named_sets, parse_blends
+from megatron.training.data.text_files import atomic_files
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from tests.properties import examples
@@ -122,7 +122,7 @@ def test_blends(tmp_path, grouped):
         config = configure(data_path=[low, high], split="1")
         train, *_ = build_datasets(config, NULL, (20, 0, 0))
         assert {max(sample) < 500 for sample in samples_of(train)} == {True, False}
-        with pytest.raises(Refusal, match="the train data hold .* 5000 are needed; a blend is repeated only"):
+        with pytest.raises(Refusal, match="the train data hold .* 5000 are needed; only a blend with weights"):
             build_datasets(config, NULL, (5000, 0, 0))
     finally:
         if grouped:
@@ -151,13 +151,13 @@ def test_blends_of_few_samples(tmp_path_factory, data):
 
 def test_containers_that_agree_in_host_name_and_process_number_do_not_write_into_each_others_files(tmp_path):
     target = str(tmp_path / "folder")
-    with pytest.raises(OSError), whole_folder(target) as one:
+    with pytest.raises(OSError), atomic_folder(target) as one:
         Path(one, "first").write_text("1")
-        with whole_folder(target) as other:  # this process stands for both: same name, same number
+        with atomic_folder(target) as other:  # this process stands for both: same name, same number
             Path(other, "second").write_text("2")
     assert sorted(os.listdir(target)) == ["files.json", "second"]
     target = str(tmp_path / "file")
-    with whole_files([target], overwrite=True) as (one,), whole_files([target], overwrite=True) as (other,):
+    with atomic_files([target], overwrite=True) as (one,), atomic_files([target], overwrite=True) as (other,):
         Path(one).write_text("1")
         Path(other).write_text("2")
     assert Path(target).read_text() == "1"  # the last one to end
@@ -283,7 +283,7 @@ def test_a_cached_index_that_is_not_numbers_is_refused_and_not_unpickled(corpus,
         file.write_bytes(pickle.dumps(Harmful(harm)))
     else:
         cut(file, os.path.getsize(file) - 1)
-    with pytest.raises(Refusal, match="is no index of data .* remove .*index-cache"):
+    with pytest.raises(Refusal, match="is not an index of data .* remove .*index-cache"):
         build_datasets(config, NULL, (10, 0, 0))
     assert not harm.exists()
 
@@ -436,9 +436,9 @@ def test_files_that_name_the_data(tmp_path):
     assert samples_of(ours, 40) == samples_of(theirs, 40)
     for flag, text, said in (
         ("data_args_path", None, "--data-args-path .*: no such file"),
-        ("data_file_list", "1 a", "--data-file-list .*: not a line WEIGHT PREFIX CORPUS"),
-        ("per_split_data_args_path", "[1]", "--per-split-data-args-path .*: no JSON object"),
-        ("per_split_data_args_path", '{"train": []}', "--per-split-data-args-path .*: no JSON object"),
+        ("data_file_list", "1 a", "--data-file-list .*: each line must be WEIGHT PREFIX CORPUS"),
+        ("per_split_data_args_path", "[1]", "--per-split-data-args-path .*: must be a JSON object"),
+        ("per_split_data_args_path", '{"train": []}', "--per-split-data-args-path .*: must be a JSON object"),
     ):
         path = tmp_path / "wrong"
         path.unlink(missing_ok=True)

@@ -147,7 +147,7 @@ def test_refusals(flags: str, words: tuple[str, ...]):
 
 
 def test_a_token_that_the_tokenizer_has_not():
-    with pytest.raises(Refusal, match="--fim-middle-token <fim_middle> is no token of a file"):
+    with pytest.raises(Refusal, match="--fim-middle-token <fim_middle> is not a token of a file"):
         fim_of(DataConfig(fim_data=True, fim_prefix_token="<p>"), NAMED)
 
 

@@ -20,7 +20,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout, len
 from megatron.context_parallel.layout.spans import count, positions
 from megatron.formulas.cache import cache_bytes
 from megatron.formulas.strategy import Shape
-from megatron.inference.generate import Sampling, choose, kept
+from megatron.inference.generate import Sampling, allowed_logits, choose
 from megatron.inference.load import check_length, configure
 from megatron.inference.prompts import read_prompts
 from megatron.training.arguments.config import Config, DataConfig, ModelConfig
@@ -94,7 +94,7 @@ def test_temperature_top_k_and_top_p_as_transformers(temperature, top_k, top_p):
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    found = kept(logits(), Sampling(False, temperature, top_k, top_p))
+    found = allowed_logits(logits(), Sampling(False, temperature, top_k, top_p))
     assert torch.equal(found, expected) and (top_k == 0 or found.isfinite().sum() <= 3 * top_k)
 
 
@@ -130,14 +130,14 @@ def test_prompts_of_each_kind(tmp_path):
     [
         ('{"prompt": "1"}\n{"prompt": ', ":2: not JSON"),
         ('{"prompt": ""}', ":1: the prompt is empty"),
-        ('{"tokens": [1, 100]}', ":1: token 100 is none of the vocabulary's 100"),
-        ('{"tokens": "1"}', ':1: "tokens" is a list of token ids'),
-        ('{"tokens": [1.5]}', ':1: "tokens" is a list of token ids'),
-        ('{"prompt": "1", "tokens": [1]}', ":1: a JSON object with one of"),
-        ('{"prompt": [1]}', ':1: "prompt" is a text'),
-        ('["1"]', ":1: a JSON object with one of"),
+        ('{"tokens": [1, 100]}', ":1: token 100 is outside the vocabulary of 100"),
+        ('{"tokens": "1"}', ':1: "tokens" must be a list of token ids'),
+        ('{"tokens": [1.5]}', ':1: "tokens" must be a list of token ids'),
+        ('{"prompt": "1", "tokens": [1]}', ":1: a prompt must be a JSON object with one of"),
+        ('{"prompt": [1]}', ':1: "prompt" must be a text'),
+        ('["1"]', ":1: a prompt must be a JSON object with one of"),
         ('{"prompt": "one"}', ":1: NullTokenizer --vocab-size 99 cannot read it"),
-        ("", ": no prompt in it"),
+        ("", ": it has no prompts"),
     ],
 )
 def test_prompts_that_are_none(tmp_path, text, message):
@@ -177,10 +177,10 @@ def folder(tmp_path_factory) -> Path:
         ("--fp8-format hybrid", "use --dtype bf16; leave --fp8-format out"),
         ("--partition-position-embedding", "--partition-position-embedding is not for generation"),
         ("--num-virtual-stages-per-pipeline-rank 2", "stages work one after the other"),
-        ("--lr=1e-3", "--lr is not for generation: it is training's"),
+        ("--lr=1e-3", "--lr is not for generation: generation does not use"),
         ("--num-layers 3", "--num-layers is not for generation"),
-        ("--attention-mask full", "it takes causal masks"),
-        ("--window-size 8,8", "--window-size 8,8 lets tokens see later ones"),
+        ("--attention-mask full", "use a causal mask"),
+        ("--window-size 8,8", "--window-size 8,8 lets tokens attend to later ones"),
         ("--attention-mask block-sparse", "block-sparse is not for generation"),
         ("--attention-mask document", "a prompt is one document"),
         ("--context-parallel-balance documents", "--context-parallel-balance documents"),

@@ -92,7 +92,7 @@ def test_sequences_come_back(text: str):
 @pytest.mark.parametrize("kind", ["NucleotideTokenizer", "CodonTokenizer"])
 @pytest.mark.parametrize("text", ["ACGX", "AC-GT", "ACé", "AC\x00"])
 def test_what_is_no_nucleotide_is_no_token(kind: str, text: str):
-    with pytest.raises(ValueError, match="is no nucleotide code"):
+    with pytest.raises(ValueError, match="is not a nucleotide code"):
         tokenizer(kind).tokenize(text)
 
 
@@ -134,9 +134,9 @@ def test_layouts_of_files(tmp_path: Path, content: bytes, documents: list):
 
 
 BAD = {
-    b">a\nACGT\nACXT\n": "line 1: record 'a': 'X' is no nucleotide code (line 3)",
-    b">a\nAC-T\n": "line 1: record 'a': '-' is no nucleotide code (line 2)",
-    b">a\nACGT\n>b\n\nMKV*L\n": "line 3: record 'b': '*' is no nucleotide code (line 5)",
+    b">a\nACGT\nACXT\n": "line 1: record 'a': 'X' is not a nucleotide code (line 3)",
+    b">a\nAC-T\n": "line 1: record 'a': '-' is not a nucleotide code (line 2)",
+    b">a\nACGT\n>b\n\nMKV*L\n": "line 3: record 'b': '*' is not a nucleotide code (line 5)",
     b"ACGT\nACGT\n": "line 1: not FASTA: a sequence without a '>' header before it",
     b"\n{}\n": "line 2: not FASTA",
     b">a\n>b\nACGT\n": "line 1: record 'a' has no sequence",

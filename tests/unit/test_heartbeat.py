@@ -29,7 +29,7 @@ def later(beat: Beat) -> Beat:
 
 def test_a_rank_whose_count_stands_still_is_named():
     before = {0: WAITS, 1: WAITS, 2: WORKS}
-    lines = verdict(before, {0: later(WAITS), 1: later(WAITS), 2: WORKS}, teller=0)
+    lines = verdict(before, {0: later(WAITS), 1: later(WAITS), 2: WORKS}, reporter=0)
     assert lines == [
         "error: rank 2 on b does not answer: it is stopped, dead or cut off; last seen in iteration 21, "
         "training/data/files.py:8 (read)",
@@ -38,24 +38,24 @@ def test_a_rank_whose_count_stands_still_is_named():
 
 
 def test_who_tells_is_not_silent_to_itself():
-    lines = verdict({0: WAITS, 1: WORKS}, {0: WAITS, 1: later(WORKS)}, teller=0)
+    lines = verdict({0: WAITS, 1: WORKS}, {0: WAITS, 1: later(WORKS)}, reporter=0)
     assert lines == [
-        "error: rank 1 on b is alive and waits for nobody: iteration 21, training/data/files.py:8 (read), for 55 s",
+        "error: rank 1 on b is alive and does not wait: iteration 21, training/data/files.py:8 (read), for 55 s",
         f"       waiting in iteration 21, {RING}: rank 0",
     ]
 
 
 def test_a_rank_that_failed_says_why_and_one_that_never_told_is_missing():
     failed = replace(later(WORKS), failed="OutOfMemoryError: no room")
-    lines = verdict({0: WAITS, 1: WORKS, 2: None}, {0: later(WAITS), 1: failed, 2: None}, teller=0)
+    lines = verdict({0: WAITS, 1: WORKS, 2: None}, {0: later(WAITS), 1: failed, 2: None}, reporter=0)
     assert lines[0] == "error: rank 1 on b failed in iteration 21, training/data/files.py:8 (read): " + failed.failed
-    assert lines[1].strip().startswith("rank 2 has never told of itself")
+    assert lines[1].strip().startswith("rank 2 never reported")
 
 
 def test_ranks_that_wait_for_each_other_in_different_places():
     other = replace(WAITS, place="all_reduce over TP at step.py:3 (train)")
-    lines = verdict({0: WAITS, 1: other, 3: other}, {0: later(WAITS), 1: later(other), 3: later(other)}, teller=0)
-    assert lines[0] == "error: all ranks answer and wait, not all in the same place: they wait for each other"
+    lines = verdict({0: WAITS, 1: other, 3: other}, {0: later(WAITS), 1: later(other), 3: later(other)}, reporter=0)
+    assert lines[0] == "error: all ranks answer and wait, but in different places: they wait for each other"
     assert lines[-1].endswith("all_reduce over TP at step.py:3 (train): ranks 1, 3")
 
 
@@ -70,7 +70,7 @@ def frame(path: str, name: str, **variables: object) -> types.SimpleNamespace:
         (["c10d", "attention"], "all_reduce over TP at context_parallel/attention/ring.py:7 (send)", True),
         (["attention"], "context_parallel/attention/ring.py:7 (send)", False),
         (["torch", "attention"], "context_parallel/attention/ring.py:7 (send)", False),
-        (["torch"], "outside of the program's own code", False),
+        (["torch"], "outside the program's code", False),
         (["c10d"], "all_reduce over TP", True),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_wait_in_the_code_is_seen_though_it_has_no_frame():
     found = sys._current_frames()[thread.ident]
     while found.f_code.co_name != "work":
         found = found.f_back
-    assert whereabouts([found], {}) == ("outside of the program's own code", False)  # none of ours
+    assert whereabouts([found], {}) == ("outside the program's code", False)  # none of ours
     go_on.set()
     thread.join()
 
@@ -139,7 +139,7 @@ def test_a_stack_that_moves_while_it_is_read(monkeypatch):
     """A frame between two lines has no number; whatever a look meets, the beat goes on."""
     code = types.SimpleNamespace(co_filename=__file__, co_name="step")
     frame = types.SimpleNamespace(f_code=code, f_lineno=None, f_locals={})
-    assert whereabouts([frame], {}) == ("outside of the program's own code", False)
+    assert whereabouts([frame], {}) == ("outside the program's code", False)
     store = dist.HashStore()
     beats = Heartbeat(Grid(), 60, store, 0, 1)
     monkeypatch.setattr("megatron.training.features.heartbeat.whereabouts", lambda *_: 1 / 0)
@@ -158,7 +158,7 @@ def test_a_rank_that_ends_before_all_have_met(monkeypatch, capsys):
     said = "Gloo connectFullMesh failed with [pair.cc:152]\n timed out connecting: Connection refused"
     assert pretrain.run(Config()) == pretrain.EXIT_FAILED
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error on rank 0: the processes did not meet") and "Connection refused" in line
+    assert line.startswith("error on rank 0: the processes could not connect") and "Connection refused" in line
     said = "a fault of ours"
     with pytest.raises(RuntimeError, match=said):
         pretrain.run(Config())

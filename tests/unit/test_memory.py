@@ -288,7 +288,7 @@ def test_a_resumed_run_with_too_few_steps_left_says_so(tmp_path):
     check_profile(config, 2)
     assert not config.notes
     check_profile(config, 1)
-    assert "step 2 of the 1 left will not come" in config.notes[0]
+    assert "1 steps are left, and it records step 2" in config.notes[0]
 
 
 def test_a_profile_that_cannot_be_is_refused(tmp_path):

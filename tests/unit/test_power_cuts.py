@@ -12,7 +12,7 @@ import numpy as np
 from megatron.training.checkpoint.checkpoint_folder import clear
 from megatron.training.checkpoint.converting.from_hugging_face import from_hugging_face
 from megatron.training.checkpoint.converting.to_hugging_face import to_hugging_face
-from megatron.training.data.index_files import whole_folder
+from megatron.training.data.index_files import atomic_folder
 from tests.disk import Recorder, prove
 from tests.unit.test_hugging_face import save_llama
 
@@ -62,7 +62,7 @@ def test_folders_of_the_converters(tmp_path):
 def test_an_index_cache(tmp_path):
     (tmp_path / "disk").mkdir()
     with Recorder(tmp_path / "disk", tmp_path / "lock") as recorder:
-        with whole_folder(str(tmp_path / "disk" / "index-cache" / "a")) as folder:
+        with atomic_folder(str(tmp_path / "disk" / "index-cache" / "a")) as folder:
             for name in ("documents", "samples"):
                 np.save(os.path.join(folder, f"{name}.npy"), np.arange(99))
         recorder.promise("index-cache/a")

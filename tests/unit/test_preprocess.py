@@ -154,7 +154,7 @@ BAD = {
     b'{"text": 3}': 'key "text" is not a string',
     b"[1]": "not a JSON object",
     b'{"text": "\xff"}': "not UTF-8 at byte 10",
-    b'{"text": "\\ud800"}': 'key "text" holds half of a surrogate pair',
+    b'{"text": "\\ud800"}': 'key "text" has half of a surrogate pair',
 }
 
 

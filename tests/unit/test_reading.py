@@ -20,9 +20,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.data import read_tokens
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
-from megatron.training.data.index_files import LEFT_BEHIND, whole_folder
+from megatron.training.data.index_files import LEFT_BEHIND, atomic_folder
 from megatron.training.data.read_tokens import DataError, OpenFile, check_ids, first_outside, unmapped
-from megatron.training.loop import pass_over
+from megatron.training.features.bad_batches import pass_over
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
 from tests.patience import patience
@@ -79,7 +79,7 @@ def test_errors_of_a_file_server_may_pass(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "pread", failing)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     fails[:] = [errno.EIO] * len(read_tokens.PAUSES)
-    assert file.read(4, 3) == b"3456" and "it is read again in 25 s" in caplog.text
+    assert file.read(4, 3) == b"3456" and "reading it again in 25 s" in caplog.text
     fails[:] = [errno.EIO] * (len(read_tokens.PAUSES) + 1)
     with pytest.raises(DataError, match="file: cannot be read at byte 3: not now"):
         file.read(4, 3)
@@ -271,7 +271,7 @@ def test_what_killed_builders_left_is_removed_after_a_day(tmp_path):
         (tmp_path / name / "part").write_text("half")
     for name in ("cache.1.tmp", "other.1.tmp"):
         os.utime(tmp_path / name, (old, old))
-    with whole_folder(str(folder)) as temporary:
+    with atomic_folder(str(folder)) as temporary:
         Path(temporary, "whole").write_text("all")
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "cache.2.tmp", "other.1.tmp"}
 
@@ -284,6 +284,6 @@ def test_a_cache_of_which_files_were_deleted_is_not_filled_up_by_several_runs_at
     build_datasets(config, NULL, (10, 0, 0))
     (file,) = tmp_path.glob(f"index-cache/*/*{lost}")
     file.unlink()
-    with pytest.raises(Refusal, match=rf"is not whole any more \(.*{lost}.*\): remove it, and it is made anew"):
+    with pytest.raises(Refusal, match=rf"is no longer complete \(.*{lost}.*\): remove it, and it is built again"):
         build_datasets(config, NULL, (10, 0, 0))
     assert not file.exists()

@@ -100,7 +100,7 @@ def test_an_array_is_cut_where_its_elements_end(values: list[Any], part: int) ->
         ('[{"text": "a"}, {"text": "b', "element 2 of its JSON array is not JSON: Unterminated string"),
         ('[{"text": "a"}', "after element 1 of its JSON array the file ends"),
         ('[{"text": "a"} {"text": "b"}]', "after element 1 of its JSON array '{' follows"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', "it goes on after the end of its JSON array"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', "it continues after the end of its JSON array"),
         ("[" * 5000, "is nested too deep"),
         ("[]", 'no document with text under the key "text"'),
     ],
@@ -140,7 +140,7 @@ def test_parquet_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_bytes(b"PAR1" + bytes(100))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
-        assert refused(tmp_path, path) == f"--input {path}: Parquet is read by the package pyarrow: {row_files.PYARROW}"
+        assert refused(tmp_path, path) == f"--input {path}: Parquet needs the package pyarrow: {row_files.PYARROW}"
     pytest.importorskip("pyarrow")
     assert f"--input {path}: cannot be read: " in refused(tmp_path, path)
     write_parquet(path, [{"body": "a"}])
@@ -206,8 +206,8 @@ def test_parquet_leaves_out_what_only_other_rows_have(tmp_path: Path) -> None:
         ({"text": "a"}, "tools/preprocess_data.py tokenizes"),
         ({"chosen": [], "rejected": []}, "rename chosen to messages"),
         ({"question": "a", "answer": "b"}, 'rename the row\'s "question", "answer"'),
-        ({"instruction": "a", "output": None}, 'its "instruction", "input", "output" or "history" is no text'),
-        ({"prompt": "a", "completion": [ANSWERED]}, "are not two texts, nor two lists of messages"),
+        ({"instruction": "a", "output": None}, 'its "instruction", "input", "output" or "history" is not text'),
+        ({"prompt": "a", "completion": [ANSWERED]}, "must be two texts or two lists of messages"),
         ({"conversations": [{"from": "bot", "value": "a"}]}, "message 1: from 'bot' is none of human, user, gpt"),
         ({"conversations": [{"from": "function_call", "value": "{}"}]}, "message 1: a function_call: write it as"),
         ({"conversations": []}, "its conversations are []"),
@@ -226,7 +226,7 @@ def test_preprocessing_says_what_conversations_are(tmp_path: Path, form: str) ->
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(FORMS[form][0]))
     told = refused(tmp_path, path)
-    assert f'line 1: no key "text"; the row is of the form {form}, which pretrain_gpt.py --sft reads as it is' in told
+    assert f'line 1: no key "text"; the row has the format {form}, which pretrain_gpt.py --sft reads directly' in told
 
 
 # ---- templates that leave something out
@@ -253,8 +253,8 @@ SHOWS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
     [
         (PLAIN.replace("CONTENT", "m['content']"), [ASKED, ANSWERED], TOOLS, 'shows nothing of "tools"'),
         (SHOWS_TOOLS.replace("CONTENT", "m['content'] or ''"), CALLS, TOOLS, 'shows nothing of "tool_calls"'),
-        (SHOWS_TOOLS.replace("CONTENT", "m.get('content')"), CALLS, None, 'prints None for "content": null beside'),
-        (SHOWS_TOOLS.replace("CONTENT", "m['content'] + ''"), CALLS, None, 'on "content": null beside "tool_calls"'),
+        (SHOWS_TOOLS.replace("CONTENT", "m.get('content')"), CALLS, None, 'prints None for "content": null with'),
+        (SHOWS_TOOLS.replace("CONTENT", "m['content'] + ''"), CALLS, None, 'on "content": null with "tool_calls"'),
         (TEMPLATES["llama3"], CALLS, None, 'message 2: the chat template '),
     ],
 )  # fmt: skip

@@ -82,7 +82,7 @@ def test_each_sentence_has_a_test_and_the_page_is_short():
 
 
 def test_01_the_command_line_names_any_file(tmp_path):
-    with text_files.whole_files([str(tmp_path / "a" / "b")], overwrite=False) as (name,):
+    with text_files.atomic_files([str(tmp_path / "a" / "b")], overwrite=False) as (name,):
         Path(name).write_text("1")
     assert (tmp_path / "a" / "b").read_text() == "1"
 
@@ -156,7 +156,7 @@ def test_07_a_checkpoint_does_not_choose_what_is_run(tmp_path):
     (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     torch.save({"config": asdict(parse(f"{words} {function}".split(), None, 1))}, saved / "common.pt")
-    with pytest.raises(Refusal, match="does not choose what is run.*--mask-function FILE.py:NAME"):
+    with pytest.raises(Refusal, match="must not choose code to run.*--mask-function FILE.py:NAME"):
         configure([], str(tmp_path), None, None, 1)
     config, _ = configure(function.split(), str(tmp_path), None, None, 1)
     assert config.attention.mask_function.endswith("mask.py:seen") and not (tmp_path / "ran").exists()
@@ -167,7 +167,7 @@ def test_08_an_index_cache_is_not_unpickled(tmp_path):
     folder.mkdir()
     for data in (pickle.dumps(Harm(tmp_path / "ran")), array_of_objects(tmp_path / "ran")):
         (folder / "a.npy").write_bytes(data)
-        with pytest.raises(Refusal, match="is no index of data"):
+        with pytest.raises(Refusal, match="is not an index of data"):
             data_files.check_cache(str(folder))
     (folder / "a.npy").write_bytes(b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little"))
     with pytest.raises(Refusal, match="its header is too long"):
@@ -362,7 +362,7 @@ def test_21_modes_are_the_umask_s(tmp_path):
     for umask in (0o022, 0o077):
         before = os.umask(umask)
         try:
-            with text_files.whole_files([str(tmp_path / f"{umask}" / "log")], overwrite=False) as (name,):
+            with text_files.atomic_files([str(tmp_path / f"{umask}" / "log")], overwrite=False) as (name,):
                 Path(name).write_text("1")
         finally:
             os.umask(before)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches in an order that no grid changes, and a rank's share of a batch.
+"""Micro-batches in an order that does not depend on the grid, and this rank's part of a batch.
 
-Three steps, each a function: `build_datasets` of datasets.py (every rank calls it, it holds a barrier), `micro_batches`
-(only on pipeline stages that read tokens or labels, the first and the last, and there on *every* rank of a tensor- and
-context-parallel group: each reads for itself, nothing is broadcast; where the numbers of samples will do, no sample is
-read), `shard_batch` (only what this rank holds goes to its device).
+Data take three steps, each a function. `build_datasets` of datasets.py has a barrier, so every rank calls it.
+`micro_batches` runs on the pipeline stages that read tokens or labels (the first and the last), there on *every* rank
+of a tensor- and context-parallel group: each rank reads its data, nothing is broadcast. `shard_batch` moves only the
+tokens of this rank to its device.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal
 
 KEYS = ("tokens", "labels", "loss_mask")
-BY_TOKEN = (*KEYS, "groups")  # the last in evaluations alone
+BY_TOKEN = (*KEYS, "groups")  # groups only in evaluations
 Batch = dict[str, torch.Tensor]
 
 
 class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
     """The samples of this data-parallel rank, micro-batch by micro-batch.
 
-    All ranks together take the next ``micro_batch_size * data_parallel_size`` samples of one order each time, rank d
-    the d-th piece; so a global batch of G samples is samples nG to (n+1)G - 1, however it is cut. The order is the
-    dataset's own ("single"), or an endless one that is shuffled anew each epoch ("cyclic").
+    Each time, the ranks take the next ``micro_batch_size * data_parallel_size`` samples of one order, rank d the d-th
+    part. So the n-th global batch of G samples has samples nG to (n+1)G - 1 on every grid. The order is that of the
+    dataset ("single"), or endless and shuffled again in each epoch ("cyclic").
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
         self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
 
     def __iter__(self) -> Iterator[list[tuple[int, bool, int]]]:
-        """Lists of (sample, real, number in the run); not real: filler of an incomplete micro-batch, without loss."""
-        together = self.micro_batch * self.ranks
+        """Lists of (sample, real, number in the run). A sample that is not real fills a micro-batch and has no loss."""
+        of_all_ranks = self.micro_batch * self.ranks
         epoch, order = -1, torch.empty(0)
         start = self.consumed
         while self.cyclic or start < self.total:
-            if not self.cyclic and self.drop_last and start + together > self.total:
+            if not self.cyclic and self.drop_last and start + of_all_ranks > self.total:
                 return
             mine = range(start + self.rank * self.micro_batch, start + (self.rank + 1) * self.micro_batch)
             if self.cyclic:
@@ -66,17 +66,17 @@ class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
                 yield batch
             else:
                 yield [(min(i, self.total - 1), i < self.total, i) for i in mine]
-            start += together
+            start += of_all_ranks
 
 
 class _Samples(Dataset):
-    """A dataset by (index, real, number in the run), where a sample that is not real has no loss."""
+    """A dataset indexed by (index, real, number in the run); a sample that is not real has no loss."""
 
     def __init__(self, dataset: Dataset, eod: int | None, numbers_only: bool) -> None:
         self.dataset, self.eod, self.numbers_only = dataset, eod, numbers_only
 
     def __getitem__(self, item: tuple[int, bool, int]) -> Batch | DataError:
-        """A sample; an error in the data as a value, which a loader's process hands on without its traceback."""
+        """A sample, or an error in the data as a value, which a worker process can pass on without its traceback."""
         index, real, number = item
         if self.numbers_only:
             return {"numbers": torch.tensor(number)}
@@ -85,12 +85,12 @@ class _Samples(Dataset):
         except DataError as error:
             return DataError(str(error))
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
-        taken = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
-        taken["numbers"] = torch.tensor(number)
+        item = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
+        item["numbers"] = torch.tensor(number)
         if self.eod is not None:
-            ends = sample.get("document_ends")  # of chats, whose turns end with the same token
-            taken["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod)) if ends is None else ends
-        return taken
+            ends = sample.get("document_ends")  # chats have it, because their turns end with the same token
+            item["document_ends"] = torch.tensor(document_ends(sample["tokens"], self.eod)) if ends is None else ends
+        return item
 
 
 def _stack(samples: list[Batch | DataError]) -> Batch | DataError:
@@ -99,16 +99,16 @@ def _stack(samples: list[Batch | DataError]) -> Batch | DataError:
             return sample
     keys = [key for key in (*BY_TOKEN, "numbers") if key in samples[0]]
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
-    if "document_ends" in samples[0]:  # rows of one length, filled up with the length of the sequence
+    if "document_ends" in samples[0]:  # rows are padded with the length of the sequence
         ends = [sample["document_ends"] for sample in samples]
         batch["document_ends"] = batch["tokens"].new_full((len(ends), max(map(len, ends))), batch["tokens"].size(1))
-        for row, found in zip(batch["document_ends"], ends):
-            row[: len(found)] = found
+        for row, of_sample in zip(batch["document_ends"], ends):
+            row[: len(of_sample)] = of_sample
     return batch
 
 
 class _Batches:
-    """A loader's batches. One that cannot be read raises its error, and the next one may follow."""
+    """The batches of a loader. A batch that cannot be read raises an error; the iteration may continue after it."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._batches = iter(loader)
@@ -121,13 +121,13 @@ class _Batches:
         if isinstance(batch, DataError):
             try:
                 raise batch
-            finally:  # the error holds this frame: a loader that is left to the garbage collection ends 10 s later
+            finally:  # the error holds this frame, and a loader that is garbage-collected later ends 10 s later
                 del batch
         return batch
 
 
 def _start_worker(_: int) -> None:
-    """Leave the trainer's process group: a SIGTERM to the group, which it answers by saving, must not end its data."""
+    """Leave the trainer's process group: on a SIGTERM to the group the trainer still needs data for its last step."""
     os.setpgid(0, 0)
 
 
@@ -147,20 +147,19 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """CPU tensors ``tokens``, ``labels``, ``loss_mask`` [b, s], from the first sample not yet consumed.
 
-    ``numbers`` [b] count the samples of the run, which dropout goes by; with ``numbers_only`` nothing else is read.
-    With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: where each sample's documents end, as the
-    dataset says or as this token does.
+    ``numbers`` [b] are the numbers of the samples in the run, which seed dropout; with ``numbers_only`` nothing else is
+    read. With ``eod``, the end-of-document token, also ``document_ends`` [b, n]: the ends of the documents in each
+    sample, from the dataset or from this token.
 
-    Call it only on pipeline stages that need what it gives: the first and the last, and all with ``eod``. It knows
-    nothing of the global batch, which may grow: take as many micro-batches as a step needs. "single" ends with the
-    data; "cyclic" does not.
+    Call it only on pipeline stages that need the data: the first and the last, and all with ``eod``. The global batch
+    may grow; take as many micro-batches as a step needs. "single" ends with the data; "cyclic" does not end.
 
     Raises:
         DataError: by the iterator; a sample cannot be read or used.
     """
     total, cyclic = len(dataset), dataloader_type == "cyclic"
     if not cyclic and consumed_samples > total:
-        raise Refusal(f"{consumed_samples} samples were consumed before, and the data hold {total}: other data?")
+        raise Refusal(f"{consumed_samples} samples were consumed before, but the data hold {total}: other data?")
     sampler = MicroBatchSampler(
         total, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, cyclic, seed, drop_last
     )
@@ -171,7 +170,7 @@ def micro_batches(
         collate_fn=_stack,
         worker_init_fn=_start_worker,
         multiprocessing_context="fork" if num_workers else None,
-        generator=torch.Generator(),  # its own: the loader would draw from that of the weights
+        generator=torch.Generator(),  # else the loader draws from the global one
     )
     return _Batches(loader)
 
@@ -181,9 +180,8 @@ def shard_batch(
 ) -> Batch:
     """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
 
-    ``position_ids`` [b, s_local] are the global positions; with ``reset_positions`` those within the documents that
-    ``document_ends`` [b, n] bound; these, and ``numbers`` [b], stay in host memory. A tensor that is not in the batch
-    is left out.
+    ``position_ids`` [b, s_local] are the global positions, or with ``reset_positions`` those within the documents.
+    ``document_ends`` [b, n] and ``numbers`` [b] stay in host memory. The result has only tensors of the batch.
     """
     device, ends = torch.device(device), batch.get("document_ends")
     rows = next(iter(batch.values())).shape[0]

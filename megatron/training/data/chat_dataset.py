@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of packed conversations, which do not see each other, with loss on the assistant's words alone.
+"""Samples of packed conversations, which do not attend to each other, with loss only on the assistant's words.
 
-Sample n is a function of the files, the tokenizer, the seed and the sequence length; never of the grid, nor of how long
-the run is.
+Sample n depends on the files, the tokenizer, the seed and the sequence length, but not on the grid or the length of the
+run.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import parse_split
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import ChatTemplate, read_chats
-from megatron.training.data.index_files import check_whole, load_numbers, whole_folder
+from megatron.training.data.index_files import atomic_folder, check_complete, load_numbers
 from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
 from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, one_line, together
 
-# Which conversations share a sample: best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
-# section 3), in an order that is drawn anew for each epoch.
-
-
-GROUP = 64  # samples that are packed together: a part of an epoch, so that an epoch's samples are not the last one's
+# Conversations share a sample by best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
+# section 3), in a new random order for each epoch.
+GROUP = 64  # samples that are packed together: less than an epoch, so that epochs differ in their samples
 
 
 def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Sort items into as few bins of ``room`` as best-fit decreasing finds; returns the items of each bin.
+    """Sort items into bins of size ``room`` by best-fit decreasing; returns the items of each bin.
 
     Args:
         lengths: of each item, at most ``room``.
@@ -64,12 +62,12 @@ def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
 
 
 def epoch(lengths: np.ndarray, room: int, key: tuple[int, ...]) -> list[np.ndarray]:
-    """The samples of one pass over all conversations, as indices [n] of the conversations that each one holds.
+    """The samples of one pass over all conversations, each as indices [n] of its conversations.
 
     Args:
         lengths: of each conversation.
         room: of a sample.
-        key: the seed, the split, the number of the epoch: another key gives another order.
+        key: the seed, the split, the number of the epoch; the order depends on it.
     """
     generator = torch.Generator().manual_seed(int(hashlib.sha256(repr(key).encode()).hexdigest()[:14], 16))
     order = torch.randperm(len(lengths), generator=generator).numpy()
@@ -80,8 +78,7 @@ def epoch(lengths: np.ndarray, room: int, key: tuple[int, ...]) -> list[np.ndarr
     return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
 
 
-# The tokens of a file of chats: rendered once, by the first rank, and kept beside the data.
-
+# The first rank renders the tokens of a file of chats once and keeps them next to the data.
 
 logger = logging.getLogger(__name__)
 PARTS = {"tokens": np.int32, "spoken": np.bool_, "starts": np.int64, "lines": np.int64}
@@ -93,8 +90,8 @@ class Store:
 
     Attributes:
         tokens: int32 [all tokens].
-        spoken: bool [all tokens], the assistant's.
-        starts: int64 [conversations + 1], where each begins, and the end.
+        spoken: bool [all tokens], whether the assistant says it.
+        starts: int64 [conversations + 1], the first token of each, and the end.
         lines: int64 [conversations], the line in the file.
     """
 
@@ -116,7 +113,7 @@ def render(path: str, flag: str, template: ChatTemplate, bar: bool = False) -> S
     """All conversations of a file as tokens.
 
     Raises:
-        Refusal: the first that is none, or that the template cannot render, with file and line; or there is none.
+        Refusal: with file and line, the first that is invalid or that the template cannot render; or there is none.
     """
     tokens, spoken, starts, lines = array("i"), bytearray(), array("q", [0]), array("q")
     with tqdm(unit=" chats", desc=os.path.basename(path), disable=None if bar else True) as progress:
@@ -128,13 +125,13 @@ def render(path: str, flag: str, template: ChatTemplate, bar: bool = False) -> S
             lines.append(int(chat.where.rpartition(" ")[2]))
             progress.update()
     if not lines:
-        raise Refusal(f"{flag} {path}: it holds no conversations")
+        raise Refusal(f"{flag} {path}: it has no conversations")
     parts = (np.frombuffer(part, kind) for part, kind in zip((tokens, spoken, starts, lines), PARTS.values()))
     return Store(path, *parts)
 
 
 def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
-    """Where the tokens of a file are kept: by all that they depend on."""
+    """The folder for the tokens of a file; its name depends on everything that the tokens depend on."""
     import transformers
 
     stat, tokenizer = os.stat(path), template.tokenizer
@@ -147,7 +144,7 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
             str(sorted(tokenizer.special_tokens_map.items())),
             template.given or tokenizer.chat_template,
             transformers.__version__,
-            "3",  # of the form of the folder, and of this program's way to find the assistant's words
+            "3",  # version of the folder's format and of how the assistant's words are found
         ],
         sort_keys=True,
     )
@@ -156,9 +153,9 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
 
 
 def keep(store: Store, folder: str) -> None:
-    """Write a store into a folder that appears whole; without one where nothing can be written."""
+    """Write a store into a folder; if that cannot be written, every rank renders the chats."""
     try:
-        with whole_folder(folder) as temporary:
+        with atomic_folder(folder) as temporary:
             for name in PARTS:
                 np.save(os.path.join(temporary, f"{name}.npy"), getattr(store, name))
     except OSError as error:
@@ -167,7 +164,7 @@ def keep(store: Store, folder: str) -> None:
 
 
 def kept(path: str, folder: str) -> Store | None:
-    """The store in a folder, read from its files; None where there is no folder.
+    """The store in a folder; None if there is no folder.
 
     Raises:
         Refusal: the folder is damaged.
@@ -179,19 +176,19 @@ def kept(path: str, folder: str) -> Store | None:
         store = Store(path, *parts)
         same = [(part.dtype, part.ndim) for part in parts] == [(np.dtype(kind), 1) for kind in PARTS.values()]
         if not same or not len(store.starts) == len(store.lines) + 1 > 1:
-            raise ValueError("its parts do not fit together")
+            raise ValueError("its parts have different lengths or types")
         if not len(store.tokens) == len(store.spoken) == store.starts[-1]:
-            raise ValueError("its parts do not fit together")
+            raise ValueError("its parts have different lengths or types")
         if store.starts[0] != 0 or (store.starts[1:] <= store.starts[:-1]).any():
-            raise ValueError("its conversations do not follow one another")
+            raise ValueError("its conversations are not in order")
     except (OSError, ValueError, DataError) as error:
-        raise Refusal(f"{folder} holds no tokens of chats ({one_line(error, 100)}): remove it") from None
-    check_whole(folder)
+        raise Refusal(f"{folder} does not hold tokens of chats ({one_line(error, 100)}): remove it") from None
+    check_complete(folder)
     return store
 
 
 SPLITS = ("train", "valid", "test")
-FILLER = 1024  # tokens of a document of padding, at most: attention within it is short
+FILLER = 1024  # most tokens of a document of padding, so that attention within it is cheap
 
 
 class Conversations:
@@ -199,12 +196,12 @@ class Conversations:
 
     Args:
         stores: of each file.
-        chosen: the conversations [n], counted through all files.
-        longest: tokens of a conversation that fit.
-        over_length: what becomes of longer ones: "refuse", "truncate", "skip".
+        chosen: numbers [n] of the conversations, counted over all files.
+        longest: most tokens of a conversation.
+        over_length: what to do with longer ones: "refuse", "truncate", "skip".
 
     Raises:
-        Refusal: one is longer, and ``over_length`` says so.
+        Refusal: one is longer, and ``over_length`` is "refuse".
     """
 
     def __init__(self, stores: list[Store], chosen: np.ndarray, longest: int, over_length: str) -> None:
@@ -222,8 +219,7 @@ class Conversations:
             raise Refusal(
                 f"{store.path}, {unit_of(store.path)} {store.lines[number]}: a conversation of "
                 f"{self.lengths[long[0]]} tokens{more}, where --seq-length {longest - 1} has room for {longest}: raise "
-                "it, or give --sft-over-length "
-                "truncate or skip"
+                "it, or give --sft-over-length truncate or skip"
             )
         self.lengths = np.minimum(self.lengths, longest)
         drop = long if over_length == "skip" else np.array([n for n in long if not self.of(n)[1][1:].any()], np.int64)
@@ -235,25 +231,25 @@ class Conversations:
         return len(self.number)
 
     def of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and which of them the assistant speaks."""
+        """Tokens, and whether the assistant says each."""
         store, number = self.stores[self.file[index]], self.number[index]
         start = store.starts[number]
         span = slice(start, start + self.lengths[index])
         return store.tokens[span], store.spoken[span]
 
     def where(self, index: int) -> str:
-        """Names a conversation in messages."""
+        """The name of a conversation in messages."""
         store = self.stores[self.file[index]]
         return f"{store.path}, {unit_of(store.path)} {store.lines[self.number[index]]}"
 
 
 class ChatDataset(Dataset):
-    """Samples of ``seq_length`` tokens: epoch after epoch, each packed in an order of its own.
+    """Samples of ``seq_length`` tokens, epoch after epoch, each packed in another order.
 
     Args:
         key: the seed and the split.
-        size: how many samples are asked for.
-        tokenizer: whose vocabulary all ids must be of, and whose end of document fills a sample up.
+        size: the number of samples.
+        tokenizer: its vocabulary must contain all ids; its end of document is the padding.
     """
 
     def __init__(
@@ -261,7 +257,7 @@ class ChatDataset(Dataset):
     ) -> None:
         self.conversations, self.seq_length, self.size, self.filler = conversations, seq_length, size, tokenizer.eod
         self.vocab_size, self.source = tokenizer.vocab_size, tokenizer.source
-        inputs = conversations.lengths - 1  # the last token is nothing but a label
+        inputs = conversations.lengths - 1  # the last token is only a label
         self.samples, self.an_epoch = [], 0
         while len(self.samples) < size:
             self.samples += epoch(inputs, seq_length, (*key, self.an_epoch))
@@ -273,10 +269,10 @@ class ChatDataset(Dataset):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], those of the padding among them.
+        """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], including those of the padding.
 
         Raises:
-            DataError: an id is outside of the vocabulary, or a file cannot be read.
+            DataError: an id is outside the vocabulary, or a file cannot be read.
         """
         tokens = np.full(self.seq_length, self.filler, np.int64)
         labels, spoken, ends, at = tokens.copy(), np.zeros(self.seq_length, np.float32), [], 0
@@ -290,16 +286,16 @@ class ChatDataset(Dataset):
         while at < self.seq_length:
             at = min(at + FILLER, self.seq_length)
             ends.append(at)
-        whole = {"tokens": tokens, "labels": labels, "loss_mask": spoken, "document_ends": np.array(ends)}
-        return {name: torch.from_numpy(part) for name, part in whole.items()}
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": spoken, "document_ends": np.array(ends)}
+        return {name: torch.from_numpy(part) for name, part in sample.items()}
 
 
 def build_chat_datasets(
     config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int]
 ) -> tuple[ChatDataset | None, ChatDataset | None, ChatDataset | None]:
-    """As :func:`megatron.training.data.datasets.build_datasets`, of chats. Every rank calls it.
+    """As :func:`megatron.training.data.datasets.build_datasets`, for chats. Every rank calls it.
 
-    What is there, and what was left out, is added to ``config.notes``.
+    It adds lines about the data, and about conversations that were left out, to ``config.notes``.
     """
     agree = together if dist.is_initialized() else _alone
     template, sources = agree(lambda: (_template(config, tokenizer), _sources(config, samples)))
@@ -313,8 +309,8 @@ def build_chat_datasets(
                 keep(render(path, flag, template, bar=config.logging.progress), folder)
 
     def read() -> dict[str, Store]:
-        found = {path: kept(path, folder_of(path, template, config.data)) for path in flags}
-        return {path: store or render(path, flags[path], template) for path, store in found.items()}
+        stores = {path: kept(path, folder_of(path, template, config.data)) for path in flags}
+        return {path: store or render(path, flags[path], template) for path, store in stores.items()}
 
     agree(write)
     stores = agree(read)
@@ -343,30 +339,30 @@ Source = tuple[list[str] | None, str, tuple[float, float]]  # files, the flag th
 
 
 def _sources(config: Config, samples: tuple[int, int, int]) -> list[Source]:
-    """The files of each split; None where it has none."""
+    """The files of each split; None if it has none."""
     blend, blends = data_files.parse_blends(config.data)
     shares = [(0.0, 1.0)] * 3
     if blend:
         parts = [float(part) for part in parse_split(config.data.split).split(",")]
         bounds = np.cumsum([0.0, *parts, *[0.0] * (3 - len(parts))]) / sum(parts)
         shares = list(zip(bounds[:-1], bounds[1:]))
-    found: list[Source] = []
+    sources: list[Source] = []
     for split, share, count in zip(SPLITS, shares, samples):
-        one, flag = (blend, "--data-path") if blend else (blends[SPLITS.index(split)], f"--{split}-data-path")
-        if one and one[1] is not None:
+        of_split, flag = (blend, "--data-path") if blend else (blends[SPLITS.index(split)], f"--{split}-data-path")
+        if of_split and of_split[1] is not None:
             raise Refusal(
-                f"--sft with weights in {flag} is not supported: name the files alone; all are read each epoch"
+                f"--sft with weights in {flag} is not supported: name only the files; all are read in each epoch"
             )
-        if one is None and split == "train" and count:
+        if of_split is None and split == "train" and count:
             raise Refusal(f"no training data: give {flag}")
-        paths = one[0] if one and count and (share[0] < share[1] or split == "train") else None
+        paths = of_split[0] if of_split and count and (share[0] < share[1] or split == "train") else None
         for path in paths or ():
             if not os.path.isfile(path):
                 raise Refusal(
                     f"{flag} {path}: no such file; --sft reads a file of chats: JSON lines, a JSON array or Parquet"
                 )
-        found.append((paths, flag, share))
-    return found
+        sources.append((paths, flag, share))
+    return sources
 
 
 def _build(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation as tokens, and which of them the assistant speaks, by the tokenizer's own chat template.
+"""Converts a conversation to tokens by the tokenizer's chat template, and finds those that the assistant says.
 
-A template that marks the assistant's words, ``{% generation %} ... {% endgeneration %}``, is believed: transformers
-finds them. Otherwise they are found by rendering the conversation up to each of the assistant's turns, with the words
-that ask for one, and to its end: what has come in between is the turn. That holds only where a template renders the
-beginning of a conversation as it renders it alone; a conversation for which it does not is refused.
+If a template marks the assistant's words by ``{% generation %} ... {% endgeneration %}``, transformers finds them.
+Otherwise the conversation is rendered up to each of the assistant's turns, with the generation prompt, and to the end
+of the turn; the difference is the turn. This requires that a template renders the beginning of a conversation
+independently of what follows; other conversations are refused.
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ from megatron.training.data.text_files import Reader, Record
 from megatron.training.json_file import parse_json
 from megatron.training.refusal import Refusal, one_line, short
 
-# Conversations from JSON lines, JSON arrays and Parquet, and what is wrong with them, by file and line or row.
-#
-# A row is an object with ``messages``, a list of {role, content}, or of another form that ``row_forms`` knows;
-# beside it may stand ``system`` (a text that comes first), ``tools`` (what a template shows of tools) and
-# ``chat_template_kwargs`` (variables of a template). As in Megatron-LM (megatron/training/datasets/sft_dataset.py),
-# a row may hold several conversations, one after another: each begins with a system message.
-
-
+# Conversations from JSON lines, JSON arrays and Parquet. A row is an object with ``messages``, a list of
+# {role, content}, or in another format of row_files.py. It may also have ``system`` (a text that comes first),
+# ``tools`` (for the template) and ``chat_template_kwargs`` (variables of the template). As in Megatron-LM
+# (megatron/training/datasets/sft_dataset.py), a row may have several conversations; each begins with a system message.
 SYSTEM = ("system", "developer")
-# Who may speak after whom; "" is the beginning.
+# The roles that may follow each role; "" is the beginning.
 AFTER = {
     "": (*SYSTEM, "user"),
     "system": ("user",),
@@ -42,7 +38,7 @@ AFTER = {
     "tool": ("assistant", "tool"),
 }
 Message = dict[str, Any]
-LONGEST = 32 << 20  # bytes of a line; to tokenize it takes about 200 bytes of memory for each
+LONGEST = 32 << 20  # bytes of a line; each needs about 200 bytes of memory when it is tokenized
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Chat:
     """One conversation, checked.
 
     Attributes:
-        where: file and line, for messages.
+        where: file and line, for error messages.
         variables: of the template.
     """
 
@@ -61,10 +57,10 @@ class Chat:
 
 
 def read_chats(path: str, flag: str) -> Iterator[Chat]:
-    """The conversations of a file, in its order; blank lines are none.
+    """The conversations of a file in its order, without blank lines.
 
     Raises:
-        Refusal: a row is no conversation, with file and line.
+        Refusal: a row is not a conversation; with file and line.
     """
     try:
         for record in Reader([path]):
@@ -77,23 +73,21 @@ def chats_of(record: Record) -> list[Chat]:
     """The conversations of one row."""
     where = record.where()
     if len(record.content) > LONGEST:
-        raise Refusal(
-            f"{where}: a {record.unit} of {len(record.content):,} bytes; at most {LONGEST:,} are read: split it"
-        )
+        raise Refusal(f"{where}: a {record.unit} of {len(record.content):,} bytes; the limit is {LONGEST:,}: split it")
     line = _object(record, where)
     if line is None:
         return []
     messages, tools = messages_of(line, where), line.get("tools")
     system = line.get("system")
     if system is not None and not isinstance(system, str):
-        raise Refusal(f'{where}: "system" is no text')
-    if isinstance(tools, str):  # as many data sets have it, whose columns hold one type alone
+        raise Refusal(f'{where}: "system" is not text')
+    if isinstance(tools, str):  # as in data sets whose columns have one type
         tools = _json(tools, f'{where}: "tools"') or None
     if tools is not None and not isinstance(tools, list):
-        raise Refusal(f'{where}: "tools" is no list')
+        raise Refusal(f'{where}: "tools" is not a list')
     variables = line.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
-        raise Refusal(f'{where}: "chat_template_kwargs" is no object')
+        raise Refusal(f'{where}: "chat_template_kwargs" is not an object')
     checked = [_message(message, f"{where}, message {number}") for number, message in enumerate(messages, 1)]
     if system is not None:
         if checked[0]["role"] in SYSTEM:
@@ -127,7 +121,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _message(message: Any, where: str) -> Message:
-    """A message whose role and content are what templates can take."""
+    """Check the role and the content of a message."""
     if not isinstance(message, dict):
         raise Refusal(f"{where}: not a JSON object")
     role, content = message.get("role"), message.get("content")
@@ -135,9 +129,9 @@ def _message(message: Any, where: str) -> Message:
         raise Refusal(f"{where}: role {short(role)} is none of {', '.join(filter(None, AFTER))}")
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise Refusal(f"{where}: its content has parts that are no text, and models here read text alone")
+            raise Refusal(f"{where}: its content has parts that are not text, and only text is supported")
     elif not isinstance(content, str) and not (content is None and role == "assistant" and message.get("tool_calls")):
-        raise Refusal(f"{where}: its content is {'missing' if content is None else 'no text'}")
+        raise Refusal(f"{where}: its content is {'missing' if content is None else 'not text'}")
     if role == "assistant" and not (content or message.get("tool_calls")):
         raise Refusal(f"{where}: the assistant says nothing")
     return message
@@ -158,27 +152,27 @@ def _check_order(messages: list[Message], where: str) -> None:
         role = message["role"]
         if role not in AFTER[before]:
             after = f"follows {before}" if before else "comes first"
-            raise Refusal(f"{where}: roles out of order: {role} {after}, where {' or '.join(AFTER[before])} should")
+            raise Refusal(f"{where}: roles out of order: {role} {after}, instead of {' or '.join(AFTER[before])}")
         before = role
     if before != "assistant":
-        raise Refusal(f"{where}: the conversation ends with {before}, and there is no answer to learn: end it with one")
+        raise Refusal(f"{where}: the conversation ends with {before}, so there is no answer to learn: end it with one")
 
 
-OTHER_TEMPLATE = "give one that does, --sft-tokenizer-prompt-format FILE, or leave them out of the data"
+OTHER_TEMPLATE = "give one that shows them, --sft-tokenizer-prompt-format FILE, or remove them from the data"
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation of n tokens: ``ids`` [n] int32, and ``spoken`` [n] bool, those of the assistant."""
+    """A conversation of n tokens: ``ids`` [n] int32, and ``spoken`` [n] bool, whether the assistant says it."""
 
     ids: np.ndarray
     spoken: np.ndarray
 
 
 def _with(chat: Chat, number: int, message: Message) -> Chat:
-    """The same conversation with another message in that place."""
+    """The same conversation with another message ``number``."""
     return replace(chat, messages=[*chat.messages[:number], message, *chat.messages[number + 1 :]])
 
 
@@ -186,17 +180,17 @@ class ChatTemplate:
     """Renders conversations.
 
     Args:
-        tokenizer: of transformers, a fast one.
-        template: Jinja in place of the tokenizer's own.
-        source: names the tokenizer in messages.
+        tokenizer: a fast one of transformers.
+        template: Jinja that replaces the tokenizer's template.
+        source: name of the tokenizer in messages.
 
     Raises:
-        Refusal: there is no template, or the tokenizer cannot say where its tokens come from.
+        Refusal: there is no template, or the tokenizer is not a fast one.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, source: str) -> None:
         if not getattr(tokenizer, "is_fast", False):
-            raise Refusal(f"--sft: {source} is no fast tokenizer, which alone says which words a token stands for")
+            raise Refusal(f"--sft: {source} is not a fast tokenizer, which --sft needs to match tokens with words")
         self.tokenizer, self.given = tokenizer, template
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise Refusal(
@@ -205,18 +199,18 @@ class ChatTemplate:
             )
 
     def template_of(self, chat: Chat) -> str:
-        """The template for a conversation: some tokenizers have another one for tools."""
+        """The template for a conversation. Some tokenizers have a second one for tools."""
         return self.tokenizer.get_chat_template(self.given, chat.tools)
 
     def __call__(self, chat: Chat) -> Rendered:
         """Tokens of a conversation.
 
         Raises:
-            Refusal: the template fails, or does not say what the assistant's words are; with file and line.
+            Refusal: the template fails, or the assistant's words cannot be found; with file and line.
         """
         if wrong := sorted(self.parameters & set(chat.variables)):
             raise Refusal(
-                f'{chat.where}: "chat_template_kwargs" sets {wrong[0]}, which no template has as a variable: '
+                f'{chat.where}: "chat_template_kwargs" sets {wrong[0]}, which is not a variable of a template: '
                 "leave it out"
             )
         try:
@@ -227,7 +221,7 @@ class ChatTemplate:
                 ids, spoken = self._by_turns(chat)
         except Refusal:
             raise
-        except Exception as error:  # whatever a template raises, or makes Jinja or the tokenizer raise
+        except Exception as error:  # a template, Jinja and the tokenizer may raise anything
             raise Refusal(f"{chat.where}: the chat template fails: {one_line(error, 200)}") from error
         rendered = Rendered(np.asarray(ids, np.int32), np.asarray(spoken, bool))
         if not rendered.spoken[1:].any():
@@ -235,7 +229,7 @@ class ChatTemplate:
         return rendered
 
     def _check_shown(self, chat: Chat) -> None:
-        """Refuse a template that leaves out tools or calls of them, or has no way with an answer of calls alone."""
+        """Refuse a template that does not show tools or calls of them, or fails for an answer of only calls."""
         calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
         nulls = [number for number in calls if chat.messages[number].get("content") is None]
         if nulls:
@@ -259,14 +253,14 @@ class ChatTemplate:
             empty = _with(empty, number, chat.messages[number] | {"content": ""})
         expected = self._text(empty, len(chat.messages))
         try:
-            found = self._text(chat, len(chat.messages))
-            wrong = "prints None for" if found.count("None") > expected.count("None") else ""
-        except Exception as error:  # whatever a template raises; with "" it did not
+            text = self._text(chat, len(chat.messages))
+            wrong = "prints None for" if text.count("None") > expected.count("None") else ""
+        except Exception as error:  # a template may raise anything; with "" it did not
             wrong = f"fails ({one_line(error, 100)}) on"
         if wrong:
             raise Refusal(
-                f'{chat.where}, message {numbers[0] + 1}: the chat template {wrong} "content": null beside '
-                '"tool_calls": write "content": "" in the data, or give a template that asks for it, '
+                f'{chat.where}, message {numbers[0] + 1}: the chat template {wrong} "content": null with '
+                '"tool_calls": write "content": "" in the data, or give a template that handles it, '
                 "--sft-tokenizer-prompt-format FILE"
             )
 
@@ -288,7 +282,7 @@ class ChatTemplate:
         ]
         out = self.tokenizer(whole, add_special_tokens=False)
         spoken = np.zeros(len(out["input_ids"]), bool)
-        for start, stop in spans:  # as transformers does it: from the token of the first character to that of the last
+        for start, stop in spans:  # as in transformers: from the token of the first character to that of the last
             first, last = out.char_to_token(start), out.char_to_token(stop - 1)
             if first is None or last is None:
                 raise Refusal(f"{chat.where}: the tokenizer drops the first or the last character of a turn")
@@ -296,25 +290,25 @@ class ChatTemplate:
         return out["input_ids"], spoken
 
     def _turn(self, chat: Chat, number: int, whole: str) -> Span:
-        """The characters of ``whole`` that are the assistant's in message ``number``.
+        """The span of characters in ``whole`` that the assistant says in message ``number``.
 
-        From where a template would let it begin, through the special token that ends its turn, if there is one: white
-        space after that is the template's.
+        It begins after the generation prompt and includes the special token that ends the turn, if there is one, but
+        not the white space after that, which belongs to the template.
         """
         message = chat.messages[number]
         asked, before = self._text(chat, number, ask=True), self._text(chat, number)
         after = self._text(chat, number + 1)
         turn = f"{chat.where}, message {number + 1}"
         if not whole.startswith(after) or not after.startswith(asked):
-            what = "by what follows" if after.startswith(asked) else "by whether it is asked for"
+            cause = "what follows" if after.startswith(asked) else "the generation prompt"
             raise Refusal(
-                f"{turn}: the chat template renders it otherwise {what}, so that its words cannot be told apart: mark "
-                "them in the template, {% generation %} ... {% endgeneration %}"
+                f"{turn}: the chat template renders it differently depending on {cause}, so its words cannot be found: "
+                "mark them in the template, {% generation %} ... {% endgeneration %}"
             )
         text, content = after[len(asked) :], message.get("content")
         if asked == before and isinstance(content, str) and not text.lstrip().startswith(content.strip()[:20]):
             raise Refusal(
-                f"{turn}: the chat template has no add_generation_prompt, so that its words cannot be told from their "
+                f"{turn}: the chat template has no add_generation_prompt, so its words cannot be separated from their "
                 "heading: mark them in the template, {% generation %} ... {% endgeneration %}"
             )
         stripped = text.rstrip()
@@ -324,7 +318,7 @@ class ChatTemplate:
 
     @cached_property
     def parameters(self) -> set[str]:
-        """What transformers takes beside variables of a template: data do not set it."""
+        """Arguments of transformers that are not variables of a template; data must not set them."""
         return set(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"documents"}
 
     @cached_property

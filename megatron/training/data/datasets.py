@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets through megatron-core: files checked before they are read, an index that one rank builds, texts to fill in.
+"""megatron-core's datasets: files are checked before they are read, one rank builds the index, fill in the middle.
 
-Sample n is a function of the data, the seed, the sequence length and the number of samples asked for, not of the grid.
+Sample n depends on the data, the seed, the sequence length and the number of samples, but not on the grid.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_split, portion
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_dataset import build_chat_datasets
-from megatron.training.data.index_files import whole_folder
+from megatron.training.data.index_files import atomic_folder
 from megatron.training.data.read_tokens import DataError, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.refusal import Refusal, together
 
-# --mock-data: token sequences that need no file.
-
 
 class MockDataset(Dataset):
-    """Random token sequences from (seed, split, index) alone, with something to learn.
+    """--mock-data: random but learnable token sequences, a function of (seed, split, index).
 
-    Runs of consecutive ids, on average 8 long, start at ids that are the more likely the smaller they are; documents
-    are on average an eighth of a sequence long, and at most 1,024 tokens. Core's mock data are always 1, 2, 3, ...,
-    never above 4095, whatever the seed or the vocabulary.
+    Consecutive ids follow each other in runs of 8 on average, and runs more often start at small ids. A document has on
+    average an eighth of a sequence, and at most 1,024 tokens. core's mock data are always 1, 2, 3, ... up to 4095
+    for every seed and vocabulary.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer, split: int, size: int) -> None:
@@ -55,7 +53,7 @@ class MockDataset(Dataset):
         position = np.arange(n)
         begin = random.integers(0, 8, n) == 0
         begin[0] = True
-        octave = random.integers(0, self.vocab_size.bit_length() + 1, n)  # integers only: equal on every machine
+        octave = random.integers(0, self.vocab_size.bit_length() + 1, n)  # integers only: the same on every machine
         first = random.integers(0, 2**62, n) % (1 << octave)
         start = np.maximum.accumulate(np.where(begin, position, 0))
         ids = (first[start] + position - start) % self.vocab_size
@@ -67,19 +65,16 @@ class MockDataset(Dataset):
         return {"tokens": text[:-1], "labels": text[1:], "loss_mask": loss_mask}
 
 
-# Fill in the middle: texts are cut in three, and the model learns to write the middle after what surrounds it.
-#
-# As Megatron-LM's GPTFIMDataset has it (megatron/training/datasets/fim_dataset.py): every text of a sample, between
-# ends of documents, is with --fim-rate cut at two of its characters and becomes `<prefix> a <suffix> c <middle> b`,
-# or with
-# --fim-spm-rate `<prefix> <suffix> c <middle> a b`; the sample is then cut, or filled up, to its old length. But
-# what is drawn there depends on the worker and on what it read before; here it is drawn by the number of the sample
-# alone.
+# Fill in the middle: a text is cut in three parts, and the model learns to write the middle after the other two.
+# As in Megatron-LM's GPTFIMDataset (megatron/training/datasets/fim_dataset.py), each text between ends of documents is
+# cut with probability --fim-rate at two of its characters. It becomes `<prefix> a <suffix> c <middle> b`, or with
+# probability --fim-spm-rate `<prefix> <suffix> c <middle> a b`. The sample is then cut or padded to its former length.
+# In Megatron-LM the random numbers depend on the worker and on what it read before; here only on the sample's number.
 
 
 @dataclass(frozen=True)
 class Fim:
-    """What to do with a sample, in ids."""
+    """The settings of fill in the middle, with tokens as ids."""
 
     tokenizer: Tokenizer
     rate: float
@@ -95,10 +90,10 @@ class Fim:
 
 
 def fim_of(data: DataConfig, tokenizer: Tokenizer) -> Fim | None:
-    """What the flags ask for; None without --fim-data.
+    """The settings of the flags; None without --fim-data.
 
     Raises:
-        Refusal: the tokenizer has not the token that a flag names.
+        Refusal: the tokenizer does not have the token that a flag names.
     """
     if not data.fim_data:
         return None
@@ -107,24 +102,24 @@ def fim_of(data: DataConfig, tokenizer: Tokenizer) -> Fim | None:
         text = getattr(data, f"fim_{name}")
         if text is None:
             continue
-        found = tokenizer.special(text)
-        if found is None:
+        token = tokenizer.special(text)
+        if token is None:
             flag = f"--fim-{name.replace('_', '-')}"
-            raise Refusal(f"{flag} {text} is no token of {tokenizer.source}: name one that it has")
-        ids[name.split("_")[0]] = found
+            raise Refusal(f"{flag} {text} is not a token of {tokenizer.source}: name one that it has")
+        ids[name.split("_")[0]] = token
     return Fim(tokenizer, data.fim_rate, data.fim_spm_rate, **ids, fragment_rate=data.fim_fragment_rate or 0.0,
                no_prefix=data.fim_no_prefix)  # fmt: skip
 
 
 def fill_in(sample: np.ndarray, fim: Fim, draw: np.random.Generator) -> np.ndarray:
-    """The sample [n] with its texts cut and put together anew, as long as it was."""
-    found = [part for text in _between(sample, fim.eod) for part in (_text(text, fim, draw), [fim.eod])]
-    filled = np.concatenate(found[:-1]).astype(np.int64)[: len(sample)]
+    """The sample [n] with its texts rearranged, in its former length."""
+    parts = [part for text in _between(sample, fim.eod) for part in (_text(text, fim, draw), [fim.eod])]
+    filled = np.concatenate(parts[:-1]).astype(np.int64)[: len(sample)]
     return np.pad(filled, (0, len(sample) - len(filled)), constant_values=fim.pad)
 
 
 def _between(ids: np.ndarray, mark: int) -> Iterator[np.ndarray]:
-    """The stretches between marks. Empty ones go, with the mark behind them, save the last, as in Megatron-LM."""
+    """The texts between marks. Empty ones are dropped with the mark behind them, except the last, as in Megatron-LM."""
     ends = [*np.flatnonzero(ids == mark), len(ids)]
     for start, end in zip([0, *(end + 1 for end in ends)], ends):
         if end > start or end == len(ids):
@@ -132,7 +127,7 @@ def _between(ids: np.ndarray, mark: int) -> Iterator[np.ndarray]:
 
 
 def _text(ids: np.ndarray, fim: Fim, draw: np.random.Generator) -> np.ndarray:
-    """One text; of one in several parts, each part alone."""
+    """Rearrange one text; if it has several parts, each part separately."""
     if fim.split is None or not (ids == fim.split).any():
         return _cut(ids, fim.rate, fim, draw)
     if draw.random() >= fim.rate:
@@ -158,7 +153,7 @@ def _cut(ids: np.ndarray, rate: float, fim: Fim, draw: np.random.Generator) -> n
 
 
 def generator(*key: Any) -> np.random.Generator:
-    """Random numbers that are a function of whole numbers, not below 0, alone."""
+    """A random generator seeded by integers, which must not be negative."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([int(part) for part in key])))
 
 
@@ -170,11 +165,13 @@ SPLITS = ("train", "valid", "test")
 def build_datasets(
     config: Config, tokenizer: Tokenizer, samples: tuple[int, int, int], *, needed: bool = True, number: int = 0
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Train, valid and test datasets with at least ``samples`` samples each; None where 0 are asked for.
+    """Train, valid and test datasets with at least ``samples`` samples each; None where that is 0.
 
-    Valid and test are None, too, where the flags name no data for them: then there is no evaluation, as in Megatron.
+    Valid and test are also None if the flags name no data for them: then there is no evaluation, as in Megatron-LM.
     Every rank calls it; a rank with ``needed=False`` (a middle pipeline stage) only takes part in the barrier.
-    ``number``: which of several sets of valid and test data.
+
+    Args:
+        number: the index among several sets of valid and test data.
     """
     data = config.data
     if data.mock_data:
@@ -219,49 +216,49 @@ def build_datasets(
         return None, None, None
     datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
     for name, dataset, n in zip(SPLITS, datasets, samples):
-        if n and len(dataset) < n:  # a blend without weights is read once
+        if n and len(dataset) < n:  # a blend without weights is read only once
             raise Refusal(
                 f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed; "
-                "a blend is repeated only where weights are given: --data-path 1 PREFIX 1 PREFIX"
+                "only a blend with weights is repeated: --data-path 1 PREFIX 1 PREFIX"
             )
     return tuple(datasets)
 
 
 @dataclass
 class LocalConfig(GPTDatasetConfig):
-    """Core's, and what is ours."""
+    """core's configuration and our settings."""
 
     fim: Fim | None = None
 
 
 def _sources(core: LocalConfig, split: int) -> tuple[Blend | None, tuple[float, float] | None, str]:
-    """The blend of a split, the share of its documents, and the flag that gave it."""
+    """The blend of a split, the share of its documents that belongs to the split, and the flag."""
     if core.blend:
         return core.blend, core.split_matrix[split], "--data-path"
-    flag = "weighted-split-paths" if any(map(_portions, core.blend_per_split)) else "data-path"
+    flag = "weighted-split-paths" if any(map(_has_portions, core.blend_per_split)) else "data-path"
     return core.blend_per_split[split], (0.0, 1.0), f"--{SPLITS[split]}-{flag}"
 
 
-def _portions(blend: Blend | None) -> bool:
-    """Whether prefixes of a blend come with portions of their documents."""
+def _has_portions(blend: Blend | None) -> bool:
+    """Whether prefixes of a blend have portions of their documents."""
     return blend is not None and any(portion(prefix)[1] for prefix in blend[0])
 
 
 def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_split: bool, packed: bool) -> list:
-    """Check every file that will be read: whole, of this vocabulary, with something in each split that is needed.
+    """Check each file that will be read: it is complete, fits the vocabulary, and has data for each needed split.
 
-    As in Megatron, a run without validation or test data is a run without evaluation: ``samples`` becomes 0 there.
+    As in Megatron-LM, a run without validation or test data has no evaluation: ``samples`` becomes 0 there.
     """
     files: dict[str, data_files.DataFile] = {}
     for i, name in enumerate(SPLITS):
-        blend, whole, flag = _sources(core, i)
-        if samples[i] and (blend is None or whole is None):
+        blend, of_split, flag = _sources(core, i)
+        if samples[i] and (blend is None or of_split is None):
             if i == 0:
                 raise Refusal(f"no training data: give {'train a share in --split' if core.blend else flag}")
             samples[i] = 0
         for given in blend[0] if samples[i] else ():
             prefix, part = portion(given)
-            share = part or whole
+            share = part or of_split
             if prefix not in files:
                 files[prefix] = data_files.open_prefix(prefix, flag)
                 if not (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0):
@@ -281,11 +278,11 @@ def _plan(core: LocalConfig, tokenizer: Tokenizer, samples: list[int], default_s
 
 
 def _build_cache(core: LocalConfig, samples: list[int], folder: str) -> None:
-    """Rank 0 builds the indices and the others wait; where no cache can be written, each rank builds in memory."""
+    """Rank 0 builds the indices while the others wait. If no cache can be written, each rank builds in memory."""
     distributed = torch.distributed.is_initialized()
     try:
         if not (distributed and torch.distributed.get_rank() > 0) and not os.path.isdir(folder):
-            with whole_folder(folder) as temporary:
+            with atomic_folder(folder) as temporary:
                 _build(core, samples, temporary)
     except OSError as error:
         if not os.path.isdir(folder):  # else another run was faster
@@ -296,10 +293,13 @@ def _build_cache(core: LocalConfig, samples: list[int], folder: str) -> None:
 
 
 def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | None]:
-    """Build on this rank, with indices from or for a cache, or "" for none.
+    """Build on this rank.
 
-    Core draws a little more from each part of a blend than it thinks it needs, and fails where that was too little: few
-    samples, as long sequences have, and unequal weights. Then more is drawn; the first try keeps Megatron's order.
+    core draws slightly more from each part of a blend than it needs by its estimate. With few samples (long sequences)
+    and unequal weights that is too little, and core fails. Then more is drawn; the first try has Megatron-LM's order.
+
+    Args:
+        cache: folder of the indices, "" for none.
     """
     config = copy.copy(core)
     config.path_to_cache = cache
@@ -308,16 +308,16 @@ def _build(core: LocalConfig, samples: list[int], cache: str) -> list[Dataset | 
         config.mid_level_dataset_surplus = surplus
         try:
             return LocalBuilder(FimDataset if core.fim else TokenDataset, samples, lambda: True, config).build()
-        except (IndexError, FileNotFoundError):  # too little was drawn; nothing cached, for that reason
+        except (IndexError, FileNotFoundError):  # too little was drawn, and nothing was cached
             if surplus > parts:
                 raise
     return []
 
 
 class TokenDataset(GPTDataset):
-    """Core's samples, read from files that are not mapped, with every id checked.
+    """core's samples, read from files that are not memory-mapped, with every id checked.
 
-    Its path may come with a portion of its documents: what core tells two datasets of one file apart by.
+    The path may include a portion of the documents, by which core distinguishes two datasets of one file.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -334,10 +334,10 @@ class TokenDataset(GPTDataset):
         return len(low_level_dataset)
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [seq_length + 1] of a sample, and the documents that they come from, as core's of that name.
+        """Ids int64 [seq_length + 1] of a sample, and their documents, as core's method of that name.
 
         Raises:
-            DataError: an id is outside of the vocabulary, or a file cannot be read.
+            DataError: an id is outside the vocabulary, or a file cannot be read.
         """
         number = int(self.shuffle_index[idx])
         bounds = self.sample_index[number : number + 2].tolist()
@@ -364,7 +364,7 @@ class TokenDataset(GPTDataset):
         return DataError(f"{self.dataset.file.path}: its index of samples is damaged: remove the index cache")
 
     def _check(self, tokens: np.ndarray, parts: list[np.ndarray], documents: np.ndarray) -> None:
-        """Check the ids of a sample, all together; of those that are wrong, the first is named with its document."""
+        """Check all ids of a sample at once; the error names the first wrong one with its document."""
         tokenizer = self.config.tokenizer
         if first_outside(tokens, tokenizer.vocab_size) is not None:
             for part, document in zip(parts, documents.tolist()):
@@ -372,11 +372,11 @@ class TokenDataset(GPTDataset):
 
 
 class FimDataset(TokenDataset):
-    """The same samples, with the middle of texts to fill in; sample n is a function of the data and the seed still."""
+    """The same samples with fill in the middle; sample n still depends only on the data and the seed."""
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         text, documents = super()._query_document_sample_shuffle_indices(idx)
-        # The number of documents tells files of a blend apart, wherever they lie.
+        # The number of documents distinguishes the files of a blend, independent of their paths.
         key = (self.config.random_seed, self.index_split.value, len(self.dataset), idx)
         filled, tokenizer = fill_in(text, self.config.fim, generator(*key)), self.config.tokenizer
         check_ids(filled, tokenizer.vocab_size, tokenizer.source, lambda: f"sample {idx} of --fim-data")
@@ -384,11 +384,11 @@ class FimDataset(TokenDataset):
 
 
 class LocalBuilder(BlendedMegatronDatasetBuilder):
-    """Core's builder without its barriers and its rule that only rank 0 builds: `_build_cache` does both once."""
+    """core's builder without its barriers and its rule that only rank 0 builds, which are in `_build_cache`."""
 
     @staticmethod
     def build_generic_dataset(cls: type, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
-        """Build on this rank. Core's BlendedDataset asks for the rank even without a process group."""
+        """Build on this rank. With a cache, core's BlendedDataset needs a process group."""
         if cls is BlendedDataset and not torch.distributed.is_initialized():
             args = (*args[:-1], copy.copy(args[-1]))
             args[-1].path_to_cache = ""
@@ -406,7 +406,7 @@ class LocalBuilder(BlendedMegatronDatasetBuilder):
         return [list(datasets) for datasets in zip(*built)]
 
     def _build_megatron_dataset_splits(self, path: str, split: list, *args: Any) -> list:
-        """As core's; a portion that comes with the path is taken in place of the share of each split."""
+        """As core's; a portion in the path replaces the share of each split."""
         part = portion(path)[1]
         return super()._build_megatron_dataset_splits(
             path, [share and part for share in split] if part else split, *args

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to tokens, over any number of worker processes, in the order of the input.
+"""Tokenizes documents in several worker processes, in the order of the input.
 
-It needs neither megatron-core nor torch, which would cost each worker seconds.
+It imports neither megatron-core nor torch, whose imports would cost each worker seconds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_v
 from megatron.training.refusal import Refusal
 
 BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1
-WAITING_BYTES = 1 << 28  # of input that workers have been given and not given back: long records do not pile up
+WAITING_BYTES = 1 << 28  # of input in workers, so that long records do not accumulate
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker has to know."""
+    """The settings of a worker."""
 
     tokenizer: tuple[tuple[str, object], ...]
     vocab_size: int | None
-    dtype: str  # of the tokens in the file
+    dtype: str  # of the tokens in the output file
     keys: tuple[str, ...]
     append_eod: bool
     codon_frame: int
@@ -52,14 +52,14 @@ class Encoded:
 
 @functools.cache
 def tokenizer_of(flags: tuple[tuple[str, object], ...], vocab_size: int | None) -> Tokenizer:
-    """One tokenizer a process; a worker that is forked has its parent's."""
+    """One tokenizer per process; a forked worker has that of its parent."""
     tokenizer = build_tokenizer(DataConfig(**dict(flags)), vocab_size)
     check_vocab(vocab_size, tokenizer)
     return tokenizer
 
 
 def encode(settings: Settings, records: list[Record]) -> Encoded:
-    """Tokenize some records; runs in a worker, which needs neither megatron-core nor torch for it."""
+    """Tokenize some records, in a worker."""
     tokenizer, dtype = tokenizer_of(settings.tokenizer, settings.vocab_size), np.dtype(settings.dtype).type
     encoded = Encoded()
     documents: dict[str, list[np.ndarray]] = {key: [] for key in settings.keys}
@@ -71,7 +71,7 @@ def encode(settings: Settings, records: list[Record]) -> Encoded:
         except BadRecord as error:
             encoded.bad.append(f"{record.where()}: {error}")
             continue
-        except MemoryError:  # not the record's fault: to leave it out would be a loss
+        except MemoryError:  # the record is not bad, so it must not be left out
             raise no_memory(f"{record.where()}, which has {len(record.content):,} bytes") from None
         encoded.empty += texts is None
         for key, document in ids.items():
@@ -85,27 +85,27 @@ def encode(settings: Settings, records: list[Record]) -> Encoded:
 
 
 def _ids(tokenizer: Tokenizer, text: str, settings: Settings, dtype: type) -> np.ndarray:
-    """The tokens of a document, in the type of the file; blanks alone are none."""
+    """The tokens of a document, in the dtype of the file; a document of blanks has none."""
     if not text.strip():
         return np.empty(0, dtype)
     try:
         ids = tokenizer.array(text[settings.codon_frame :])
     except MemoryError:
         raise
-    except Exception as error:  # words given to NullTokenizer, for one
+    except Exception as error:  # for example words for NullTokenizer
         raise BadRecord(f"{tokenizer.kind} cannot tokenize the text: {error}") from None
     if not ids.size:
         return ids.astype(dtype)
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
         raise BadRecord(f"{tokenizer.kind} gave an id outside its {tokenizer.vocab_size}")
     if ids.size >= LONGEST:
-        raise BadRecord(f"longer than the {LONGEST} tokens that a document may have: split it")
+        raise BadRecord(f"longer than {LONGEST} tokens, the limit of a document: split it")
     ids = ids.astype(dtype)
     return np.append(ids, dtype(tokenizer.eod)) if settings.append_eod else ids
 
 
 def batches(reader: Reader) -> Iterator[tuple[list[Record], int]]:
-    """Records in pieces of work, and how far the input is read with each."""
+    """Batches of records, each with the number of bytes of input read so far."""
     records: list[Record] = []
     size = 0
     for record in reader:
@@ -119,7 +119,7 @@ def batches(reader: Reader) -> Iterator[tuple[list[Record], int]]:
 
 
 def encode_all(settings: Settings, reader: Reader, workers: int, method: str) -> Iterator[tuple[Encoded, int]]:
-    """Encode all batches, in order, over ``workers`` processes; only a few batches are held at a time."""
+    """Encode all batches in order, in ``workers`` processes. Memory holds only a few batches at a time."""
     if workers == 1:
         for records, position in batches(reader):
             yield encode(settings, records), position
@@ -140,16 +140,16 @@ def encode_all(settings: Settings, reader: Reader, workers: int, method: str) ->
             while waiting:
                 future, position, _ = waiting.popleft()
                 yield future.result(), position
-        except MemoryError:  # of batches on their way to a worker and back
+        except MemoryError:  # for batches in transfer to or from a worker
             raise no_memory(f"{len(waiting)} batches of {held:,} bytes of input") from None
         except BrokenProcessPool:
-            raise Refusal("a worker process died, perhaps for want of memory: try fewer --workers") from None
+            raise Refusal("a worker process died, perhaps because memory ran out: try fewer --workers") from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker() -> None:
-    """Leave interrupts to the parent."""
+    """Let only the parent handle interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Genomes: FASTA records to sequences, sequences to nucleotide or codon ids, and back.
+"""Genomes: reads FASTA records, and converts sequences to nucleotide or codon ids and back.
 
-Sequences are nucleotide codes of IUPAC in either case: A, C, G, T (or U), and eleven letters for an unknown or
-ambiguous base, of which N is the commonest. Lower case, which marks repeats ("soft-masked"), means the same.
+Sequences consist of IUPAC nucleotide codes in either case: A, C, G, T (or U), and eleven letters for an unknown or
+ambiguous base, most often N. Lower case, which marks repeats ("soft-masked"), has no effect.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _CODONS = np.array(
 
 
 class BadSequence(ValueError):
-    """A byte that is no nucleotide code. ``at``: where it stands."""
+    """A byte is not a nucleotide code. ``at`` is its index."""
 
     def __init__(self, byte: int, at: int) -> None:
-        super().__init__(f"{chr(byte)!r} is no nucleotide code")
+        super().__init__(f"{chr(byte)!r} is not a nucleotide code")
         self.at = at
 
 
@@ -45,7 +45,7 @@ def clean(text: bytes | bytearray) -> bytes:
     """A sequence in upper case, without white space.
 
     Raises:
-        BadSequence: there is something else in it than nucleotide codes.
+        BadSequence: a byte is not a nucleotide code.
     """
     sequence = text.translate(UPPER, WHITE)
     if other := sequence.translate(None, CODES):
@@ -58,11 +58,11 @@ def read_fasta_record(content: bytes | bytearray, line: int) -> str:
     """The sequence of one record.
 
     Args:
-        content: from ``>`` to the next record, of any line length and line ends.
-        line: of the file, on which it begins.
+        content: from ``>`` to the next record, with lines of any length and any line ends.
+        line: the number of its first line in the file.
 
     Raises:
-        ValueError: no header, no sequence, or something in it that is no nucleotide code; the message names the line.
+        ValueError: no header, no sequence, or not a nucleotide code; the message names the line.
     """
     if content[:1] != b">":
         raise ValueError("not FASTA: a sequence without a '>' header before it")
@@ -84,7 +84,7 @@ def nucleotide_ids(text: str) -> np.ndarray:
 
 
 def codon_ids(text: str) -> np.ndarray:
-    """uint8 ids of a sequence's codons, read from its first base on; one or two bases left at the end are left out.
+    """uint8 ids of a sequence's codons from its first base on; one or two remaining bases at the end are dropped.
 
     Raises BadSequence.
     """
@@ -96,10 +96,10 @@ def codon_ids(text: str) -> np.ndarray:
 
 
 def nucleotides(ids: list[int]) -> str:
-    """The sequence of nucleotide ids; N where it was ambiguous, ends of documents left out."""
+    """The sequence of nucleotide ids, with N for an ambiguous base and without ends of documents."""
     return _LETTERS[[i for i in ids if i < BASE_EOD]].tobytes().decode("ascii") if ids else ""
 
 
 def codons(ids: list[int]) -> str:
-    """The sequence of codon ids; NNN where one was ambiguous, ends of documents left out."""
+    """The sequence of codon ids, with NNN for an ambiguous codon and without ends of documents."""
     return _CODONS[[i for i in ids if i < CODON_EOD]].tobytes().decode("ascii") if ids else ""

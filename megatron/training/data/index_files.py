@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's .bin/.idx files, checked before anything is built on them, and the index caches beside them.
+"""Checks Megatron's .bin/.idx files before they are used, and keeps the caches of sample indices.
 
-megatron-core finds a missing or truncated file late or never (short reads, an endless loop on an empty split), and its
-index cache goes by path alone: data written anew under an old name would be read through the old indices.
+megatron-core notices a missing or truncated file late or never (short reads, an endless loop on an empty split). Its
+index cache depends only on the path, so new data under an old name would be read with the old indices.
 """
 
 from __future__ import annotations
@@ -27,24 +27,20 @@ from megatron.training.disk import sync_tree
 from megatron.training.json_file import read_bytes, read_json
 from megatron.training.refusal import Refusal, one_line, reason
 
-# A folder of a cache that appears whole or not at all, whoever else makes the same one at the same time.
-#
-# It is filled under a name of its own and then renamed: of several builders the first one wins, and what an interrupted
-# one leaves behind is never taken for a cache. A list of its files tells when some of them were deleted later.
-
-
-LIST = "files.json"  # {name: bytes}
-LEFT_BEHIND = 24 * 3600  # seconds after which an unfinished folder is not being built any more
+LIST = "files.json"  # {name: bytes} of the files in a cache folder, which shows later whether some were deleted
+LEFT_BEHIND = 24 * 3600  # seconds after which nobody still builds an unfinished folder
 
 
 @contextmanager
-def whole_folder(folder: str) -> Iterator[str]:
-    """Yields a folder beside ``folder`` to fill, which takes that name when all went well, and goes otherwise.
+def atomic_folder(folder: str) -> Iterator[str]:
+    """Yields a temporary folder to fill, which is renamed to ``folder`` at the end, or removed after an error.
+
+    If several processes build the same folder, the first one wins. An interrupted one leaves no ``folder`` behind.
 
     Raises:
-        OSError: nothing can be written there; or ``folder`` is there, because another run was faster.
+        OSError: the folder cannot be written, or ``folder`` exists because another run was faster.
     """
-    temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
+    temporary = f"{folder}.{uuid.uuid4().hex}.tmp"  # two containers may have the same host name and process id
     try:
         os.makedirs(temporary)
         _remove_left_behind(*os.path.split(folder), os.stat(temporary).st_mtime)
@@ -52,33 +48,33 @@ def whole_folder(folder: str) -> Iterator[str]:
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(temporary)}
         with open(os.path.join(temporary, LIST), "w", encoding="utf-8") as file:
             json.dump(sizes, file, indent=2, sort_keys=True)
-        sync_tree(temporary)  # after a power cut, what has the name must be whole
+        sync_tree(temporary)  # a folder of this name must be complete even after a power cut
         os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_whole(folder: str) -> None:
-    """Check that all files are there, each with its size.
+def check_complete(folder: str) -> None:
+    """Check that a cache folder still has all files in their sizes.
 
     Raises:
-        Refusal: some are not.
+        Refusal: it has not.
     """
     name = LIST
     try:
         with open(os.path.join(folder, LIST), encoding="utf-8") as file:
             sizes = json.load(file)
         for name, size in sizes.items():
-            if (found := os.path.getsize(os.path.join(folder, name))) != size:
-                raise ValueError(f"{found} bytes in place of {size}")
+            if (actual := os.path.getsize(os.path.join(folder, name))) != size:
+                raise ValueError(f"{actual} bytes instead of {size}")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise Refusal(
-            f"{folder} is not whole any more ({name}: {reason(error)}): remove it, and it is made anew"
+            f"{folder} is no longer complete ({name}: {reason(error)}): remove it, and it is built again"
         ) from None
 
 
 def _remove_left_behind(root: str, name: str, now: float) -> None:
-    """Remove what runs that were killed have left of the same folder; ``now``: by the clock of the file system."""
+    """Remove unfinished folders of killed runs. ``now`` is the time by the file system's clock."""
     with suppress(OSError):  # another run removes it too
         for entry in os.scandir(root):
             if entry.name.startswith(f"{name}.") and entry.name.endswith(".tmp"):
@@ -88,14 +84,14 @@ def _remove_left_behind(root: str, name: str, now: float) -> None:
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"
-LONGEST_HEADER = 10_000  # bytes of a .npy; numpy parses no longer ones
+LONGEST_HEADER = 10_000  # bytes of a .npy header; numpy parses no longer ones
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-FORM = 2  # of index caches: a folder with a list of its files
+FORM = 2  # version of index caches: a folder with a list of its files
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One prefix whose .bin and .idx are whole."""
+    """A prefix whose .bin and .idx are complete."""
 
     prefix: str
     dtype: type[np.integer]
@@ -107,7 +103,7 @@ class DataFile:
         return FileArray(OpenFile(f"{self.prefix}.idx"), np.int32, (self.sequences,), HEADER.size)
 
     def starts(self) -> FileArray:
-        """Where each document begins in the .bin, in bytes."""
+        """The offset of each document in the .bin, in bytes."""
         offset = HEADER.size + 4 * self.sequences
         return FileArray(OpenFile(f"{self.prefix}.idx"), np.int64, (self.sequences,), offset)
 
@@ -117,7 +113,7 @@ class DataFile:
 
 
 def named_sets(data: DataConfig, split: str) -> list[str]:
-    """Names of the data that ``split`` is evaluated on one by one; none where there is one set alone."""
+    """Names of the sets on which ``split`` is evaluated separately; empty if there is only one set."""
     groups = weighted_groups(data, split)
     return [group.name for group in groups] if len(groups) > 1 else []
 
@@ -126,7 +122,7 @@ def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[
     """The blend of --data-path, or one blend each for train, valid and test; never both.
 
     Args:
-        number: which of several sets of valid and test data.
+        number: the index among several sets of valid and test data.
     """
     groups = [weighted_groups(data, split) for split in ("train", "valid", "test")]
     if any(groups):
@@ -143,7 +139,7 @@ def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[
     given = [flag for flag, path in zip(flags, paths) if path is not None]
     if data.data_path is not None:
         if given:
-            raise Refusal(f"--data-path and {given[0]} exclude each other: split one blend, or give one a split")
+            raise Refusal(f"--data-path and {given[0]} exclude each other: split one blend, or give one per split")
         return parse_blend(data.data_path, "--data-path"), None
     if not given:
         raise Refusal("no data: give --data-path, or --train-data-path, or --mock-data")
@@ -153,13 +149,13 @@ def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[
 
 
 def _blend_in_file(data: DataConfig) -> Blend:
-    """--data-args-path: the words of --data-path. --data-file-list: weight, prefix and a name, line by line."""
+    """--data-args-path has the words of --data-path; --data-file-list has a weight, a prefix and a name per line."""
     if data.data_args_path:
         return parse_blend(_text(data.data_args_path, "--data-args-path").split(), "--data-args-path")
     flag = "--data-file-list"
     lines = [line.split() for line in _text(data.data_file_list, flag).splitlines() if line.strip()]
     if not lines or any(len(line) != 3 for line in lines):
-        raise Refusal(f"{flag} {data.data_file_list}: not a line WEIGHT PREFIX CORPUS for each part: give it so")
+        raise Refusal(f"{flag} {data.data_file_list}: each line must be WEIGHT PREFIX CORPUS")
     return parse_blend([word for weight, prefix, _ in lines for word in (weight, prefix.removesuffix(".bin"))], flag)
 
 
@@ -173,7 +169,7 @@ def _blends_in_file(path: str) -> list[Blend | None]:
             raise TypeError
         words = [[str(word) for word in part] for part in words]
     except (KeyError, TypeError):
-        raise Refusal(f'{flag} {path}: no JSON object with lists "train", "valid" and "test": give it so') from None
+        raise Refusal(f'{flag} {path}: must be a JSON object with lists "train", "valid", "test"') from None
     return [parse_blend(part, flag) if part else None for part in words]
 
 
@@ -183,11 +179,11 @@ def _text(path: str, flag: str) -> str:
     except OSError as error:
         raise Refusal(f"{flag} {path}: {(error.strerror or 'cannot be read').lower()}") from None
     except ValueError as error:
-        raise Refusal(f"{flag} {path}: no text: {reason(error)}") from None
+        raise Refusal(f"{flag} {path}: not text: {reason(error)}") from None
 
 
 def open_prefix(prefix: str, flag: str) -> DataFile:
-    """Check that both files of a prefix exist and are whole: cheap, whatever their size."""
+    """Check that both files of a prefix exist and are complete, in a time that does not depend on their size."""
     paths = {extension: f"{prefix}.{extension}" for extension in ("bin", "idx")}
     for path in paths.values():
         if not os.path.isfile(path):
@@ -206,14 +202,14 @@ def _open_prefix(prefix: str, flag: str, paths: dict[str, str]) -> DataFile:
             raise Refusal(f"{flag} {prefix}: {idx} is not a Megatron index")
         _, version, code, sequences, documents = HEADER.unpack(head)
         if version != 1 or code not in TOKEN_TYPES:
-            raise Refusal(f"{flag} {prefix}: {idx} has version {version} and data type {code}, which we do not read")
+            raise Refusal(f"{flag} {prefix}: {idx} has version {version} and data type {code}, which cannot be read")
         expected = HEADER.size + 12 * sequences + 8 * documents
-        if idx_stat.st_size not in (expected, expected + sequences):  # a byte a sequence more: multimodal
+        if idx_stat.st_size not in (expected, expected + sequences):  # one byte more per sequence: multimodal
             raise Refusal(f"{flag} {prefix}: {idx} holds {idx_stat.st_size} bytes, expected {expected}: damaged")
         if sequences == 0:
             raise Refusal(f"{flag} {prefix}: {idx} holds no documents")
         file.seek(HEADER.size + 12 * sequences + 8 * (documents - 1))
-        if documents == 0 or struct.unpack("<q", file.read(8)) != (sequences,):  # core asserts it
+        if documents == 0 or struct.unpack("<q", file.read(8)) != (sequences,):  # core asserts this
             raise Refusal(f"{flag} {prefix}: the documents of {idx} do not end with its last sequence: damaged")
         file.seek(HEADER.size + 4 * (sequences - 1))
         (last_length,) = struct.unpack("<i", file.read(4))
@@ -221,16 +217,17 @@ def _open_prefix(prefix: str, flag: str, paths: dict[str, str]) -> DataFile:
         (last_start,) = struct.unpack("<q", file.read(8))
     expected = last_start + last_length * np.dtype(TOKEN_TYPES[code]).itemsize
     if bin_stat.st_size != expected:
-        what = "truncated" if bin_stat.st_size < expected else "not the file of this .idx"
+        problem = "truncated" if bin_stat.st_size < expected else "not the file of this .idx"
         raise Refusal(
-            f"{flag} {prefix}: {paths['bin']} holds {bin_stat.st_size} bytes, expected {expected} from the .idx: {what}"
+            f"{flag} {prefix}: {paths['bin']} holds {bin_stat.st_size} bytes, expected {expected} from the .idx: "
+            f"{problem}"
         )
     identity = (prefix, bin_stat.st_size, bin_stat.st_mtime_ns, idx_stat.st_size, idx_stat.st_mtime_ns)
     return DataFile(prefix, TOKEN_TYPES[code], sequences, identity)
 
 
 def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
-    """Check that each document begins where the one before ends, as Megatron writes them: reads the whole .idx."""
+    """Check that each document begins at the end of the previous one, as Megatron writes it. Reads all of the .idx."""
     lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
     for first in range(0, file.sequences, block):
         of_block, ends = starts[first : first + block + 1], lengths[first : first + block].astype(np.int64) * size
@@ -247,31 +244,31 @@ def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
 
 
 def load_numbers(path: str) -> np.ndarray:
-    """The array in a .npy file, in a memory map: whole, and of numbers or truths alone; nothing is unpickled.
+    """The memory-mapped array of integers or booleans in a complete .npy file. Nothing is unpickled.
 
     Raises:
-        OSError, ValueError: it is something else.
+        OSError, ValueError: the file is something else.
     """
     with open(path, "rb") as file:
         head = file.read(len(NPY) + 6)
-        if not head.startswith(NPY):  # numpy opens archives too
+        if not head.startswith(NPY):  # numpy would also open an archive
             raise ValueError("not a .npy file")
         length = head[8:10] if head[6:7] == b"\x01" else head[8:12]
-        if int.from_bytes(length, "little") > LONGEST_HEADER:  # numpy would ask for that much memory
+        if int.from_bytes(length, "little") > LONGEST_HEADER:  # numpy would allocate as much memory
             raise ValueError("its header is too long")
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # whatever a header that is no header makes numpy and Python's parser raise
+    except Exception as error:  # an invalid header may make numpy and Python's parser raise anything
         raise ValueError(one_line(error, 100)) from None
-    if found.dtype.kind not in "iub":
-        raise ValueError("not an array of whole numbers")
-    return found
+    if array.dtype.kind not in "iub":
+        raise ValueError("not an array of integers")
+    return array
 
 
 def check_cache(folder: str) -> None:
-    """Check that cached indices are whole and nothing but numbers: core would unpickle what says that it is pickled."""
+    """Check that cached indices are complete arrays of numbers: core would unpickle a file that says it is pickled."""
     for name in sorted(os.listdir(folder)):
         if name.endswith(".npy"):
             path = os.path.join(folder, name)
@@ -279,13 +276,13 @@ def check_cache(folder: str) -> None:
                 load_numbers(path)
             except (OSError, ValueError) as error:
                 raise Refusal(
-                    f"{path} is no index of data ({one_line(error, 100)}): remove {folder}, and it is made anew"
+                    f"{path} is not an index of data ({one_line(error, 100)}): remove {folder}, and it is built again"
                 ) from None
-    check_whole(folder)
+    check_complete(folder)
 
 
 def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int = 64, tokens: int = 4096) -> None:
-    """Look for ids outside the vocabulary in a sample of the documents, first and last included."""
+    """Look for ids outside the vocabulary in a sample of the documents, including the first and the last."""
     chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
     try:
         reader = file.open()
@@ -297,7 +294,7 @@ def check_token_ids(file: DataFile, vocab_size: int, source: str, documents: int
 
 
 def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
-    """Look whether any of a sample of the documents ends as packed ones have to, with the end-of-document token."""
+    """Check that some of a sample of documents end with the end-of-document token, which packing needs."""
     lengths, starts, size = file.lengths(), file.starts(), np.dtype(file.dtype).itemsize
     chosen = np.unique(np.linspace(0, file.sequences - 1, min(documents, file.sequences)).astype(np.int64))
     with open(f"{file.prefix}.bin", "rb") as stream:
@@ -307,8 +304,8 @@ def check_document_ends(file: DataFile, eod: int, documents: int = 64) -> None:
                 if np.fromfile(stream, file.dtype, 1)[0] == eod:
                     return
     raise Refusal(
-        f"{file.prefix}.bin: no document ends with token {eod}, the tokenizer's end of document, where "
-        "--reset-attention-mask and --reset-position-ids look for it: write the data with "
+        f"{file.prefix}.bin: no document ends with token {eod}, the tokenizer's end of document, which "
+        "--reset-attention-mask and --reset-position-ids need: write the data with "
         "tools/preprocess_data.py --append-eod, or leave them out"
     )
 
@@ -319,20 +316,20 @@ def documents_of(file: DataFile, share: tuple[float, float]) -> range:
 
 
 def check_share(file: DataFile, share: tuple[float, float], need: int, name: str, flag: str) -> None:
-    """Check that a split's documents hold at least ``need`` tokens; core loops forever where there are none."""
-    documents, found = documents_of(file, share), 0
+    """Check that the documents of a split hold at least ``need`` tokens; with none, core loops forever."""
+    documents, tokens = documents_of(file, share), 0
     if documents:
         starts, size = file.starts(), np.dtype(file.dtype).itemsize
-        found = int(starts[documents[-1]] - starts[documents[0]]) // size + int(file.lengths()[documents[-1]])
-    if found < need:
+        tokens = int(starts[documents[-1]] - starts[documents[0]]) // size + int(file.lengths()[documents[-1]])
+    if tokens < need:
         raise Refusal(
-            f"{flag} {file.prefix}: the {name} split gets {len(documents)} of {file.sequences} documents with {found} "
+            f"{flag} {file.prefix}: the {name} split gets {len(documents)} of {file.sequences} documents with {tokens} "
             f"tokens, at least {need} are needed: change --split, or give --{name}-data-path"
         )
 
 
 def cache_folder(data: DataConfig, files: list[DataFile], parts: dict) -> str:
-    """The folder of one set of indices: next to the data unless told otherwise, named by all that they depend on."""
+    """The folder of a set of indices, named by a hash of everything they depend on; by default next to the data."""
     root = data.data_cache_path or os.path.join(os.path.dirname(os.path.abspath(files[0].prefix)), "index-cache")
     text = json.dumps({"files": [file.identity for file in files], "form": FORM, **parts}, sort_keys=True)
     return os.path.join(root, hashlib.sha256(text.encode()).hexdigest()[:24])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers in files, read and never mapped, and token ids that are checked as they are read.
+"""Reads numbers from files without memory mapping, and checks token ids when they are read.
 
-A page of a mapping that lies behind the end of its file ends the process with SIGBUS, without a line, and files do
-become shorter while a program runs: someone writes them anew, a file server loses them. A read that comes back short is
-an error like any other.
+A file may become shorter while a program runs: somebody writes it again, a file server loses it. An access to a mapped
+page behind the new end kills the process with SIGBUS and no message. A short read is an ordinary error.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from megatron.training.refusal import reason
 
 logger = logging.getLogger(__name__)
 
-PASSING = (errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)  # errors of file servers that may be gone a moment later
-PAUSES = (1.0, 5.0, 25.0)  # seconds before a read that failed with one of them is tried again
+PASSING = (errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)  # errors of file servers that may be temporary
+PAUSES = (1.0, 5.0, 25.0)  # seconds to wait before each repetition of such a read
 
 
 class DataError(Exception):
-    """Data that cannot be used, noticed while they are read: the job ends on all ranks, with this one line."""
+    """Data turned out to be unusable while they were read. The job ends on all ranks with this message of one line."""
 
 
 class OpenFile:
-    """A file that is kept open, so that what happens to its name (deleted, replaced) does not matter.
+    """A file that is kept open, so that it stays readable if its name is deleted or replaced.
 
-    Threads and forked processes may share it: a read has no position of its own.
+    Threads and forked processes may share it, because a read does not use the file position.
 
     Raises:
         DataError: it cannot be opened.
@@ -53,28 +52,28 @@ class OpenFile:
         """``count`` bytes from byte ``offset`` on.
 
         Raises:
-            DataError: the file ends before, or the system cannot read it.
+            DataError: the file is too short, or the system cannot read it.
         """
         try:
             data = os.pread(self.descriptor, count, offset)
         except OSError as error:
-            data = self._again(error, count, offset)
-        while len(data) < count:  # the system reads 2 GiB at most
+            data = self._retry(error, count, offset)
+        while len(data) < count:  # one call reads at most 2 GiB
             more = self.read(min(count - len(data), 1 << 30), offset + len(data)) if data else b""
             if not more:
                 raise DataError(
-                    f"{self.path} ends before byte {offset + count}, up to which it was to be read: it became shorter "
-                    "while it was in use, or the file that points into it is damaged"
+                    f"{self.path} ends before byte {offset + count}, which was to be read: it became shorter while in "
+                    "use, or the file that points into it is damaged"
                 )
             data += more
         return data
 
-    def _again(self, error: OSError, count: int, offset: int) -> bytes:
-        """Read after an error that may pass."""
+    def _retry(self, error: OSError, count: int, offset: int) -> bytes:
+        """Read again after an error that may be temporary."""
         for pause in PAUSES:
             if error.errno not in PASSING:
                 break
-            logger.warning("%s: %s; it is read again in %g s", self.path, reason(error), pause)
+            logger.warning("%s: %s; reading it again in %g s", self.path, reason(error), pause)
             time.sleep(pause)
             try:
                 return os.pread(self.descriptor, count, offset)
@@ -84,13 +83,11 @@ class OpenFile:
 
 
 class FileArray:
-    """An array in a file. An index or a slice reads from the file, numpy's functions read all of it.
+    """An array in a file. An index or a slice reads that part from the file; numpy's functions read all of it.
 
     Args:
-        file: where it is.
-        dtype: of its numbers.
-        shape: of the array; its rows, along the first dim, are what is indexed.
-        offset: of its first byte.
+        shape: of the array; indices address the first dim.
+        offset: of the first byte of the array in the file.
     """
 
     def __init__(self, file: OpenFile, dtype: Any, shape: tuple[int, ...], offset: int) -> None:
@@ -105,7 +102,7 @@ class FileArray:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """A row, or the rows of a slice, whose step is 1.
+        """A row, or the rows of a slice with step 1.
 
         Raises:
             IndexError: there is no such row.
@@ -114,7 +111,7 @@ class FileArray:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise IndexError(f"a slice with step {step}: only 1 is read")
+                raise IndexError(f"a slice with step {step}: only step 1 is supported")
             return self._rows(start, max(start, stop))
         row = operator.index(index)
         if not -len(self) <= row < len(self):
@@ -122,7 +119,7 @@ class FileArray:
         return self._rows(row % len(self), row % len(self) + 1)[0]
 
     def number(self, row: int) -> int:
-        """A row of an array [n] of signed whole numbers: what an index gives, in half the time."""
+        """One element of an array [n] of signed integers, in half the time of an index."""
         data = self.file.read(self.row_bytes, self.offset + row * self.row_bytes)
         return int.from_bytes(data, sys.byteorder, signed=True)
 
@@ -135,18 +132,18 @@ class FileArray:
 
 
 def unmapped(array: np.ndarray) -> np.ndarray | FileArray:
-    """The same array, read from its file where it was a mapping of it."""
+    """The same array; if it is memory-mapped, as one that reads from the file."""
     if not isinstance(array, np.memmap):
         return array
     if not array.flags.c_contiguous:
-        raise DataError(f"{array.filename} holds its numbers in another order: remove it")
+        raise DataError(f"{array.filename} is not in C order: remove it")
     return FileArray(OpenFile(array.filename), array.dtype, array.shape, array.offset)
 
 
 def first_outside(ids: np.ndarray, size: int) -> int | None:
-    """Where the first of some token ids [n] stands that is not one of 0 to ``size - 1``; None where all are.
+    """The index of the first token id [n] that is not from 0 to ``size - 1``; None if there is none.
 
-    One pass over the ids: as numbers without a sign, negative ones are the largest.
+    It takes one pass, because as unsigned numbers the negative ids are the largest.
     """
     limit = min(size, np.iinfo(ids.dtype).max + 1)
     unsigned = ids.view(f"u{ids.dtype.itemsize}")
@@ -160,8 +157,8 @@ def check_ids(ids: np.ndarray, size: int, source: str, where: Callable[[], str])
 
     Args:
         size: of the vocabulary, unpadded.
-        source: names the tokenizer.
-        where: names the file and the document; called where it is needed.
+        source: name of the tokenizer.
+        where: returns the name of the file and the document, for the message.
 
     Raises:
         DataError: one is not.
@@ -173,13 +170,13 @@ def check_ids(ids: np.ndarray, size: int, source: str, where: Callable[[], str])
 
 
 class TokenFile:
-    """The documents of one .bin, as core's datasets ask for them.
+    """The documents of a .bin, with the interface that core's datasets use.
 
     Args:
-        prefix: of the .bin.
+        prefix: the path of the .bin without ending.
         dtype: of its token ids.
         lengths: tokens of each document, int32 [documents].
-        starts: where each begins in the .bin, in bytes, int64 [documents].
+        starts: offset of each document in the .bin, in bytes, int64 [documents].
 
     Raises:
         DataError: the .bin cannot be opened.
@@ -194,28 +191,28 @@ class TokenFile:
 
     @property
     def sequence_lengths(self) -> np.ndarray:
-        """Tokens of each document, all read now: only an index of samples that is being built asks for them."""
+        """Tokens of each document. Reads all of them; only the construction of an index of samples needs that."""
         return np.asarray(self.lengths)
 
     def get(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """``length`` ids of a document from its token ``offset`` on, not checked; all that follow where it is None.
+        """``length`` ids of a document (by default all) from its token ``offset`` on, unchecked.
 
         Raises:
-            DataError: the document has not so many, or a file cannot be read.
+            DataError: the document has fewer, or a file cannot be read.
         """
         if not 0 <= document < self.documents:
-            raise DataError(f"{self.file.path} has {self.documents} documents, and no document {document}")
-        there = self.lengths.number(document)
+            raise DataError(f"{self.file.path} has {self.documents} documents, but no document {document}")
+        total = self.lengths.number(document)
         if length is None:
-            length = there - offset
-        if not 0 <= offset <= offset + length <= there:
+            length = total - offset
+        if not 0 <= offset <= offset + length <= total:
             raise DataError(
-                f"{self.file.path}: document {document} has {there} tokens, and {offset} to {offset + length} are "
-                "asked for: the index of samples is damaged, remove the index cache"
+                f"{self.file.path}: document {document} has {total} tokens, but the index of samples asks for "
+                f"{offset} to {offset + length}: it is damaged, remove the index cache"
             )
         size = self.dtype.itemsize
         return np.frombuffer(self.file.read(length * size, self.starts.number(document) + offset * size), self.dtype)
 
     def where(self, document: int) -> str:
-        """Names a document in messages."""
+        """The name of a document in messages."""
         return f"{self.file.path}: document {document}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of files that are not lines: JSON arrays and Parquet. Each row becomes JSON, as a line of JSON lines holds it.
+"""Reads JSON arrays and Parquet files. Each row becomes JSON, as in a line of JSON lines.
 
 Both are read in bounded memory: an array element by element, Parquet in batches of rows of one row group.
 """
@@ -17,15 +17,12 @@ from typing import IO, Any
 from megatron.training.json_file import PART
 from megatron.training.refusal import Refusal, one_line, short
 
-# Files that are packed by gzip or zstd, as streams of what is in them.
-
-
-PACKED = (".gz", ".zst")
-ZSTD_PART = 1 << 12  # bytes of a .zst that are unpacked at a time: four of them can stand for 128 KiB
+PACKED = (".gz", ".zst")  # endings of compressed files
+ZSTD_PART = 1 << 12  # bytes of a .zst that are decompressed at a time: four bytes can become 128 KiB
 
 
 def unpacked(path: str, raw: IO[bytes]) -> IO[bytes]:
-    """The stream of a file's content."""
+    """The stream of a file's decompressed content."""
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)
     if path.endswith(".zst"):
@@ -34,7 +31,7 @@ def unpacked(path: str, raw: IO[bytes]) -> IO[bytes]:
 
 
 class Zstd(io.RawIOBase):
-    """A .zst of any number of frames. zstandard's own stream ends in silence where a file is cut off."""
+    """A .zst of any number of frames. zstandard's own stream reports no error if the file is cut off."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         try:
@@ -69,14 +66,12 @@ class Zstd(io.RawIOBase):
         return count
 
 
-# Published forms of rows: which one a row has, its messages where it holds a conversation, and what to do with it.
-#
-# Read as conversations: ``messages``, ShareGPT's ``conversations``, Alpaca's ``instruction``, ``input`` and ``output``,
-# ``prompt`` and ``completion`` (texts, or messages).
+# Common formats of rows. Read as conversations are ``messages``, ShareGPT's ``conversations``, Alpaca's
+# ``instruction``, ``input`` and ``output``, and ``prompt`` with ``completion`` (texts, or messages).
 
 
 Row = dict[str, Any]
-# Who speaks, in ShareGPT's words.
+# ShareGPT's names of the roles.
 SPEAKERS = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
@@ -85,7 +80,7 @@ READ = '"messages", ShareGPT\'s "conversations", Alpaca\'s "instruction" and "ou
 
 
 def form_of(row: Row) -> str:
-    """The name of a row's form; empty where it has none that is known."""
+    """The name of a row's format; empty if it is unknown."""
     if "messages" in row:
         return "messages"
     if "conversations" in row:
@@ -100,51 +95,51 @@ def form_of(row: Row) -> str:
 
 
 def advice(row: Row) -> str:
-    """What to do with a row that has not the key that was asked for, as the end of a refusal."""
+    """The end of a refusal of a row without the requested key: what to do with it."""
     form, keys = form_of(row), _keys(row)
     if form in ("messages", "ShareGPT", "Alpaca", "prompt and completion"):
         return (
-            f"; the row is of the form {form}, which pretrain_gpt.py --sft reads as it is; to train on its texts "
-            f"alone, name their keys with --json-keys: {keys}"
+            f"; the row has the format {form}, which pretrain_gpt.py --sft reads directly; to train only on its texts, "
+            f"name their keys with --json-keys: {keys}"
         )
     return f"; it has {keys}: name keys with --json-keys" if keys else ""
 
 
 def _keys(row: Row) -> str:
-    """The first keys of a row, for a line."""
+    """The first keys of a row, for a message."""
     return short(", ".join(f'"{key}"' for key in list(row)[:8])).strip("'") if row else ""
 
 
 def messages_of(row: Row, where: str) -> list[Any]:
-    """The messages of a row, not checked yet.
+    """The messages of a row, unchecked.
 
     Raises:
-        Refusal: the row is of no form that is a conversation; it says which forms are, or what to do.
+        Refusal: the row has no format of a conversation; the message names the formats, or what to do.
     """
     form = form_of(row)
     if form == "Alpaca":
         return _alpaca(row, where)
     if form == "prompt and completion":
         return _completion(row, where)
-    found = row.get("messages" if form == "messages" else "conversations")
-    if isinstance(found, list) and found:
-        return [_shared(message, f"{where}, message {number}") for number, message in enumerate(found, 1)]
+    messages = row.get("messages" if form == "messages" else "conversations")
+    if isinstance(messages, list) and messages:
+        return [_shared(message, f"{where}, message {number}") for number, message in enumerate(messages, 1)]
     if form in ("messages", "ShareGPT"):
-        hint = f"; its {'messages' if form == 'messages' else 'conversations'} are {short(found)}"
+        hint = f"; its {'messages' if form == 'messages' else 'conversations'} are {short(messages)}"
     elif form == "preferences":
         hint = (
-            ': "chosen" and "rejected" are preferences, and --sft learns from answers alone: rename chosen to messages'
+            ': "chosen" and "rejected" are preferences, and --sft only learns from answers: rename chosen to messages'
         )
     elif form == "text":
         hint = ": a plain text, which tools/preprocess_data.py tokenizes for training without --sft"
     else:
         keys = _keys(row)
-        hint = f"; read are {READ}" + (f": rename the row's {keys}" if keys else "")
+        hint = f"; --sft reads {READ}" + (f": rename the row's {keys}" if keys else "")
     raise Refusal(f'{where}: no list "messages" of {{"role", "content"}}{hint}')
 
 
 def _shared(message: Any, where: str) -> Any:
-    """A message of ShareGPT's form, ``from`` and ``value``, in our words; any other as it is."""
+    """A message of ShareGPT's format (``from``, ``value``) with our keys; any other message unchanged."""
     if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= set(message):
         return message
     speaker = message["from"]
@@ -157,12 +152,12 @@ def _shared(message: Any, where: str) -> Any:
 
 
 def _alpaca(row: Row, where: str) -> list[Row]:
-    """The instruction, an empty line and the input ask; the output answers. Earlier turns may stand in ``history``."""
+    """The question is the instruction, an empty line and the input; ``history`` may have earlier turns."""
     given, history = row.get("input"), row.get("history") or []
     texts = [row["instruction"], row["output"], given or ""]
     pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
     if not pairs or not all(isinstance(text, str) for text in [*texts, *(text for pair in history for text in pair)]):
-        raise Refusal(f'{where}: of Alpaca\'s form, and its "instruction", "input", "output" or "history" is no text')
+        raise Refusal(f'{where}: Alpaca\'s format, but its "instruction", "input", "output" or "history" is not text')
     question = f"{row['instruction']}\n\n{given}" if given and given.strip() else row["instruction"]
     return [
         message
@@ -177,41 +172,41 @@ def _completion(row: Row, where: str) -> list[Any]:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     if isinstance(prompt, list) and isinstance(completion, list) and prompt and completion:
         return [*prompt, *completion]
-    raise Refusal(f'{where}: its "prompt" and "completion" are not two texts, nor two lists of messages')
+    raise Refusal(f'{where}: its "prompt" and "completion" must be two texts or two lists of messages')
 
 
 BLANKS = re.compile(r"[ \t\r\n]*")
-NEAR_THE_END = 16  # characters: a literal or an escape that the end of a part cuts
+NEAR_THE_END = 16  # characters: longer than a literal or an escape that the end of a part may cut
 PARQUET, BATCH_ROWS = b"PAR1", 32
 PYARROW = "pip install 'pyarrow>=18,<27'"
 OTHERS = {
     b"ARROW1": "an Arrow file: write it as Parquet",
     b"PK\x03\x04": "a zip archive: unpack it",
-    b"BZh": "packed by bzip2: unpack it, or pack it by gzip or zstd",
-    b"\xfd7zXZ": "packed by xz: unpack it, or pack it by gzip or zstd",
-    b"\x1f\x8b": "packed by gzip: give it a name that ends in .gz",
-    b"(\xb5/\xfd": "packed by zstd: give it a name that ends in .zst",
+    b"BZh": "compressed by bzip2: decompress it, or use gzip or zstd",
+    b"\xfd7zXZ": "compressed by xz: decompress it, or use gzip or zstd",
+    b"\x1f\x8b": "compressed by gzip: give it a name that ends in .gz",
+    b"(\xb5/\xfd": "compressed by zstd: give it a name that ends in .zst",
 }
 
 
 def is_array(head: bytes) -> bool:
-    """Whether a file of rows that begins so is one JSON array; a line of JSON lines is an object."""
+    """Whether a file that begins with ``head`` is a JSON array; a line of JSON lines is an object."""
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def foreign(head: bytes) -> str | None:
-    """What a file that begins so is, and what to do with it, where no rows can be read from it."""
-    return next((what for magic, what in OTHERS.items() if head.startswith(magic)), None)
+    """The format of a file that begins with ``head``, and what to do with it; None if it may have rows."""
+    return next((hint for magic, hint in OTHERS.items() if head.startswith(magic)), None)
 
 
 def array_rows(stream: IO[bytes], longest: int) -> Iterator[tuple[int, bytes]]:
     """The elements of a JSON array, numbered from 1, as JSON.
 
     Args:
-        longest: characters of an element.
+        longest: most characters of an element.
 
     Raises:
-        ValueError: it is no array of JSON; one line says from which element on.
+        ValueError: it is not a JSON array; the message of one line names the element.
     """
     text, number = _Text(stream, longest), 0
     scan = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str).raw_decode
@@ -228,16 +223,16 @@ def array_rows(stream: IO[bytes], longest: int) -> Iterator[tuple[int, bytes]]:
             text.at = end
             mark = text.peek()
             if mark not in (",", "]"):
-                what = f"{mark!r} follows" if mark else "the file ends"
-                raise ValueError(f"after element {number} of its JSON array {what}, where a comma or ] should")
+                actual = f"{mark!r} follows" if mark else "the file ends"
+                raise ValueError(f"after element {number} of its JSON array {actual}, instead of a comma or ]")
             text.at += 1
             closed = mark == "]"
     if text.peek():
-        raise ValueError("it goes on after the end of its JSON array: give one array, or JSON lines of objects")
+        raise ValueError("it continues after the end of its JSON array: give one array, or JSON lines of objects")
 
 
 class _Text:
-    """A stream of UTF-8 as text, as much of it as is being read."""
+    """The part of a UTF-8 stream that is being parsed, as text."""
 
     def __init__(self, stream: IO[bytes], longest: int) -> None:
         self.stream, self.longest = stream, longest
@@ -245,7 +240,7 @@ class _Text:
         self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
 
     def more(self) -> None:
-        """Read on, about as much as is left: to try an element again costs little then."""
+        """Read about as much as is left, so that repeated attempts to parse an element cost little."""
         self.text, self.at = self.text[self.at :], 0
         if len(self.text) > self.longest:
             raise ValueError(f"an element of its JSON array has more than {self.longest:,} characters: split it")
@@ -257,7 +252,7 @@ class _Text:
             raise ValueError("not UTF-8") from None
 
     def peek(self) -> str:
-        """The next character that is no blank; empty at the end."""
+        """The next character that is not blank; empty at the end."""
         while True:
             self.at = BLANKS.match(self.text, self.at).end()
             if self.at < len(self.text) or self.ended:
@@ -266,11 +261,11 @@ class _Text:
 
 
 def _end(text: _Text, scan: Callable[[str, int], tuple[Any, int]], number: int) -> int:
-    """Where the element that begins at ``text.at`` ends; more is read while the end of what is there may cut it."""
+    """The end of the element that begins at ``text.at``. Reads more as long as the element may be incomplete."""
     while True:
         try:
             end = scan(text.text, text.at)[1]
-            if end < len(text.text) - NEAR_THE_END or text.ended:  # "1." and "1e+" are cut numbers that begin with one
+            if end < len(text.text) - NEAR_THE_END or text.ended:  # "1." may be the beginning of a longer number
                 return end
         except json.JSONDecodeError as error:
             cut = error.msg.startswith("Unterminated string") or error.pos >= len(text.text) - NEAR_THE_END
@@ -282,10 +277,10 @@ def _end(text: _Text, scan: Callable[[str, int], tuple[Any, int]], number: int) 
 
 
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[int, bytes, float]]:
-    """The rows of a Parquet file, numbered from 1, as JSON, and the share of the file that is read with each.
+    """(number from 1, row as JSON, share of the file read so far) of each row of a Parquet file.
 
     Args:
-        columns: to read; all where one of them is not there, or none is named.
+        columns: to read; all columns if it is empty or one of them does not exist.
 
     Raises:
         Refusal: pyarrow is not installed. OSError, ValueError: the file cannot be read.
@@ -294,7 +289,7 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[int, bytes
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise Refusal(f"--input {path}: Parquet is read by the package pyarrow: {PYARROW}") from None
+        raise Refusal(f"--input {path}: Parquet needs the package pyarrow: {PYARROW}") from None
     try:
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=PART) as file:
             total, number = file.metadata.num_rows, 0
@@ -308,18 +303,18 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[int, bytes
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column holds one type alone, so what only some rows have is null in the others: there it is absent.
+    """Remove nulls: a Parquet column has one type, so a field of some rows is null in the others.
 
-    The content of a message stays: without its key a template that asks for it fails.
+    A null content of a message stays, because templates read that key.
     """
     if isinstance(value, dict):
-        found = {key: _without_nulls(part) for key, part in value.items() if part is not None}
-        return found | ({"content": None} if "role" in found and "content" in value and "content" not in found else {})
+        fields = {key: _without_nulls(part) for key, part in value.items() if part is not None}
+        return fields | ({"content": None} if "role" in fields and "content" in value.keys() - fields.keys() else {})
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: bytes as text where they are UTF-8 and as null else, dates and decimals as printed."""
+    """Values that JSON does not have: UTF-8 bytes become text, other bytes null; dates and decimals as printed."""
     if isinstance(value, bytes):
         try:
             return value.decode()

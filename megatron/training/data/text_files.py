@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text as it comes: rows of JSON or Parquet, .txt, FASTA, plain or packed; files that appear whole or not at all."""
+"""Reads text from JSON, Parquet, .txt and FASTA files, compressed or not; writes files atomically."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from megatron.training.disk import sync_file, sync_folder, sync_folders_up
 from megatron.training.json_file import PART, read_most
 from megatron.training.refusal import Refusal
 
-LONGEST = 1 << 31  # bytes of a document, unpacked: as many tokens are the most that an index can count
+LONGEST = 1 << 31  # bytes of a document, decompressed: an index counts no more tokens
 
 
 class Record(NamedTuple):
-    """One line of a JSON-lines file, one whole .txt file (``line`` 0), one record of a FASTA file; or a row of another
-    file, as JSON, where ``line`` is its number."""
+    """A line of a JSON-lines file, a .txt file (``line`` 0), a record of a FASTA file, or a row of another file.
+
+    A row is JSON, and ``line`` is its number.
+    """
 
     path: str
     line: int
@@ -34,31 +36,35 @@ class Record(NamedTuple):
     unit: str = "line"
 
     def where(self) -> str:
-        """For messages."""
+        """The place of the record, for messages."""
         return f"{self.path}, {self.unit} {self.line}" if self.line else self.path
 
 
 class BadRecord(ValueError):
-    """What is wrong with one record."""
+    """A record is invalid."""
 
 
 def no_memory(where: str) -> Refusal:
-    """What ends a program that has no memory left for its input."""
+    """The refusal when memory runs out for the input."""
     return Refusal(
-        f"memory ran out at {where}: try fewer --workers, or shorter documents (one takes up to 25 bytes of memory for "
-        "each of its own)"
+        f"memory ran out at {where}: try fewer --workers, or shorter documents (each byte of one may need 25 bytes of "
+        "memory)"
     )
 
 
 def expand(patterns: list[str]) -> list[str]:
-    """The files that names and globs mean: as given, each glob in alphabetical order; nothing missing, none twice."""
+    """The files of names and globs in the given order, each glob in alphabetical order.
+
+    Raises:
+        Refusal: a file is missing, repeated, a folder, or of amino acids.
+    """
     paths: list[str] = []
     for pattern in patterns:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [path for path in found if path == pattern or os.path.isfile(path)]
-        if not found:
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        matches = [path for path in matches if path == pattern or os.path.isfile(path)]
+        if not matches:
             raise Refusal(f"--input {pattern}: no such file")
-        paths += found
+        paths += matches
     seen = set()
     for path in paths:
         if os.path.isdir(path):
@@ -77,7 +83,7 @@ def is_plain_text(path: str) -> bool:
 
 
 def is_fasta(path: str) -> bool:
-    """Whether the file holds genomes, a document a record."""
+    """Whether the file holds genomes, with one document per record."""
     return _kind(path) in genome.SUFFIXES
 
 
@@ -87,10 +93,10 @@ def _kind(path: str) -> str:
 
 
 class Reader:
-    """The records of some files in order; ``bytes_read`` of ``bytes_total`` bytes on disk are done.
+    """The records of some files in order. ``bytes_read`` of ``bytes_total`` bytes on disk are read.
 
     Args:
-        columns: of Parquet files that are needed; default all.
+        columns: needed columns of Parquet files; by default all.
     """
 
     def __init__(self, paths: list[str], columns: Sequence[str] = ()) -> None:
@@ -103,7 +109,7 @@ class Reader:
         for path in self.paths:
             try:
                 with open(path, "rb") as raw, unpacked(path, raw) as stream:
-                    size = os.path.getsize(path)  # 0 for a pipe, which cannot tell its position
+                    size = os.path.getsize(path)  # 0 for a pipe, which has no position
                     if is_plain_text(path):
                         content = read_most(stream, LONGEST)
                         self.bytes_read = before + size
@@ -122,18 +128,18 @@ class Reader:
             except MemoryError:
                 raise no_memory(f"--input {path} after {self.bytes_read:,} bytes") from None
             except Refusal:
-                raise  # it is a ValueError as well
+                raise  # a Refusal is a ValueError too
             except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise Refusal(f"--input {path}: cannot be read: {_reason(error)}") from error
 
     def _parquet(self, path: str) -> Iterator[tuple[int, bytes, float]]:
         if path.endswith(PACKED):
-            raise Refusal(f"--input {path}: Parquet is packed by itself: unpack it")
+            raise Refusal(f"--input {path}: Parquet is compressed already: decompress it")
         return row_files.parquet_rows(path, self.columns)
 
 
 def unit_of(path: str) -> str:
-    """What a record of a file is counted as, in messages: a line, or a row."""
+    """The name of a record in messages: line or row."""
     with contextlib.suppress(OSError, EOFError, ValueError, zlib.error), open(path, "rb") as raw:
         with unpacked(path, raw) as stream:
             head = _head(stream)
@@ -142,22 +148,22 @@ def unit_of(path: str) -> str:
 
 
 def _head(stream: Any) -> bytes:
-    """What a stream begins with; it stays there."""
+    """The beginning of a stream, which is not consumed."""
     return stream.peek(1 << 12)
 
 
 def _records(path: str, stream: IO[bytes]) -> tuple[str, Iterator[tuple[int, bytes | bytearray]]]:
-    """What is counted in a file, and the records."""
+    """The name of a record in messages, and the numbered records."""
     if is_fasta(path):
         return "line", _fasta(stream, 1)
     head = _head(stream)
-    if what := row_files.foreign(head):
-        raise Refusal(f"--input {path}: {what}")
+    if advice_on_format := row_files.foreign(head):
+        raise Refusal(f"--input {path}: {advice_on_format}")
     return ("row", row_files.array_rows(stream, LONGEST)) if row_files.is_array(head) else ("line", _lines(stream, 1))
 
 
 def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; of one that is too long, as much as shows it. Long ones are read in parts."""
+    """Numbered lines. Long ones are read in parts; one that is too long is cut soon after the limit."""
     for number in itertools.count(first):
         line = stream.readline(PART)
         if not line:
@@ -171,13 +177,13 @@ def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _check_length(content: bytes | bytearray, what: str) -> None:
+def _check_length(content: bytes | bytearray, name: str) -> None:
     if len(content) > LONGEST:
-        raise Refusal(f"--input {what} has more than {LONGEST >> 30} GiB, unpacked, which is no document: split it")
+        raise Refusal(f"--input {name} has more than {LONGEST >> 30} GiB decompressed, a document's limit: split it")
 
 
 def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
-    """The records of a FASTA file, each with its first line; blank lines before the first are nothing."""
+    """The records of a FASTA file, each with the number of its first line, without blank lines at the beginning."""
     record, begun = bytearray(), first
     for number, line in _lines(stream, first):
         if number == first:
@@ -196,7 +202,7 @@ def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
 
 
 def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
-    """The texts of a record by key, None for a blank line; raises BadRecord."""
+    """The texts of a record by key; None for a blank line. Raises BadRecord."""
     if is_fasta(record.path):
         try:
             return {keys[0]: genome.read_fasta_record(record.content, record.line)}
@@ -224,17 +230,17 @@ def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
         try:
             fields[key].encode()
         except UnicodeEncodeError:
-            raise BadRecord(f'key "{key}" holds half of a surrogate pair, which is no text') from None
+            raise BadRecord(f'key "{key}" has half of a surrogate pair, which is not valid text') from None
     return {key: fields[key] for key in keys}
 
 
 @contextlib.contextmanager
-def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
-    """Temporary names beside some files; all are put in place at the end, or none, whatever happens in between."""
+def atomic_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
+    """Yields temporary names for some files. At the end all of them are put in place; after an error, none."""
     existing = [path for path in paths if os.path.exists(path)]
     if existing and not overwrite:
         raise Refusal(f"{existing[0]} exists: give --overwrite to replace it")
-    ending = f".{uuid.uuid4().hex}.tmp"  # two containers may agree in host name and process number
+    ending = f".{uuid.uuid4().hex}.tmp"  # two containers may have the same host name and process id
     temporary = [f"{path}{ending}" for path in paths]
     folders = sorted({os.path.dirname(os.path.abspath(path)) for path in paths})
     replacing = False
@@ -246,9 +252,9 @@ def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
             sync_file(path)
         if existing:
             for folder in folders:
-                sync_folder(folder)  # the new ones are safe before the old ones go
+                sync_folder(folder)  # the new files are safe before the old ones are removed
             replacing = True
-            for path in reversed(existing):  # a cut in between leaves a missing file, never a wrong pair
+            for path in reversed(existing):  # a power cut leaves a missing file, never a wrong pair
                 os.unlink(path)
             for folder in folders:
                 sync_folder(folder)
@@ -260,7 +266,7 @@ def whole_files(paths: list[str], overwrite: bool) -> Iterator[list[str]]:
         name = error.filename or paths[0]
         raise Refusal(f"cannot write {name.removesuffix(ending)}: {_reason(error)}") from error
     finally:
-        for path in temporary if not replacing else ():  # the old ones may be gone: then the new ones stay
+        for path in temporary if not replacing else ():  # if the old files may be gone, the new ones stay
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of megatron-core behind one thin interface: ``vocab_size``, ``eod``, ``tokenize``, ``detokenize``.
+"""megatron-core's tokenizers with a small interface: ``vocab_size``, ``eod``, ``tokenize``, ``detokenize``.
 
-Where megatron-core 0.16 would download, guess or lose text, we go to the library below it; each place says why. The two
-tokenizers that need no file need no library either: importing core's takes longer than a small run.
+Where megatron-core 0.16 would download, guess or lose text, the library below it is called directly; each function
+gives the reason. Tokenizers without a file need no library: the import of core's takes longer than a small run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, one_line
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-# Qwen 2's words: as GPT-2's, but digits one by one, and line breaks apart.
+# How Qwen 2 splits words: as GPT-2, but with separate digits and line breaks.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LARGEST_VOCABULARY = 1 << 24  # sixty times the largest there are
+LARGEST_VOCABULARY = 1 << 24  # sixty times the largest known one
 MOST_BYTES = 1 << 28  # of a tiktoken vocabulary
 FIM_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to ids and back. ``source`` names the type and the file, for messages."""
+    """Converts text to ids and back. ``source`` is the type and the file, for messages."""
 
     kind: str
     source: str
@@ -38,22 +38,22 @@ class Tokenizer:
     eod: int
     encode: Callable[[str], Sequence[int] | np.ndarray]
     decode: Callable[[list[int]], str]
-    piece: Callable[[str], int | None] | None = None  # where `encode` does not find a special token in its text
-    transformers: Any = None  # the tokenizer of transformers, which renders chats
+    piece: Callable[[str], int | None] | None = None  # the id of a special token, if `encode` does not recognize it
+    transformers: Any = None  # transformers' tokenizer, which renders chats
 
-    pad = -1  # core masks and zeroes every token equal to `pad`, real or padding: no id of a document may be it
+    pad = -1  # core masks every token equal to `pad`, so it must not be an id of a document
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text; nothing is prepended or appended."""
+        """The ids of a text, without added special tokens."""
         return self.array(text).tolist()
 
     def array(self, text: str) -> np.ndarray:
-        """The same as integers of any kind [n]: a byte a base for genomes, whose texts are long."""
+        """The same as integers [n] of any dtype: one byte per base for genomes, whose texts are long."""
         ids = _reading(lambda: self.encode(text), f"{self.source} cannot tokenize a text")
         return ids if isinstance(ids, np.ndarray) else np.array(list(ids), np.int64)
 
     def special(self, text: str) -> int | None:
-        """The id of a token that stands for ``text`` as a whole; None where there is no such token."""
+        """The id of the token for all of ``text``; None if there is no such token."""
         if self.piece is not None:
             return self.piece(text)
         ids = self.tokenize(text)
@@ -65,12 +65,16 @@ class Tokenizer:
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """What core's index cache needs to know of a tokenizer: nothing that moves with the folder."""
+        """The key of a tokenizer in core's index cache, independent of its folder."""
         return {"class": self.kind, "vocab_size": self.vocab_size}
 
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
-    """The tokenizer that the flags ask for; every missing flag or file is refused in one line."""
+    """The tokenizer of the flags.
+
+    Raises:
+        Refusal: a flag or a file is missing, or a file is invalid.
+    """
     kind = data.tokenizer_type
     if kind is None:
         raise Refusal(
@@ -104,8 +108,8 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
 
 
 def check_vocab(vocab_size: int | None, tokenizer: Tokenizer) -> int:
-    """The vocabulary to build the model with, unpadded. ``vocab_size`` is --vocab-size, None where it was not given."""
-    if vocab_size is None or tokenizer.kind == "NullTokenizer":  # there --vocab-size N means N ids and the eod
+    """The unpadded vocabulary size of the model. ``vocab_size`` is --vocab-size, None if it is not set."""
+    if vocab_size is None or tokenizer.kind == "NullTokenizer":  # for it, --vocab-size N means N ids and the eod
         return tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise Refusal(
@@ -124,12 +128,12 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: 
     """Megatron's rule: the next multiple of ``make_divisible_by`` times the tensor-parallel size, or ``rows``.
 
     Raises:
-        Refusal: so many rows do not hold the vocabulary, or cannot be split over TP.
+        Refusal: ``rows`` is too small for the vocabulary, or cannot be split over TP.
     """
     if rows is not None and (rows < vocab_size or rows % tensor_parallel):
         least = -(-vocab_size // tensor_parallel) * tensor_parallel
         raise Refusal(
-            f"--padded-vocab-size {rows} does not hold a vocabulary of {vocab_size} tokens, or is no multiple of "
+            f"--padded-vocab-size {rows} is smaller than the vocabulary of {vocab_size} tokens, or not a multiple of "
             f"--tensor-model-parallel-size {tensor_parallel}: use at least {least}, a multiple, or leave it out"
         )
     if rows is not None:
@@ -139,20 +143,20 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: 
 
 
 def _existing(path: str | None, flag: str, kind: str, folder: bool = False) -> str:
-    """The path, if it is there."""
-    what = "folder" if folder else "file"
+    """The path, if it exists; else a Refusal."""
+    kind_of_path = "folder" if folder else "file"
     if not path:
-        raise Refusal(f"--tokenizer-type {kind} needs {flag}, a {what}")
+        raise Refusal(f"--tokenizer-type {kind} needs {flag}, a {kind_of_path}")
     if not (os.path.isdir(path) if folder else os.path.isfile(path)):
-        there = os.path.exists(path)
-        hint = "; models are not downloaded, give a local folder" if folder and not there else ""
-        raise Refusal(f"{flag} {path}: {f'not a {what}' if there else f'no such {what}'}{hint}")
+        exists = os.path.exists(path)
+        hint = "; models are not downloaded, give a local folder" if folder and not exists else ""
+        raise Refusal(f"{flag} {path}: {f'not a {kind_of_path}' if exists else f'no such {kind_of_path}'}{hint}")
     return path
 
 
 def _core(library: str, path: str | None, kind: str, flag: str, **options: Any) -> Any:
-    """A tokenizer of megatron-core, or one line on why not."""
-    from megatron.core.tokenizers import MegatronTokenizer  # imports transformers: seconds
+    """A tokenizer of megatron-core, or a Refusal."""
+    from megatron.core.tokenizers import MegatronTokenizer  # imports transformers, which takes seconds
 
     metadata = {"library": library, "model_type": "gpt"}
     return _reading(
@@ -162,54 +166,54 @@ def _core(library: str, path: str | None, kind: str, flag: str, **options: Any) 
 
 
 def _reading(read: Callable[[], Any], refused: str) -> Any:
-    """What ``read`` returns; whatever a broken file makes its library raise becomes one line, ``refused`` and why."""
+    """Call ``read``; any exception of its library becomes a Refusal of one line: ``refused`` and the reason."""
     try:
         return read()
     except (KeyboardInterrupt, SystemExit, Refusal):
         raise
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a panic of Rust is not an Exception
         raise Refusal(f"{refused}: {one_line(error, 300)}") from error
 
 
 def _size(ids: Iterable[int], source: str) -> int:
-    """One more than the largest id, for which a model has a row each."""
+    """The number of rows of the embedding: one more than the largest id."""
     size = max(ids, default=-1) + 1
     if not 0 < size <= LARGEST_VOCABULARY:
         raise Refusal(
-            f"{source} has ids up to {size - 1:,}, for each of which a model would have a row: give a tokenizer of at "
-            f"most {LARGEST_VOCABULARY:,}"
+            f"{source} has ids up to {size - 1:,}, and a model would have a row for each: give a tokenizer of at most "
+            f"{LARGEST_VOCABULARY:,}"
         )
     return size
 
 
-def _eod(value: int | None, kind: str, source: str, what: str) -> int:
-    """An end-of-document id that exists: core hands out -1 or None where a model has none."""
+def _eod(value: int | None, kind: str, source: str, name: str) -> int:
+    """The id of the end of a document, or a Refusal: core returns -1 or None if the tokenizer has none."""
     if value is None or value < 0:
-        raise Refusal(f"{kind} {source} has no {what}, which ends a document: give a tokenizer that has one")
+        raise Refusal(f"{kind} {source} has no {name}, which ends a document: give a tokenizer that has one")
     return int(value)
 
 
 def _sentencepiece(kind: str, path: str) -> Tokenizer:
-    """A SentencePiece model; its eos piece ends a document, and no bos is prepended (as in core 0.16)."""
+    """A SentencePiece model. Its eos piece ends a document; as in core 0.16, no bos is prepended."""
     core = _core("sentencepiece", path, kind, "--tokenizer-model")
     eod = _eod(core.eod, kind, path, "end-of-sequence piece (eos id)")
     return Tokenizer(kind, f"{kind} {path}", core.vocab_size, eod, core.tokenize, core.detokenize)
 
 
 def _hugging_face(kind: str, path: str) -> Tokenizer:
-    """A local Hugging Face folder; no network, no remote code."""
+    """A local Hugging Face folder, without network access or remote code."""
     core = _core("huggingface", path, kind, "--tokenizer-model", use_fast=True, trust_remote_code=False)
     eod = _eod(core.eod, kind, path, "eos_token")
-    theirs = core._tokenizer.tokenizer
-    size = _size([core.vocab_size - 1, *theirs.get_vocab().values()], f"{kind} {path}")  # ids may have holes
-    return Tokenizer(kind, f"{kind} {path}", size, eod, core.tokenize, core.detokenize, transformers=theirs)
+    inner = core._tokenizer.tokenizer
+    size = _size([core.vocab_size - 1, *inner.get_vocab().values()], f"{kind} {path}")  # ids may have gaps
+    return Tokenizer(kind, f"{kind} {path}", size, eod, core.tokenize, core.detokenize, transformers=inner)
 
 
 def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = None) -> Tokenizer:
-    """GPT-2's byte-level BPE. Core's own fetches "gpt2" from the network and passes the vocabulary as the merges.
+    """GPT-2's byte-level BPE. core's tokenizer downloads "gpt2" and passes the vocabulary as the merges.
 
     Args:
-        words: how text is cut into words before, where it is not as in GPT-2; the end of a document is added then.
+        words: pattern that splits text into words, if not GPT-2's; then the end of a document is added as a token.
     """
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Model
@@ -232,10 +236,10 @@ def _gpt2_bpe(kind: str, vocab_file: str, merge_file: str, words: str | None = N
 
 
 def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:
-    """A tokenizer.json, with these special tokens, at the end where it has them not, as BigCode's Megatron-LM."""
+    """A tokenizer.json. As in BigCode's Megatron-LM, missing ``special`` tokens are added at the end."""
     from tokenizers import Tokenizer as Model
 
-    model = _reading(lambda: Model.from_file(path), f"--tokenizer-model {path}: no file of the tokenizers library")
+    model = _reading(lambda: Model.from_file(path), f"--tokenizer-model {path}: not a file of the tokenizers library")
     model.add_special_tokens(list(special))
     size = _size(model.get_vocab().values(), f"{kind} {path}")
     eod = model.token_to_id(END_OF_TEXT)
@@ -250,32 +254,32 @@ def _from_file(kind: str, path: str, special: Sequence[str]) -> Tokenizer:
 
 
 def _tiktoken(kind: str, path: str, pattern: str, num_special: int, vocab_size: int | None) -> Tokenizer:
-    """A tiktoken vocabulary in JSON. A smaller --vocab-size cuts it, as in Megatron; core's default is 131072."""
+    """A tiktoken vocabulary in JSON. As in Megatron-LM, a smaller --vocab-size cuts it; core's default is 131072."""
     if pattern not in ("v1", "v2"):
         raise Refusal(f"--tiktoken-pattern {pattern}: must be v1 or v2")
     if not path.endswith(".json"):
         raise Refusal(f"--tokenizer-model {path}: TikTokenizer reads a .json file")
     entries = read_json(path, "--tokenizer-model", MOST_BYTES)
     if not isinstance(entries, list):
-        raise Refusal(f"--tokenizer-model {path}: no list of tokens, as TikTokenizer reads it")
+        raise Refusal(f"--tokenizer-model {path}: not a list of tokens, which TikTokenizer reads")
     size = min(vocab_size or 2**17, len(entries) + num_special)
     options = {"pattern": pattern, "num_special_tokens": num_special, "vocab_size": size}
     core = _core("tiktoken", path, kind, "--tokenizer-model", **options)
-    decode = core._tokenizer.tokenizer.decode  # core decodes token by token and breaks characters split over tokens
+    decode = core._tokenizer.tokenizer.decode  # core decodes each token, which breaks a character of several tokens
     return Tokenizer(kind, f"{kind} {path}", core.vocab_size, core.eod, core.tokenize, decode)
 
 
 def _bytes(kind: str) -> Tokenizer:
-    """UTF-8 bytes and an end of document, 257 ids. Core's default eod is 0, the byte NUL, among 512 ids."""
+    """UTF-8 bytes and an end of document: 257 ids. core's has 512 ids, and its end of document is the byte NUL."""
 
-    def decode(ids: list[int]) -> str:  # core strips white space at the end
+    def decode(ids: list[int]) -> str:  # core's removes white space at the end
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     return Tokenizer(kind, kind, 257, 256, lambda text: text.encode("utf-8"), decode)
 
 
 def _null(kind: str, vocab_size: int | None) -> Tokenizer:
-    """Numbers as text: ids below --vocab-size, and --vocab-size itself as the end of document."""
+    """Numbers as text: ids below --vocab-size. The end of a document is --vocab-size itself."""
     if not vocab_size:
         raise Refusal("--tokenizer-type NullTokenizer needs --vocab-size")
     return Tokenizer(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's --eval-tasks come to: which samples, of which text. The same on every rank and on every grid."""
+"""The samples and texts of --eval-tasks, the same on every rank and on every grid."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from megatron.training.refusal import Refusal
 MAKERS: dict[str, Callable[[Words, np.random.Generator, int, float | None], Pieces]] = {
     "needle": needle
 } | samples.TASKS
-
-
-HALVINGS, SHORTEST = 4, 512  # of the lengths that nobody asked for
+HALVINGS, SHORTEST = 4, 512  # of the lengths without --eval-lengths
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A sample to make: its length in tokens, its needle's depth from 0 to 1 or None, its number in the cell."""
+    """A sample to make: length in tokens, depth of the needle from 0 to 1 or None, number among equal ones."""
 
     task: str
     length: int
@@ -40,7 +38,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Text:
-    """A file whose perplexity is asked for: ``ids`` int64 [n], and its size."""
+    """A file for the perplexity task: ``ids`` int64 [n], and its size in bytes."""
 
     path: str
     ids: np.ndarray
@@ -59,17 +57,17 @@ class Plan:
     texts: list[Text] = field(default_factory=list)
 
     def sample(self, spec: Spec) -> Sample:
-        """The sample of a spec: a function of the seed and the spec."""
+        """The sample of a spec; it depends only on the seed and the spec."""
         pieces, random = self._pieces(spec)
         return compose(pieces, self.words, random, spec.length)
 
     def check(self, spec: Spec) -> None:
-        """Refuse a sample whose pieces do not fit its length."""
+        """Refuse a sample whose pieces are longer than the sample."""
         size = self._pieces(spec)[0].size
         if size > spec.length:
             raise Refusal(
                 f"--eval-lengths {spec.length}: {spec.task} needs at least {size} tokens of "
-                f"{self.words.tokenizer.kind} without any haystack: leave that length out, or that task"
+                f"{self.words.tokenizer.kind} even without haystack: remove that length or that task"
             )
 
     def _pieces(self, spec: Spec) -> tuple[Pieces, np.random.Generator]:
@@ -98,10 +96,10 @@ def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
         ],
     )
     halves = [config.data.seq_length >> power for power in range(HALVINGS, 0, -1)]
-    tried = [half for half in halves if half >= SHORTEST] if settings.eval_lengths is None else []
-    asked = settings.eval_lengths or [config.data.seq_length]
+    optional = [half for half in halves if half >= SHORTEST] if settings.eval_lengths is None else []
+    required = settings.eval_lengths or [config.data.seq_length]
     for task in made:
-        lengths = [length for length in tried if _fits(plan, specs_of(task, [length], settings))] + asked
+        lengths = [length for length in optional if _fits(plan, specs_of(task, [length], settings))] + required
         plan.specs[task] = specs_of(task, lengths, settings)
         for spec in plan.specs[task]:
             plan.check(spec)
@@ -118,18 +116,18 @@ def _fits(plan: Plan, specs: list[Spec]) -> bool:
 
 
 def check_held_out(plan: Plan, dataset: Dataset | None, device: torch.device) -> None:
-    """Refuse loss-by-position where no rank has held-out samples; all ranks call it.
+    """Refuse loss-by-position if no rank has held-out samples. All ranks call it.
 
     Args:
-        dataset: None on pipeline stages that read none, too: they cannot know by themselves.
+        dataset: also None on pipeline stages that read no data.
     """
     if "loss-by-position" not in plan.tasks:
         return
-    there = torch.tensor(dataset is not None, dtype=torch.int, device=device)
-    dist.all_reduce(there, op=dist.ReduceOp.MAX)
-    if not there:
+    has_data = torch.tensor(dataset is not None, dtype=torch.int, device=device)
+    dist.all_reduce(has_data, op=dist.ReduceOp.MAX)
+    if not has_data:
         refusal = Refusal(
-            "--eval-tasks loss-by-position reads validation data, and there are none: give --valid-data-path, or a "
+            "--eval-tasks loss-by-position needs validation data, and there are none: give --valid-data-path, or a "
             "share in --split"
         )
         refusal.everywhere = True
@@ -137,7 +135,7 @@ def check_held_out(plan: Plan, dataset: Dataset | None, device: torch.device) ->
 
 
 def specs_of(task: str, lengths: list[int], settings: EvaluationConfig) -> list[Spec]:
-    """The samples of a task: lengths x depths x samples for needles, the same number without depths for others."""
+    """The samples of a task: lengths x depths x samples for needles; for others the same number without depths."""
     count = settings.eval_samples
     if task != "needle":
         count, depths = count * settings.eval_depths, [None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of results: loss over position, the needle's heat map, right answers over length."""
+"""Results as tables in a terminal, log lines, JSON, and pictures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.training.evaluation.tasks import Result
 from megatron.training.refusal import Refusal, reason
 
 
-def draw(found: dict[str, Result], folder: Path) -> list[str]:
-    """Draw what there is to draw; the paths of the pictures."""
+def draw(results: dict[str, Result], folder: Path) -> list[str]:
+    """Draw the pictures of the results; returns their paths."""
     pictures = {}
-    if "loss-by-position" in found:
-        pictures["loss-by-position.png"] = (draw_losses, found["loss-by-position"])
-    if "needle" in found:
-        pictures["needle.png"] = (draw_needles, found["needle"])
-    ruler = {task: result for task, result in found.items() if task.startswith("ruler-")}
+    if "loss-by-position" in results:
+        pictures["loss-by-position.png"] = (draw_losses, results["loss-by-position"])
+    if "needle" in results:
+        pictures["needle.png"] = (draw_needles, results["needle"])
+    ruler = {task: result for task, result in results.items() if task.startswith("ruler-")}
     if ruler:
         pictures["ruler.png"] = (draw_ruler, ruler)
     for name, (function, result) in pictures.items():
@@ -32,7 +32,7 @@ def draw(found: dict[str, Result], folder: Path) -> list[str]:
 
 
 def draw_losses(result: Result) -> Any:
-    """Loss by position, a step a bucket, on an axis of doublings."""
+    """Loss by position: one step per bucket, on a logarithmic axis."""
     figure, axes = _pyplot().subplots(figsize=(8, 4.5), dpi=120)
     buckets = result["buckets"]
     edges = [max(bucket["from"], buckets[0]["to"] // 2 + 1) for bucket in buckets] + [buckets[-1]["to"] + 1]
@@ -41,14 +41,14 @@ def draw_losses(result: Result) -> Any:
     axes.set_xscale("log", base=2)
     axes.set_xticks(edges, [_short(0 if n == 0 else edge) for n, edge in enumerate(edges)])
     axes.minorticks_off()
-    axes.set(xlabel="position in the document", ylabel="loss (nats a token)", title="Loss by position")
+    axes.set(xlabel="position in the document", ylabel="loss (nats per token)", title="Loss by position")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
 
 
 def draw_needles(result: Result) -> Any:
-    """Depth over length, green where the answer's tokens are right."""
+    """Heat map of depth over length, green where the answer's tokens are right."""
     cells = result["cells"]
     lengths = list(dict.fromkeys(cell["length"] for cell in cells))
     depths = list(dict.fromkeys(cell["depth"] for cell in cells))
@@ -67,7 +67,7 @@ def draw_needles(result: Result) -> Any:
 
 
 def draw_ruler(results: dict[str, Result]) -> Any:
-    """Share of right answer tokens over length, a line a task."""
+    """Share of right answer tokens over length, one line per task."""
     figure, axes = _pyplot().subplots(figsize=(8, 4.5), dpi=120)
     for task, result in results.items():
         cells = result["cells"]
@@ -77,7 +77,7 @@ def draw_ruler(results: dict[str, Result]) -> Any:
     axes.set_xticks(ticks, map(_short, ticks))
     axes.minorticks_off()
     axes.set(
-        xlabel="length (tokens)", ylabel="share of answer tokens right", title="Tasks of RULER's kind", ylim=(0, 1.05)
+        xlabel="length (tokens)", ylabel="share of answer tokens right", title="Tasks like RULER's", ylim=(0, 1.05)
     )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -97,14 +97,11 @@ def _pyplot() -> Any:
     return pyplot
 
 
-# Results as tables in a terminal, as JSON and as pictures; and as lines of a training run.
-
-
 FILE = "evaluation.json"
 
 
-def write(folder: str, about: dict[str, Any], found: dict[str, Result]) -> list[str]:
-    """Write evaluation.json and the pictures; their paths.
+def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> list[str]:
+    """Write evaluation.json and the pictures; returns their paths.
 
     Raises:
         Refusal: the folder cannot be written.
@@ -113,16 +110,16 @@ def write(folder: str, about: dict[str, Any], found: dict[str, Result]) -> list[
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / FILE
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({**about, "tasks": found}, indent=1) + "\n")
+        partial.write_text(json.dumps({**about, "tasks": results}, indent=1) + "\n")
         os.replace(partial, path)
-        return [str(path), *draw(found, Path(folder))]
+        return [str(path), *draw(results, Path(folder))]
     except OSError as error:
         raise Refusal(f"--eval-output {folder} cannot be written: {reason(error)}") from None
 
 
-def lines(found: dict[str, Result]) -> Iterator[str]:
-    """A line a task."""
-    for task, result in found.items():
+def lines(results: dict[str, Result]) -> Iterator[str]:
+    """One line per task."""
+    for task, result in results.items():
         if task == "loss-by-position":
             parts = [f"{bucket['from']}-{bucket['to']}: {bucket['loss']:.4f}" for bucket in result["buckets"]]
         elif task == "perplexity":
@@ -133,11 +130,11 @@ def lines(found: dict[str, Result]) -> Iterator[str]:
         yield f"{task}: {' | '.join(parts)}"
 
 
-def tables(found: dict[str, Result]) -> Iterator[Any]:
-    """A table of rich a task, of needles one by length and depth."""
+def tables(results: dict[str, Result]) -> Iterator[Any]:
+    """One table of the package rich per task; for needles by length and depth."""
     from rich.table import Table
 
-    for task, result in found.items():
+    for task, result in results.items():
         if task == "loss-by-position":
             rows = [
                 (f"{bucket['from']} - {bucket['to']}", f"{bucket['loss']:.4f}", f"{100 * bucket['hits']:.1f} %",
@@ -149,7 +146,7 @@ def tables(found: dict[str, Result]) -> Iterator[Any]:
                 (file["file"], f"{file['perplexity']:.4f}", f"{file['loss']:.4f}", f"{file['bits_per_byte']:.4f}",
                  f"{file['tokens']:,}") for file in result["files"]
             ]  # fmt: skip
-            yield _table(Table(title=task), ("file", "perplexity", "loss", "bits a byte", "tokens"), rows)
+            yield _table(Table(title=task), ("file", "perplexity", "loss", "bits per byte", "tokens"), rows)
         elif task == "needle":
             lengths = list(dict.fromkeys(cell["length"] for cell in result["cells"]))
             by_place = {(cell["length"], cell["depth"]): cell for cell in result["cells"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model from a checkpoint, to be evaluated: weights alone, without gradients and optimizer."""
+"""Loads a model that is only evaluated: weights without gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron.training.setup import Runtime
 
 
 def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.Module], Dataset | None]:
-    """The plan, the model with a checkpoint's weights, and held-out samples where this rank reads any.
+    """The plan, the model with a checkpoint's weights, and held-out samples if this rank reads them.
 
     Raises:
-        Refusal: on every rank alike.
+        Refusal: on every rank.
     """
 
     def look() -> tuple[Any, Tokenizer, int, Plan]:
@@ -38,33 +38,33 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
             raise Refusal("--save: an evaluation saves no checkpoint; leave it out, results go to --eval-output")
         if runtime.offload is not None:
             check_host_memory(config)
-        found = checkpoint.find(config.checkpoint, config.notes)
-        if found is None:
+        last = checkpoint.find(config.checkpoint, config.notes)
+        if last is None:
             raise Refusal(f"--load {config.checkpoint.load} holds no checkpoint: give the folder of --save")
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         vocab_size = check_vocab(config.model.vocab_size, tokenizer)
-        return found, tokenizer, vocab_size, make_plan(config, tokenizer)
+        return last, tokenizer, vocab_size, make_plan(config, tokenizer)
 
-    found, tokenizer, vocab_size, plan = together(look)
-    whole = choose_whole(found, config.checkpoint, config.notes)
+    last, tokenizer, vocab_size, plan = together(look)
+    path = choose_whole(last, config.checkpoint, config.notes)
     dataset = None
     if "loss-by-position" in plan.tasks:
         samples = config.run.eval_iters * config.data.global_batch_size
         dataset = build_datasets(config, tokenizer, (0, samples, 0), needed=runtime.reads_data)[1]
     check_held_out(plan, dataset, runtime.device)
-    chunks = load_model(config, runtime, vocab_size, whole)
-    config.notes.append(f"loaded {whole}")
+    chunks = load_model(config, runtime, vocab_size, path)
+    config.notes.append(f"loaded {path}")
     return plan, chunks, dataset
 
 
-def load_model(config: Config, runtime: Runtime, vocab_size: int, found: Checked) -> list[nn.Module]:
-    """This rank's model chunks with the weights of the checkpoint ``found``."""
+def load_model(config: Config, runtime: Runtime, vocab_size: int, path: Checked) -> list[nn.Module]:
+    """This rank's model chunks with the weights of the checkpoint ``path``."""
     chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
     if config.parallel.zero_stage >= 2:
         chunks = [FullySharded(chunk, config) for chunk in chunks]
     else:
         chunks = [in_compute_dtype(chunk, config) for chunk in chunks]
     config.checkpoint.finetune = True
-    checkpoint.load(found, chunks, None, None, config)
+    checkpoint.load(path, chunks, None, None, config)
     dist.barrier()
     return chunks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phrases, names, numbers and a haystack with any tokenizer: as text, or as symbols where ids stand for no text.
+"""Phrases, names, numbers and a haystack for any tokenizer: as text, or as symbols for ids without text.
 
-A name and a number are each a pair. Of the names a quarter is held out for evaluation (:func:`is_held_out`): a training
-set of needles never names them, though it has every half of them.
+A name and a number are each a pair. A quarter of the names is held out for evaluation (:func:`is_held_out`): a training
+set of needles never has these pairs, but has both halves of each of them in other pairs.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ TEXT = {
     "and": ",",
     "common": "\nWhich of all these names come most often, in the order in which they came up",
 }
-SYMBOLS = {"needle": 0, "ask": 1, "let": 2, "which": 3, "common": 4}  # the other marks say nothing that symbols need
+SYMBOLS = {"needle": 0, "ask": 1, "let": 2, "which": 3, "common": 4}  # symbols do not need the other marks
 MARKS, ALPHABET, MOST, HALVES = 12, 64, 4096, 32
 MOST_TEXT = 1 << 30  # bytes of a haystack
-SENTENCE = 8  # symbols of one in the haystack
+SENTENCE = 8  # symbols of a sentence in the haystack
 
 
 @dataclass(frozen=True)
 class Name:
-    """Something that a number may belong to."""
+    """The key of a needle."""
 
     pair: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Number:
-    """What is to be found."""
+    """The value of a needle."""
 
     pair: tuple[int, int]
 
 
-Atom = str | Name | Number  # a str is a mark of TEXT
+Atom = str | Name | Number  # a str is a key of TEXT
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +82,9 @@ class Words:
     """How a tokenizer writes phrases.
 
     Attributes:
-        names, numbers: halves of a pair are below this.
-        sentences: of the haystack, ids [n] each; or, of a text, all of it.
-        base, width: of a symbol's ids: so many digits in this base; 0, 0 for text.
+        names, numbers: both halves of a pair are below this.
+        sentences: of the haystack, ids [n] each; a haystack from a file is one sentence.
+        base, width: a symbol is ``width`` ids, its digits in this base; both 0 for text.
     """
 
     tokenizer: Tokenizer
@@ -95,7 +95,7 @@ class Words:
     width: int = 0
 
     def write(self, atoms: Sequence[Atom]) -> np.ndarray:
-        """The ids of a phrase, int64 [n]; text is tokenized as a whole."""
+        """The ids of a phrase, int64 [n]. A phrase of text is tokenized in one piece."""
         if not self.base:
             return _encode(self.tokenizer, "".join(map(_text, atoms)))
         symbols: list[int] = []
@@ -108,7 +108,7 @@ class Words:
         return digits(np.array(symbols, np.int64), self.base, self.width)
 
     def haystack(self, tokens: int, random: np.random.Generator) -> np.ndarray:
-        """Exactly so many ids: a text from a random place on, round and round; or sentences in random order."""
+        """Exactly ``tokens`` ids: a text repeated from a random place on, or sentences in random order."""
         if len(self.sentences) == 1:
             text = self.sentences[0]
             return np.take(text, np.arange(tokens) + random.integers(text.size), mode="wrap")
@@ -121,39 +121,39 @@ def make_words(tokenizer: Tokenizer, haystack: str | None = None) -> Words:
     """The words of a tokenizer.
 
     Args:
-        haystack: a text file to hide things in, in place of our own sentences.
+        haystack: a text file; by default our sentences.
 
     Raises:
-        Refusal: the file cannot be read or holds nothing, or the vocabulary holds no words.
+        Refusal: the file cannot be read or is empty, or the vocabulary is too small.
     """
-    own = None if haystack is None else read_ids(tokenizer, haystack, "--eval-haystack")
+    text = None if haystack is None else read_ids(tokenizer, haystack, "--eval-haystack")
     base = {"NullTokenizer": tokenizer.eod, "NucleotideTokenizer": len(genome.BASES), "CodonTokenizer": 64}
     if tokenizer.kind not in base:
-        sentences = tuple(_encode(tokenizer, text) for text in SENTENCES)
-        return Words(tokenizer, len(FIRST), 90, sentences if own is None else (own,))
+        sentences = tuple(_encode(tokenizer, sentence) for sentence in SENTENCES)
+        return Words(tokenizer, len(FIRST), 90, sentences if text is None else (text,))
     base = base[tokenizer.kind]
     if base < 2:
-        raise Refusal(f"--eval-tasks: {tokenizer.source} has too few ids to write anything with: use 3 or more")
+        raise Refusal(f"--eval-tasks: {tokenizer.source} has too few ids to write phrases: use 3 or more")
     width = max(math.ceil(math.log(ALPHABET, base) - 1e-9), 1)
     letters = min(base**width, MOST)
     halves = min((letters - MARKS) // 8, HALVES)
     filler = range(MARKS + 4 * halves, min(letters, MARKS + 4 * halves + 256))
     drawn = np.random.default_rng(8).integers(filler.start, filler.stop, (16, SENTENCE))
     sentences = tuple(digits(row, base, width) for row in drawn)
-    return Words(tokenizer, halves, halves, sentences if own is None else (own,), base, width)
+    return Words(tokenizer, halves, halves, sentences if text is None else (text,), base, width)
 
 
 def digits(symbols: np.ndarray, base: int, width: int) -> np.ndarray:
-    """Each symbol [n] as ``width`` ids below ``base``, most significant first: [n * width]."""
+    """The ids [n * width] of symbols [n]: ``width`` digits below ``base`` each, most significant first."""
     powers = base ** np.arange(width - 1, -1, -1)
     return (symbols[:, None] // powers % base).reshape(-1)
 
 
 def read_ids(tokenizer: Tokenizer, path: str, flag: str) -> np.ndarray:
-    """The ids of a text file, int64 [n]; for NullTokenizer numbers, for genomes bases, between any white space.
+    """The ids of a text file, int64 [n]. For NullTokenizer and genomes white space does not matter.
 
     Raises:
-        Refusal: it cannot be read or tokenized, or holds less than two tokens.
+        Refusal: it cannot be read or tokenized, or has less than two tokens.
     """
     try:
         text = read_bytes(path, MOST_TEXT).decode("utf-8")
@@ -165,20 +165,20 @@ def read_ids(tokenizer: Tokenizer, path: str, flag: str) -> np.ndarray:
         text = "".join(text.split())
     try:
         ids = _encode(tokenizer, text) if text else np.empty(0, np.int64)
-    except ValueError as error:  # words given to NullTokenizer, for one
+    except ValueError as error:  # for example words for NullTokenizer
         raise Refusal(f"{flag} {path}: {tokenizer.kind} cannot tokenize it: {reason(error)}") from None
     if ids.size < 2:
-        raise Refusal(f"{flag} {path} holds {ids.size} tokens, and what comes next needs at least 2: use a longer text")
+        raise Refusal(f"{flag} {path} holds {ids.size} tokens, and at least 2 are needed: use a longer text")
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
         raise Refusal(
-            f"{flag} {path} has ids from {ids.min()} to {ids.max()}, and labels outside of the {tokenizer.vocab_size} "
-            f"of {tokenizer.source} cannot be scored"
+            f"{flag} {path} has ids from {ids.min()} to {ids.max()}, outside the {tokenizer.vocab_size} ids of "
+            f"{tokenizer.source}"
         )
     return ids
 
 
 def is_held_out(pair: tuple[int, int]) -> bool:
-    """Whether the name that a pair makes is for evaluation alone."""
+    """Whether the name of a pair is only for evaluation."""
     return sum(pair) % 4 == 0
 
 
@@ -190,7 +190,7 @@ def pairs(halves: int, held_out: bool | None) -> tuple[tuple[int, int], ...]:
 
 
 def draw(random: np.random.Generator, halves: int, count: int, held_out: bool | None) -> list[tuple[int, int]]:
-    """So many different pairs, in random order."""
+    """``count`` different pairs in random order."""
     pool = pairs(halves, held_out)
     return [pool[index] for index in random.choice(len(pool), count, replace=False)]
 

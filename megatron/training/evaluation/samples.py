@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of an exact length: things hidden in a haystack, and a question at the end.
+"""Samples of an exact length: needles hidden in a haystack, and a question at the end.
 
-A needle at a depth of d has d of the haystack's tokens before it, to the token. The test is G. Kamradt's "Needle in a
-haystack" (2023); what is scored here are the answer's tokens, each after the right ones before it.
+A needle at depth d has the share d of the haystack's tokens before it, exactly. The test is G. Kamradt's "Needle in a
+haystack" (2023); here the tokens of the answer are scored, each after the right ones before it (teacher forcing).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.training.evaluation.haystack import Name, Number, Words, draw, pai
 
 @dataclass(frozen=True)
 class Sample:
-    """``ids`` int64 [n], and which of them are an answer, ``scored`` bool [n]."""
+    """``ids`` int64 [n], and ``scored`` bool [n], whether each belongs to an answer."""
 
     ids: np.ndarray
     scored: np.ndarray
@@ -28,11 +28,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a sample holds beside its haystack.
+    """The parts of a sample in addition to its haystack.
 
     Attributes:
-        hidden: (depth from 0 to 1, ids) of each, shallow ones first.
-        tail: (ids, whether they are an answer), after the haystack.
+        hidden: (depth from 0 to 1, ids) of each needle, by increasing depth.
+        tail: (ids, whether they are an answer) of the parts after the haystack.
     """
 
     hidden: list[tuple[float, np.ndarray]]
@@ -44,7 +44,7 @@ class Pieces:
 
 
 def compose(pieces: Pieces, words: Words, random: np.random.Generator, length: int) -> Sample:
-    """A sample of exactly ``length`` ids, which is not less than ``pieces.size``."""
+    """A sample of exactly ``length`` ids, at least ``pieces.size``."""
     hay = words.haystack(length - pieces.size, random)
     parts, done = [], 0
     for depth, ids in pieces.hidden:
@@ -61,24 +61,24 @@ def compose(pieces: Pieces, words: Words, random: np.random.Generator, length: i
 def needle(words: Words, random: np.random.Generator, length: int, depth: float | None) -> Pieces:
     """One needle, at ``depth``."""
     ((name, number),) = _codes(words, random, 1, True)
-    return Pieces([(depth or 0.0, said(words, name, number))], asked(words, name, number))
+    return Pieces([(depth or 0.0, statement(words, name, number))], question_and_answer(words, name, number))
 
 
-def said(words: Words, name: Name, number: Number) -> np.ndarray:
-    """A needle."""
+def statement(words: Words, name: Name, number: Number) -> np.ndarray:
+    """The phrase of a needle."""
     return words.write(("needle", name, "is", number, "stop"))
 
 
-def asked(words: Words, name: Name, number: Number) -> list[tuple[np.ndarray, bool]]:
-    """The question for it, and the answer."""
+def question_and_answer(words: Words, name: Name, number: Number) -> list[tuple[np.ndarray, bool]]:
+    """The question for a needle, and the answer."""
     question = ("ask", name) if words.base else ("ask", name, "recall", name, "is")
     return [(words.write(question), False), (words.write((number,)), True)]
 
 
 def _codes(words: Words, random: np.random.Generator, count: int, held_out: bool) -> list[tuple[Name, Number]]:
-    """So many names, all of them held out for evaluation or none, and different numbers.
+    """``count`` different names, all or none of them held out for evaluation, with different numbers.
 
-    Numbers are drawn from all: a model would learn which ones training never has, and never answer with them.
+    No numbers are held out: a model would learn never to answer with a number that training does not have.
     """
     names = draw(random, words.names, count, held_out)
     numbers = draw(random, words.numbers, count, None)
@@ -89,51 +89,49 @@ def many_needles(words: Words, random: np.random.Generator, count: int, ask: int
     """``count`` needles at random depths, and a question for ``ask`` of them."""
     codes = _codes(words, random, count, held_out)
     depths = np.sort(random.random(count))
-    tail = [part for index in random.permutation(count)[:ask] for part in asked(words, *codes[index])]
-    return Pieces([(float(depth), said(words, *code)) for depth, code in zip(depths, codes)], tail)
+    tail = [part for index in random.permutation(count)[:ask] for part in question_and_answer(words, *codes[index])]
+    return Pieces([(float(depth), statement(words, *code)) for depth, code in zip(depths, codes)], tail)
 
 
-def asked_again(pieces: Pieces, random: np.random.Generator, rounds: int) -> Pieces:
-    """The same with every question of its tail asked so many times, in another order each time."""
+def repeat_questions(pieces: Pieces, random: np.random.Generator, rounds: int) -> Pieces:
+    """The same with all questions of its tail asked ``rounds`` times, each time in another order."""
     pairs = list(zip(pieces.tail[::2], pieces.tail[1::2]))
     more = [part for _ in range(rounds - 1) for index in random.permutation(len(pairs)) for part in pairs[index]]
     return Pieces(pieces.hidden, pieces.tail + more)
 
 
-# Three tasks in the manner of RULER (Hsieh et al. 2024, section 3), written anew: several needles of which one is
-# asked for, variables that stand for each other, and the commonest words of a list.
-
-
+# Three tasks after RULER (Hsieh et al. 2024, section 3): several needles and a question for one of them, assignments of
+# variables, and the most frequent words of a list.
 NEEDLES = 4
 CHAINS, HOPS = 2, 4
-COMMON = 10  # of the names, or a ninth of all
+COMMON = 10  # names, or at most a ninth of all
 
 
 def multi_key(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
-    """Four needles at random depths; one is asked for."""
+    """Four needles at random depths, and a question for one of them."""
     return many_needles(words, random, NEEDLES, 1, True)
 
 
 def variable_tracking(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
-    """Two numbers, each handed on from name to name four times; the names that stand for one of them, in order."""
+    """Two chains of assignments, each of a number to five names in turn; the answer is the names of one number."""
     names = np.array(draw(random, words.names, CHAINS * (HOPS + 1), None)).reshape(CHAINS, HOPS + 1, 2).tolist()
     chains = [[Name(tuple(pair)) for pair in chain] for chain in names]
     numbers = [Number(pair) for pair in draw(random, words.numbers, CHAINS, None)]
-    turns = random.permutation(np.repeat(np.arange(CHAINS), HOPS + 1))  # whose turn it is to go on
-    depths, told, hidden = np.sort(random.random(turns.size)), [0] * CHAINS, []
+    turns = random.permutation(np.repeat(np.arange(CHAINS), HOPS + 1))  # the chain of each assignment
+    depths, written, hidden = np.sort(random.random(turns.size)), [0] * CHAINS, []
     for depth, chain in zip(depths.tolist(), turns.tolist()):
-        value = chains[chain][told[chain] - 1] if told[chain] else numbers[chain]
-        hidden.append((depth, words.write(("let", chains[chain][told[chain]], "be", value, "stop"))))
-        told[chain] += 1
+        value = chains[chain][written[chain] - 1] if written[chain] else numbers[chain]
+        hidden.append((depth, words.write(("let", chains[chain][written[chain]], "be", value, "stop"))))
+        written[chain] += 1
     wanted = int(random.integers(CHAINS))
     return Pieces(hidden, [(words.write(("which", numbers[wanted], "answer")), False), *_list(words, chains[wanted])])
 
 
 def common_words(words: Words, random: np.random.Generator, length: int, depth: float | None = None) -> Pieces:
-    """A list as long as the sample, a quarter of it the same ten names; which they are, in the order of coming up."""
-    every = pairs(words.names, None)
-    common = min(COMMON, len(every) // 9)
-    order = random.permutation(len(every)).tolist()
+    """A list as long as the sample, a quarter of which is ten names; the answer is these, by first occurrence."""
+    all_pairs = pairs(words.names, None)
+    common = min(COMMON, len(all_pairs) // 9)
+    order = random.permutation(len(all_pairs)).tolist()
     question = words.write(("common", "answer"))
     answer = max(_longest(words), 1) * common
     slots = max((length - question.size - 2 * answer) // _longest(words), 3 * common)
@@ -143,7 +141,7 @@ def common_words(words: Words, random: np.random.Generator, length: int, depth: 
     shuffled = [listed[n] for n in random.permutation(len(listed))]
     items = _items(words)
     first = sorted(order[:common], key=shuffled.index)
-    tail = [(question, False), *_list(words, [Name(every[index]) for index in first])]
+    tail = [(question, False), *_list(words, [Name(all_pairs[index]) for index in first])]
     return Pieces([(1.0, np.concatenate([items[index] for index in shuffled]))], tail)
 
 
@@ -151,7 +149,7 @@ TASKS = {"ruler-multi-key": multi_key, "ruler-variable-tracking": variable_track
 
 
 def _list(words: Words, names: list[Name]) -> list[tuple[np.ndarray, bool]]:
-    """Names one after another; what stands between them is no answer."""
+    """Names with separators, which do not belong to the answer."""
     tail: list[tuple[np.ndarray, bool]] = []
     for name in names:
         tail += [(words.write((name,)), True), (words.write(("and",)), False)]
@@ -168,14 +166,13 @@ def _longest(words: Words) -> int:
     return max(ids.size for ids in _items(words))
 
 
-# Rows of --seq-length tokens: samples packed side by side, or a text in windows; and micro-batches of them.
-
+# Rows of --seq-length tokens: packed samples, or windows of a text; and micro-batches of rows.
 
 MakeRow = Callable[[int], Batch]
 
 
 def pack(lengths: Sequence[int], seq_length: int, together: bool) -> list[list[int]]:
-    """Which samples share a row, by number: first fit, longest first; or each one by itself."""
+    """The numbers of the samples in each row: by first-fit decreasing, or one per row."""
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     if not together:
         return [[number] for number in order]
@@ -192,10 +189,10 @@ def pack(lengths: Sequence[int], seq_length: int, together: bool) -> list[list[i
 
 
 def row_of(samples: Sequence[tuple[int, Sample]], seq_length: int, eod: int) -> Batch:
-    """Samples side by side, as documents; the rest is filled with ``eod``. Scored ids become the labels that count.
+    """A row of samples as documents, padded with ``eod``. Only scored ids count as labels.
 
     Args:
-        samples: (number, sample) of each; the number is the group of all its tokens.
+        samples: (number, sample) of each; the number is the group of its tokens.
     """
     tokens = np.full(seq_length + 1, eod, np.int64)
     counts, groups, ends = np.zeros(seq_length + 1, np.float32), np.zeros(seq_length, np.int64), []
@@ -211,7 +208,7 @@ def row_of(samples: Sequence[tuple[int, Sample]], seq_length: int, eod: int) -> 
 
 
 def windows(tokens: int, seq_length: int, stride: int) -> list[int]:
-    """Where windows begin, so that each of so many tokens but the first is the label of one at least."""
+    """The beginnings of windows, so that each of ``tokens`` tokens except the first is a label in at least one."""
     starts = [0]
     while starts[-1] + seq_length < tokens - 1:
         starts.append(starts[-1] + stride)
@@ -219,7 +216,7 @@ def windows(tokens: int, seq_length: int, stride: int) -> list[int]:
 
 
 def window(ids: np.ndarray, start: int, seq_length: int, stride: int, eod: int, group: int) -> Batch:
-    """A window of a text, whose labels count where no window before it had them."""
+    """A window of a text. A label counts if no earlier window has it."""
     piece = ids[start : start + seq_length + 1]
     tokens = np.full(seq_length + 1, eod, np.int64)
     tokens[: piece.size] = piece
@@ -229,7 +226,7 @@ def window(ids: np.ndarray, start: int, seq_length: int, stride: int, eod: int, 
 
 
 def _row(tokens: np.ndarray, counts: np.ndarray, groups: np.ndarray, ends: list[int]) -> Batch:
-    """One row [s] of each tensor, from ids and what counts of them [s + 1]; and where its documents end [n]."""
+    """The tensors [s] of a row, from ids and their weights in the loss [s + 1], and its ends of documents [n]."""
     return {
         "tokens": torch.from_numpy(tokens[:-1].copy()),
         "labels": torch.from_numpy(tokens[1:].copy()),
@@ -242,7 +239,7 @@ def _row(tokens: np.ndarray, counts: np.ndarray, groups: np.ndarray, ends: list[
 def micro_batches_of(
     make_row: MakeRow, count: int, seq_length: int, micro_batch: int, rank: int, ranks: int, by_documents: bool
 ) -> Iterator[Batch]:
-    """A data-parallel rank's micro-batches [b, s] of ``count`` rows, and then empty ones without end."""
+    """A data-parallel rank's micro-batches [b, s] of ``count`` rows, then empty ones without end."""
     empty = _row(np.zeros(seq_length + 1, np.int64), np.zeros(seq_length + 1, np.float32),
                  np.zeros(seq_length, np.int64), [seq_length])  # fmt: skip
     first = rank * micro_batch
@@ -253,11 +250,11 @@ def micro_batches_of(
 
 
 def stack(rows: Sequence[Batch], seq_length: int, by_documents: bool) -> Batch:
-    """Rows of one batch; the ends of documents are filled up with the length of the sequence, or left out."""
+    """A batch of rows. The ends of documents are padded with the length of the sequence, or omitted."""
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "document_ends"}
     if by_documents:
         ends = [row["document_ends"] for row in rows]
         batch["document_ends"] = torch.full((len(ends), max(map(len, ends))), seq_length)
-        for filled, found in zip(batch["document_ends"], ends):
-            filled[: len(found)] = found
+        for padded, of_row in zip(batch["document_ends"], ends):
+            padded[: len(of_row)] = of_row
     return batch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a plan, one by one: what is read, and what the sums come to. Results are plain dicts, as in the JSON."""
+"""Scores the tasks of a plan over the grid. Results are plain dicts, as in the JSON."""
 
 from __future__ import annotations
 
@@ -22,19 +22,16 @@ from megatron.training.evaluation.samples import MakeRow, micro_batches_of, pack
 from megatron.training.setup import Runtime
 from megatron.training.step import Batches, forward_step, run_schedule, sum_of_reports
 
-# Losses and hits of tokens, summed by group over all ranks of a grid: every rank has the same sums, on every grid.
-#
-# Groups are numbers that a batch brings along for its tokens ("groups"), or what a function makes of the batch.
-
-
+# Losses and hits (right predictions) of tokens are summed by group over all ranks; the sums are the same on every grid.
+# The group of each token is in the batch ("groups"), or a function computes it.
 GroupsOf = Callable[[dict[str, Tensor | None]], Tensor]
-Bar = Callable[[int, str], Callable[[int], Any]]  # (total, name) -> counts so many
-A_CALL = 8  # micro-batches of one run of the schedule, between two moves of the bar
+Bar = Callable[[int, str], Callable[[int], Any]]  # (total, name) -> function that adds to the count
+PER_CALL = 8  # micro-batches per run of the schedule, after which the bar moves
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, and where."""
+    """The model to evaluate."""
 
     config: Config
     runtime: Runtime
@@ -51,25 +48,25 @@ def score(
     groups_of: GroupsOf | None = None,
     name: str = "",
 ) -> Tensor:
-    """Sums of the tokens that ``loss_mask`` leaves, float64 [groups, 3]: losses, hits, tokens. All ranks call it.
+    """Sums over the tokens that ``loss_mask`` keeps, float64 [groups, 3]: losses, hits, tokens. All ranks call it.
 
     Args:
-        batches: makes an iterator over this data-parallel rank's micro-batches; called where data are read.
+        batches: makes an iterator over this data-parallel rank's micro-batches, on ranks that read data.
         micro_batches: of each data-parallel rank, at least 1.
-        groups_of: from this rank's batch, int64 [b, s_local] below ``groups``; default the batch's own "groups".
+        groups_of: computes int64 [b, s_local] below ``groups`` from this rank's batch; default its "groups".
         name: for the bar.
     """
     config, runtime, chunks = subject.config, subject.runtime, subject.chunks
     iterators = [batches() if runtime.reads_data else None for _ in chunks]
-    whose = iterators if len(chunks) > 1 else iterators[0]
+    data_iterator = iterators if len(chunks) > 1 else iterators[0]
     together = _together(config, len(chunks))
     step = partial(forward_step, runtime, measure=partial(_sums, groups, groups_of))
     total, done = torch.zeros((groups, 3), dtype=torch.float64, device=runtime.device), 0
     count = subject.bar(micro_batches, name) if subject.bar else lambda _: None
     with _scoring(chunks):
         while done < micro_batches:
-            now = min(A_CALL * together, -(-(micro_batches - done) // together) * together)
-            reports = run_schedule(step, chunks, whose, config, now, forward_only=True)
+            now = min(PER_CALL * together, -(-(micro_batches - done) // together) * together)
+            reports = run_schedule(step, chunks, data_iterator, config, now, forward_only=True)
             total += sum_of_reports(reports, (groups, 3), runtime)
             done += now
             count(now)
@@ -77,7 +74,7 @@ def score(
 
 
 def _together(config: Config, chunks: int) -> int:
-    """Micro-batches that a schedule takes together: interleaved ones take groups."""
+    """The group of micro-batches of an interleaved schedule; 1 for others."""
     if chunks == 1:
         return 1
     parallel = config.parallel
@@ -94,7 +91,7 @@ def _sums(groups: int, groups_of: GroupsOf | None, batch: dict[str, Tensor | Non
 
 @contextmanager
 def _scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Models in evaluation mode whose output are scores of tokens."""
+    """Put the model in evaluation mode, with scores of tokens as its output."""
     was = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
@@ -115,17 +112,17 @@ def evaluate_tasks(plan: Plan, subject: Subject, dataset: Dataset | None) -> dic
     """Results by task, in order; the same on every rank and on every grid. All ranks call it.
 
     Args:
-        dataset: held-out samples, as `check_held_out` wants them.
+        dataset: held-out samples, see `check_held_out`.
     """
-    found: dict[str, Result] = {}
+    results: dict[str, Result] = {}
     for task in plan.tasks:
         if task == "loss-by-position":
-            found[task] = loss_by_position(plan, subject, dataset)
+            results[task] = loss_by_position(plan, subject, dataset)
         elif task == "perplexity":
-            found[task] = perplexity(plan, subject)
+            results[task] = perplexity(plan, subject)
         else:
-            found[task] = made(plan, subject, task)
-    return found
+            results[task] = answers(plan, subject, task)
+    return results
 
 
 def loss_by_position(plan: Plan, subject: Subject, dataset: Dataset | None) -> Result:
@@ -161,7 +158,7 @@ def loss_by_position(plan: Plan, subject: Subject, dataset: Dataset | None) -> R
 
 
 def position_bounds(length: int) -> list[int]:
-    """Where buckets of positions begin, and ``length``."""
+    """The beginnings of the buckets of positions, and ``length``."""
     bounds, end = [0], FIRST_BUCKET
     while end < length:
         bounds.append(end)
@@ -170,7 +167,7 @@ def position_bounds(length: int) -> list[int]:
 
 
 def perplexity(plan: Plan, subject: Subject) -> Result:
-    """Perplexity of text files: each token but a file's first is scored once, after up to --seq-length before it."""
+    """Perplexity of text files. Each token except a file's first is scored once, with up to --seq-length before it."""
     config = subject.config
     length = config.data.seq_length
     stride = config.evaluation.eval_stride or length
@@ -188,8 +185,8 @@ def perplexity(plan: Plan, subject: Subject) -> Result:
     return {"files": files, **_means(sums.sum(0).tolist())}
 
 
-def made(plan: Plan, subject: Subject, task: str) -> Result:
-    """Answers in samples that are made here, by length, for needles by depth too."""
+def answers(plan: Plan, subject: Subject, task: str) -> Result:
+    """Share of right answers in synthetic samples by length, for needles also by depth."""
     config, runtime, specs = subject.config, subject.runtime, plan.specs[task]
     length = config.data.seq_length
     together = runtime.by_documents and config.data.reset_attention_mask and config.data.reset_position_ids
@@ -200,10 +197,10 @@ def made(plan: Plan, subject: Subject, task: str) -> Result:
 
     sums = _score_rows(subject, make_row, len(rows), len(specs), task).tolist()
     cells = []
-    for where in dict.fromkeys((spec.length, spec.depth) for spec in specs):
-        mine = [row for spec, row in zip(specs, sums) if (spec.length, spec.depth) == where]
-        depth = {} if where[1] is None else {"depth": where[1]}
-        cells.append({"length": where[0], **depth, **_answers(mine)})
+    for place in dict.fromkeys((spec.length, spec.depth) for spec in specs):
+        rows_here = [row for spec, row in zip(specs, sums) if (spec.length, spec.depth) == place]
+        depth = {} if place[1] is None else {"depth": place[1]}
+        cells.append({"length": place[0], **depth, **_answers(rows_here)})
     return {"cells": cells, **_answers(sums)}
 
 
@@ -217,23 +214,23 @@ def _score_rows(subject: Subject, make_row: MakeRow, rows: int, groups: int, nam
 
 
 def _means(row: list[float]) -> Result:
-    """Of (sum of losses, hits, tokens)."""
+    """Means from (sum of losses, hits, tokens)."""
     loss, hits, tokens = row
     loss /= tokens
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "hits": hits / tokens, "tokens": int(tokens)}
 
 
 def _answers(rows: list[list[float]]) -> Result:
-    """Of samples' sums: the share of right answer tokens, of wholly right answers, the loss of an answer's token."""
+    """From the sums of samples: shares of right tokens and of completely right answers, loss per answer token."""
     loss, hits, tokens = (sum(column) for column in zip(*rows))
     exact = sum(row[1] == row[2] for row in rows) / len(rows)
     return {"hits": hits / tokens, "exact": exact, "loss": loss / tokens, "samples": len(rows)}
 
 
-def metrics(found: dict[str, Result]) -> dict[str, float]:
+def metrics(results: dict[str, Result]) -> dict[str, float]:
     """The results as flat numbers, for a training log: "needle_hits", "needle_4096_hits", ..."""
     flat: dict[str, float] = {}
-    for task, result in found.items():
+    for task, result in results.items():
         name = task.replace("-", "_")
         if task == "loss-by-position":
             flat |= {f"{name}_{bucket['from']}_{bucket['to']}": bucket["loss"] for bucket in result["buckets"]}

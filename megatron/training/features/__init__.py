@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that the training loop calls and that can be read alone: saving, stopping, and what watches over a run."""
+"""What a run does in addition to its steps. The loop calls most of these by the interface in feature.py."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank hangs, died or fell behind, and what the others wait for.
+"""Finds the rank that hangs, died or fell behind, and what the others wait for.
 
-A collective that times out says which rank *waited*. Here every rank tells the store where the ranks met, every few
-seconds and from a thread, that it lives, its iteration, and where its main thread is: the thread looks at that one's
-stack, so a step has nothing to do for it. Who wants to know takes two looks at the table: a rank whose count did not go
-on between them is stopped, dead or cut off.
+A collective that times out only says which rank *waited*. Here a thread of every rank writes a beat to the rendezvous
+store every few seconds: its iteration and the place of its main thread, whose stack the thread reads, so a step does no
+work for it. A reader compares the beats at two times: a rank whose count has not changed is stopped, dead or cut off.
 """
 
 from __future__ import annotations
@@ -37,21 +36,20 @@ COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 HERE = str(Path(__file__).resolve().parents[2])  # megatron/
 OF_MESSAGES = re.compile(r"gloo|nccl|timed? ?out|by peer|broken pipe|connection", re.IGNORECASE)
 KEY = "heartbeat"
-DEEP = 8  # frames of torch.distributed, and of core's wrappers around it, at the inner end of a stack that waits
+DEEP = 8  # innermost frames in which a waiting stack has torch.distributed, below core's wrappers
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank tells.
+    """What one rank writes to the store.
 
     Attributes:
-        process: which one it is.
-        count: goes on as long as the process runs.
-        iteration: the last one that it finished.
+        count: increases as long as the process runs.
+        iteration: the last finished one.
         place: where its main thread is.
-        waits: whether that is in a message to other ranks.
-        since: seconds that the main thread has been at this place.
-        failed: the error that ended it, else empty.
+        waits: whether the main thread waits there for other ranks.
+        since: seconds that the main thread has been there.
+        failed: the error that ended the rank; empty if there is none.
     """
 
     process: Process
@@ -64,13 +62,13 @@ class Beat:
 
 
 class Heartbeat:
-    """Tells the others of this rank, and tells of the others.
+    """Writes this rank's beats and reads those of the others.
 
     Args:
-        grid: whose axes' groups have names in the table.
+        grid: gives names to the process groups.
         timeout: seconds that a collective may take.
-        store: where all ranks can write and read; used by nobody else at the same time.
-        rank, ranks: this one, and how many there are.
+        store: a client that no other thread uses.
+        ranks: the number of ranks.
         every: seconds between two beats.
     """
 
@@ -78,11 +76,12 @@ class Heartbeat:
         self, grid: Grid, timeout: float, store: dist.Store, rank: int, ranks: int, every: float | None = None
     ) -> None:
         self.store, self.rank, self.ranks, self.timeout = store, rank, ranks, timeout
-        self.every = max(2.0, ranks / 500) if every is None else every  # a store serves some thousand beats a second
-        self.axes = {id(getattr(grid, name).group): word for name, word in AXES.items() if getattr(grid, name).group}
-        self.iteration: Callable[[], int] = lambda: 0  # finished ones
+        # A store serves about a thousand beats per second.
+        self.every = max(2.0, ranks / 500) if every is None else every
+        self.axes = {id(getattr(grid, name).group): label for name, label in AXES.items() if getattr(grid, name).group}
+        self.iteration: Callable[[], int] = lambda: 0  # returns the last finished one
         self._main = threading.main_thread().ident
-        self._count, self._at, self._since, self._told = 0, None, time.monotonic(), False
+        self._count, self._at, self._since, self._reported = 0, None, time.monotonic(), False
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
@@ -97,12 +96,12 @@ class Heartbeat:
         self._thread.join(2 * self.every)
 
     def failed(self, error: BaseException) -> list[str] | None:
-        """This rank is to end with ``error``: tell the others; what to say in place of the error's traceback.
+        """This rank ends with ``error``: write that to the store; returns lines to print instead of its traceback.
 
-        None where the error is this rank's own. Otherwise it is of a message, and some other rank is to blame: the
-        first one to notice says which. Ranks of this machine that do not answer are killed, so that no launcher waits.
+        None if the cause is on this rank. Otherwise a message failed because of another rank, and the first rank that
+        notices reports which. Ranks of this machine that do not answer are killed, so that no launcher waits for them.
         """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it when another rank has ended
         if self._ending():
             return []
         line = one_line(error, 200)
@@ -113,25 +112,25 @@ class Heartbeat:
             self._beat(at, f"{type(error).__name__}: {line}" if own else "")
             if own:
                 return None
-            lines = self._tell() or [f"error on rank {self.rank}: {line}"]
+            lines = self._report() or [f"error on rank {self.rank}: {line}"]
             with self._lock:
                 self.store.wait([f"{KEY}/silent"], timedelta(seconds=5 * self.every))
                 silent = [Process(**fields) for fields in json.loads(self.store.get(f"{KEY}/silent"))]
         except RuntimeError as gone:
-            return [f"error: the store where the ranks met is gone as well ({gone}): its host, or rank 0, is dead"]
+            return [f"error: the rendezvous store is not reachable either ({gone}): its host, or rank 0, is dead"]
         for process in silent:
-            kill(process)  # one of another machine or container is left alone
+            kill(process)  # does nothing to a process of another machine or container
         return lines
 
     def end(self, line: str) -> None:
         """End the job on all ranks; the first rank that calls this prints ``line``. Returns when all others know.
 
-        A rank that waits in a collective cannot be told by a message: there the thread of its beats sees in the store
-        that the job ends, and ends the process with exit code 1. None of them says anything.
+        A rank that waits in a collective receives no message. Its thread sees in the store that the job ends, and
+        ends the process with exit code 1, without a line.
         """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which has seen another rank end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it when another rank has ended
         self._done.set()
-        with self._lock, suppress(RuntimeError):  # where the store is gone, others have ended already
+        with self._lock, suppress(RuntimeError):  # without the store, other ranks have ended already
             if self.store.add(f"{KEY}/enders", 1) > 1:
                 line = ""
         if line:
@@ -148,7 +147,7 @@ class Heartbeat:
         return False
 
     def _leave(self) -> None:
-        """Wait until every rank knows that the job ends: then none of them meets a lost connection or a lost store."""
+        """Wait until every rank knows that the job ends, so that none of them fails on a lost connection or store."""
         with self._lock:
             left = self.store.add(f"{KEY}/left", 1)
         limit = time.monotonic() + 4 * self.every
@@ -158,7 +157,7 @@ class Heartbeat:
                 left = self.store.add(f"{KEY}/left", 0)
 
     def table(self) -> dict[int, Beat | None]:
-        """The last beat of each rank; None of one that never told."""
+        """The last beat of each rank; None for a rank that never wrote one."""
         keys = [f"{KEY}/{rank}" for rank in range(self.ranks)]
         with self._lock:
             return {
@@ -174,19 +173,19 @@ class Heartbeat:
                     with suppress(RuntimeError):
                         self._leave()
                     os._exit(1)
-                left = self.timeout - beat.since  # NCCL ends the process itself, and leaves no time to tell
-                if beat.waits and left < min(self.timeout / 4, 20 + 3 * self.every) and (lines := self._tell()):
-                    print("\n".join([f"error: a message is to time out in {left:.0f} s", *lines]), file=sys.stderr)
-            except RuntimeError:  # the store is gone, and so is the run
+                left = self.timeout - beat.since  # NCCL ends the process at the timeout, too late for a report
+                if beat.waits and left < min(self.timeout / 4, 20 + 3 * self.every) and (lines := self._report()):
+                    print("\n".join([f"error: a message times out in {left:.0f} s", *lines]), file=sys.stderr)
+            except RuntimeError:  # without the store the run has ended
                 return
 
     def _beat(self, frames: Sequence[FrameType] | None = None, failed: str = "") -> Beat:
-        """Tell of the main thread: where it is, or the ``frames`` where it was when it failed."""
+        """Write a beat about the main thread: where it is, or the ``frames`` in which it failed."""
         if frames is None:
             frames = [frame for frame, _ in walk_stack(sys._current_frames().get(self._main))]
         try:
             place, waits = whereabouts(frames, self.axes)
-        except Exception:  # its stack is read while it runs on: one look may find nonsense, and the beat goes on
+        except Exception:  # the thread runs on while its stack is read, so a look may fail
             place, waits = "a place that moved while it was read", False
         iteration = self.iteration()
         if (at := (place, iteration)) != self._at:
@@ -198,13 +197,13 @@ class Heartbeat:
             self.store.set(f"{KEY}/{self.rank}", json.dumps(asdict(beat)))
         return beat
 
-    def _tell(self) -> list[str]:
-        """What the table says, if nobody has told it yet."""
-        if self._told:
+    def _report(self) -> list[str]:
+        """The lines about all ranks, or nothing if some rank has reported already."""
+        if self._reported:
             return []
-        self._told = True
+        self._reported = True
         with self._lock:
-            first = self.store.add(f"{KEY}/told", 1) == 1
+            first = self.store.add(f"{KEY}/reported", 1) == 1
         if not first:
             return []
         before = self.table()
@@ -227,13 +226,13 @@ AXES = {
 
 
 def heartbeat(grid: Grid, timeout_minutes: float) -> Heartbeat | None:
-    """Started; None for a run on one process, or without an address where the ranks met."""
+    """A started heartbeat; None for a run on one process, or without a rendezvous address."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or "MASTER_PORT" not in os.environ:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # A client of its own: the one of torch.distributed is locked while the main thread waits with it.
+    # A second client, because that of torch.distributed is locked while the main thread waits in it.
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
-    start = [uuid.uuid4().hex]  # a restarted job may meet in the same store, where an earlier table still is
+    start = [uuid.uuid4().hex]  # a restarted job may use the same store, which still holds older beats
     dist.broadcast_object_list(start)
     store = dist.PrefixStore(start[0], store)
     return Heartbeat(grid, 60 * timeout_minutes, store, dist.get_rank(), dist.get_world_size()).start()
@@ -243,19 +242,19 @@ def _beat_of(fields: dict[str, Any]) -> Beat:
     return Beat(**{**fields, "process": Process(**fields["process"])})
 
 
-def silent_ranks(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None], teller: int) -> list[int]:
-    """Ranks whose beats stopped between two looks at the table, and that did not say that they fail."""
+def silent_ranks(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None], reporter: int) -> list[int]:
+    """Ranks whose beats stopped between two tables, and that reported no error."""
     return [
-        rank for rank, beat in after.items() if rank != teller and beat and before[rank] == beat and not beat.failed
+        rank for rank, beat in after.items() if rank != reporter and beat and before[rank] == beat and not beat.failed
     ]
 
 
-def verdict(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None], teller: int) -> list[str]:
-    """Lines that name who is to blame, then who waits for what, from two looks at the table."""
-    blamed, alive, waiting, silent = [], [], {}, silent_ranks(before, after, teller)
+def verdict(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None], reporter: int) -> list[str]:
+    """Lines that name the ranks to blame, then what the others wait for, from two tables."""
+    blamed, alive, waiting, silent = [], [], {}, silent_ranks(before, after, reporter)
     for rank, beat in after.items():
         if beat is None:
-            blamed.append(f"rank {rank} has never told of itself: it ended, or hangs, before the first step")
+            blamed.append(f"rank {rank} never reported: it ended, or hangs, before the first step")
             continue
         who = f"rank {rank} on {beat.process.host}"
         seen = f"iteration {beat.iteration + 1}, {beat.place}"
@@ -266,10 +265,10 @@ def verdict(before: Mapping[int, Beat | None], after: Mapping[int, Beat | None],
         elif beat.waits:
             waiting.setdefault(seen, []).append(rank)
         else:
-            alive.append(f"{who} is alive and waits for nobody: {seen}, for {beat.since:.0f} s")
+            alive.append(f"{who} is alive and does not wait: {seen}, for {beat.since:.0f} s")
     lines = blamed + alive
     if not lines and len(waiting) > 1:
-        lines.append("all ranks answer and wait, not all in the same place: they wait for each other")
+        lines.append("all ranks answer and wait, but in different places: they wait for each other")
     lines += [f"waiting in {seen}: {_ranks(ranks)}" for seen, ranks in waiting.items()]
     return [f"error: {line}" if number == 0 else f"       {line}" for number, line in enumerate(lines)]
 
@@ -282,8 +281,8 @@ def _ranks(ranks: list[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
 def whereabouts(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[str, bool]:
@@ -301,7 +300,7 @@ def whereabouts(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[s
         elif name.startswith(HERE):
             ours = ours or frame
     if ours is None:
-        return collective or "outside of the program's own code", waits
+        return collective or "outside the program's code", waits
     place = f"{os.path.relpath(ours.f_code.co_filename, HERE)}:{ours.f_lineno} ({ours.f_code.co_name})"
     if not waits and _waits(frames[0]):
         collective, waits = "the wait for a message", True
@@ -309,12 +308,12 @@ def whereabouts(frames: Sequence[FrameType], axes: Mapping[int, str]) -> tuple[s
 
 
 def is_waiting(frames: Sequence[FrameType]) -> bool:
-    """Whether a thread with this stack, innermost first, waits for other ranks: quicker than :func:`whereabouts`."""
+    """Whether a thread with this stack, innermost first, waits for other ranks; faster than :func:`whereabouts`."""
     return any(frame.f_code.co_filename.endswith(COLLECTIVES) for frame in frames[:DEEP]) or _waits(frames[0])
 
 
 def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:
-    """``all_reduce over TP`` of a frame of torch.distributed that has a group; None of another."""
+    """For example ``all_reduce over TP``, of a frame of torch.distributed; None if the frame has no group."""
     seen: Any = frame.f_locals
     if "group" not in seen:
         return None
@@ -326,5 +325,5 @@ def _collective(frame: FrameType, axes: Mapping[int, str]) -> str | None:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether the line that a frame is at calls ``wait``: that of a message is no Python, and has no frame."""
+    """Whether the frame's present line calls ``wait``. The wait for a message is in C++ and has no frame."""
     return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # None between two lines

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that several ranks hold are the same bit for bit: else memory, or a message, was faulty.
+"""Checks that weights which several ranks hold are bit-identical; a difference means faulty memory or a faulty message.
 
-Compared are sums over the bits of each parameter, made where it lies: over DP x CP (not under ZeRO 2 and 3, which keep
-one copy of each weight), and over TP for what TP does not split. Each bit adds an odd multiple of a power of two to its
-parameter's sum modulo 2**64, so one that flips always changes it. As in Megatron-LM, weights under
---overlap-param-gather are gathered first: that mends what changed on a rank that does not own them, unseen.
+Each rank sums the bits of each parameter on its device. The sums are compared over DP x CP (not under ZeRO 2 and 3,
+which keep one copy of each weight), and over TP for parameters that TP does not split. Each bit adds an odd multiple of
+a power of two to its parameter's sum modulo 2**64, so a single flipped bit always changes the sum. As in Megatron-LM,
+weights under --overlap-param-gather are gathered first; this overwrites, unseen, a change on a rank that does not own
+them.
 """
 
 from __future__ import annotations
@@ -24,16 +25,28 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 
 from megatron.training.checkpoint import checkpoint
+from megatron.training.features.feature import Feature, Step, due
 from megatron.training.job import Job
 from megatron.training.model.weights import canonical_parameters
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MOST = 4  # parameters that are named
-PIECE = 2**22  # numbers that are summed at once: more would take eight times a weight's memory
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+MOST = 4  # parameters that the message names
+PIECE = 2**22  # elements summed at once: the sum converts them to int64, up to eight times their memory
 
 
 class ReplicasDiffer(RuntimeError):
-    """Raised on every rank alike; one line a parameter."""
+    """Raised on every rank. The message names each parameter that differs."""
+
+
+class ReplicaCheck(Feature):
+    """``--check-weight-hash-across-dp-replicas-interval``."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def after_log(self, step: Step) -> None:
+        if due(self.job.config.faults.check_weight_hash_across_dp_replicas_interval, step.iteration):
+            check_replicas(self.job)
 
 
 @torch.no_grad()
@@ -41,35 +54,35 @@ def check_replicas(job: Job) -> None:
     """Compare weights. All ranks call it.
 
     Raises:
-        ReplicasDiffer: some differ; the line names the parameter, the ranks and their hosts.
+        ReplicasDiffer: some differ; the message names the parameters, the ranks and their hosts.
     """
     checkpoint.gather_parameters(job.chunks, job.config)
-    found = [f"{name}: {rest}" for name, rest in _differences(job)]
-    lines: list = [None] * dist.get_world_size()
-    dist.all_gather_object(lines, (socket.gethostname(), found))
-    told = list(dict.fromkeys(line for _, of_rank in lines for line in of_rank))
-    if told:
-        places = [f"{rank} on {host}" for rank, (host, _) in enumerate(lines)]
-        more = f"; and {len(told) - MOST} more" if len(told) > MOST else ""
-        raise ReplicasDiffer("; ".join(line.format(*places) for line in told[:MOST]) + more)
+    mine = [f"{name}: {difference}" for name, difference in _differences(job)]
+    by_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (socket.gethostname(), mine))
+    lines = list(dict.fromkeys(line for _, of_rank in by_rank for line in of_rank))
+    if lines:
+        places = [f"{rank} on {host}" for rank, (host, _) in enumerate(by_rank)]
+        more = f"; and {len(lines) - MOST} more" if len(lines) > MOST else ""
+        raise ReplicasDiffer("; ".join(line.format(*places) for line in lines[:MOST]) + more)
 
 
 def _differences(job: Job) -> Iterator[tuple[str, str]]:
     named = [pair for chunk in job.chunks for pair in canonical_parameters(checkpoint.unwrap(chunk))]
     if job.config.parallel.zero_stage < 2:
-        whole = [pair for pair in named if getattr(pair[1], "allreduce", True)]
-        yield from _compare(whole, get_data_parallel_group(with_context_parallel=True), "DP x CP")
-        rows = [pair for pair in named if not getattr(pair[1], "allreduce", True)]  # partitioned positions
-        yield from _compare(rows, get_data_parallel_group(), "DP")
+        copied = [pair for pair in named if getattr(pair[1], "allreduce", True)]
+        yield from _compare(copied, get_data_parallel_group(with_context_parallel=True), "DP x CP")
+        partitioned = [pair for pair in named if not getattr(pair[1], "allreduce", True)]  # positions
+        yield from _compare(partitioned, get_data_parallel_group(), "DP")
     if get_tensor_model_parallel_world_size() > 1:
-        whole = [pair for pair in named if not getattr(pair[1], "tensor_model_parallel", False)]
-        yield from _compare(whole, get_tensor_model_parallel_group(), "TP")
+        copied = [pair for pair in named if not getattr(pair[1], "tensor_model_parallel", False)]
+        yield from _compare(copied, get_tensor_model_parallel_group(), "TP")
 
 
 def _compare(
     named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, axis: str
 ) -> Iterator[tuple[str, str]]:
-    """(parameter, what differs) of each parameter that is not the same on all ranks of a group."""
+    """(parameter, message) for each parameter that is not identical on all ranks of a group."""
     if not named or group.size() == 1:
         return
     mine = torch.stack([bits(parameter) for _, parameter in named])
@@ -84,21 +97,21 @@ def _compare(
         if 2 * count > len(sums):
             same = next(rank for rank, one in zip(ranks, sums) if one == usual)
             yield name, f"rank {_places(others)} differs over {axis} from rank {_places([same])} and the others"
-        else:  # nobody can say who is right
+        else:  # no majority
             yield name, f"ranks {_places(ranks)} differ over {axis}"
 
 
 def _places(ranks: Sequence[int]) -> str:
-    """To be filled in with each rank and its host."""
+    """A template for `str.format`, which replaces each rank by the rank and its host."""
     return ", ".join(f"{{{rank}}}" for rank in ranks)
 
 
 def bits(parameter: Tensor) -> Tensor:
     """A sum over the bits of a tensor, modulo 2**64: int64, on its device."""
     flat = to_local_if_dtensor(parameter).detach().reshape(-1)
-    words = flat.view(WORDS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for begin in range(0, words.numel(), PIECE):
-        piece = words[begin : begin + PIECE].long()
+    integers = flat.view(INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=integers.device)
+    for begin in range(0, integers.numel(), PIECE):
+        piece = integers[begin : begin + PIECE].long()
         total += (piece * torch.arange(2 * begin + 1, 2 * (begin + len(piece)), 2, device=piece.device)).sum()
     return total

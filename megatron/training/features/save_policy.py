@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run saves: step by step with training, or with ``--async-save`` beside it; and what it keeps."""
+"""When a run saves, in the foreground or (``--async-save``) in the background, and which checkpoints it keeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron.training.checkpoint.checkpoint_folder import remove_older
 from megatron.training.checkpoint.in_memory.state import TrainingState
 from megatron.training.checkpoint.rank_file import HostCopies
 from megatron.training.checkpoint.save_job import Save
+from megatron.training.features.feature import due
 from megatron.training.host_memory import available_bytes
 from megatron.training.job import Job
 from megatron.training.report.reporter import Reporter
@@ -19,11 +20,11 @@ from megatron.training.step import Mark
 
 
 class Saver:
-    """Made by every rank, and called by all of them at the same steps.
+    """Every rank makes one and calls its methods at the same steps.
 
     Attributes:
-        saved_at: the iteration of the last checkpoint, written or on its way.
-        stall: seconds that training stood still for it.
+        saved_at: the iteration of the last checkpoint, written or being written.
+        stall: seconds that training waited for it.
     """
 
     def __init__(self, job: Job, reporter: Reporter) -> None:
@@ -32,7 +33,7 @@ class Saver:
         self._copies = HostCopies(streams_of(job.runtime.device)) if job.config.checkpoint.async_save else None
         self._going: Save | None = None
         self._begun = 0.0
-        self._whole, self._gave_up = True, False
+        self._saved_last, self._gave_up = True, False
 
     @property
     def writing(self) -> bool:
@@ -45,15 +46,19 @@ class Saver:
         return self.job.owner is not None and bool(self.job.owner.lost)
 
     def give_up(self) -> str:
-        """Another job has the folder: save nothing any more. All ranks call it; rank 0 is told who has it."""
+        """Save nothing more, because another job has taken over the folder. All ranks call it.
+
+        Returns:
+            why; rank 0 knows which job it is.
+        """
         self.saved_at, self._gave_up = self.job.progress.iteration, True
         return self.job.owner.lost or "another job has taken over --save"
 
     def save(self, validation_loss: float | None = None) -> None:
-        """Save now, or begin to. A failure (a full disk) is told and does not end the run.
+        """Save now, or begin to. A failure, such as a full disk, is reported and does not end the run.
 
         Args:
-            validation_loss: of the weights as they are, if they were evaluated.
+            validation_loss: of the present weights, if they were evaluated.
         """
         self.finish()
         job, settings = self.job, self.job.config.checkpoint
@@ -67,11 +72,11 @@ class Saver:
                     job.optimizer,
                     job.schedule,
                     job.config,
-                    self._remove_older,
-                    validation_loss,
-                    job.owner,
+                    after=self._remove_older,
+                    validation_loss=validation_loss,
+                    owner=job.owner,
                 )
-                if self._copies is not None and self._room():
+                if self._copies is not None and self._copies_fit():
                     self._going.start(self._copies)
                 else:
                     self._going.write()
@@ -80,14 +85,22 @@ class Saver:
         if self._copies is None:
             self.finish()
 
+    def save_if_due(self, validation_loss: float | None) -> None:
+        """Copy the state to memory and save a checkpoint, each at its interval."""
+        settings, iteration = self.job.config.checkpoint, self.job.progress.iteration
+        if due(settings.non_persistent_save_interval, iteration):
+            self.copy()
+        if due(settings.save_interval, iteration):
+            self.save(validation_loss)
+
     def copy(self) -> None:
-        """Copy the state to memory now; what takes longer happens beside training, and a failure is told later."""
+        """Copy the state to memory now. The copy travels to other hosts in the background; see `go_on` for failures."""
         job = self.job
         state = TrainingState(job.chunks, job.optimizer, job.schedule, job.config)
         job.copies.begin(job.progress, state.tensors())
 
     def before_update(self, mark: Mark | None) -> Mark | None:
-        """``mark``, or one that also keeps a step's update until the tensors to be saved are copied."""
+        """``mark``, or one that also delays the step's update until the tensors to save are copied."""
         going = self._going
         if going is None or going.copied.is_set():
             return mark
@@ -102,12 +115,12 @@ class Saver:
         return wait
 
     def go_on(self, writing: bool | int) -> None:
-        """After each step.
+        """Take the next part of a save in the background. All ranks call it after each step.
 
         Args:
-            writing: whether any rank still is.
+            writing: whether any rank is still writing.
         """
-        self._tell_of_copies()
+        self._report_copies()
         if self._going is None or writing:
             return
         try:
@@ -119,7 +132,7 @@ class Saver:
             self._failed(error)
 
     def finish(self) -> bool:
-        """Wait until nothing is being written any more; whether the last checkpoint could be."""
+        """Wait for a save in the background; returns whether the last checkpoint could be saved."""
         if self._going is not None:
             try:
                 with _Clock(self):
@@ -127,37 +140,37 @@ class Saver:
                 self._saved()
             except OSError as error:
                 self._failed(error)
-        return self._whole and not self._gave_up
+        return self._saved_last and not self._gave_up
 
     def end(self) -> bool:
-        """The run ends in good order: finish, and leave no copies in memory where the last checkpoint could be saved.
+        """Finish at the regular end of a run; returns whether the last checkpoint could be saved.
 
-        Returns whether it could.
+        If it could, the copies in memory are removed.
         """
-        whole = self.finish()
+        saved = self.finish()
         if self.job.copies is not None:
             self.job.copies.finish()
-            self._tell_of_copies()
-        if whole:
+            self._report_copies()
+        if saved:
             self.discard()
-        return whole
+        return saved
 
     def discard(self) -> None:
-        """Nothing shall go on from the copies in memory."""
+        """Remove the copies in memory, so that no run resumes from them."""
         if self.job.copies is not None:
             self.job.copies.remove(self.job.config.checkpoint.save)
 
     def abandon(self) -> None:
-        """The run ends in an error: copies under way have a moment to arrive."""
+        """The run ends with an error: wait a moment for copies to arrive on other hosts."""
         if self.job.copies is not None:
             self.job.copies.finish(seconds=2.0)
 
-    def _tell_of_copies(self) -> None:
+    def _report_copies(self) -> None:
         for line in self.job.copies.take_lines() if self.job.copies is not None else ():
             self.reporter.say(f" {'' if line.startswith('WARNING') else '> '}{line}")
 
-    def _room(self) -> bool:
-        """Whether host memory has room for the copies; they take it once, and keep it."""
+    def _copies_fit(self) -> bool:
+        """Whether the copies fit in host memory, which they allocate once and keep."""
         need = self._going.bytes - self._copies.pool.allocated
         free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if need > 0 else 0
         if need > free:
@@ -176,9 +189,9 @@ class Saver:
             )
 
     def _saved(self) -> None:
-        path, self._going, self._whole = self._going.final, None, True
-        beside = "" if self._copies is None else f" beside training, which stood still for {self.stall:.2f} s of them"
-        self.reporter.say(f" > saved {path} in {time.perf_counter() - self._begun:.1f} s{beside}")
+        path, self._going, self._saved_last = self._going.final, None, True
+        stall = "" if self._copies is None else f" while training went on, except for {self.stall:.2f} s"
+        self.reporter.say(f" > saved {path} in {time.perf_counter() - self._begun:.1f} s{stall}")
         if self.job.config.logging.log_progress and self.job.runtime.is_rank_zero:
             try:
                 with open(os.path.join(self.job.config.checkpoint.save, "progress.txt"), "a") as file:
@@ -187,12 +200,12 @@ class Saver:
                 self.reporter.say(f" WARNING: --log-progress: {error.strerror}")
 
     def _failed(self, error: OSError) -> None:
-        self._going, self._whole = None, False
+        self._going, self._saved_last = None, False
         self.reporter.say(f" WARNING: {error}; earlier checkpoints are untouched, training goes on")
 
 
 class _Clock:
-    """Adds to the seconds that training stands still."""
+    """Adds the time inside to the seconds that training waits for a save."""
 
     def __init__(self, saver: Saver) -> None:
         self.saver = saver

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to stop before the end, agreed upon by all ranks."""
+"""Stops a run early, when all ranks agree."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What ends a run in good order: launchers and schedulers send the first, Slurm the second as its warning, if asked."""
+"""Signals that stop a run regularly. Launchers and schedulers send SIGTERM; Slurm sends SIGUSR1 early, if asked."""
 
 
 class Stopper:
-    """Whether to stop early: a signal on any rank, or the time is up. Asked together, so that all ranks agree.
+    """Stops the run after a signal on any rank, or when its time is over.
 
-    Before training begins there is nothing to save, and a signal ends the process by SystemExit. After that the same
-    signal again ends the process at once, and nothing is saved; what a scheduler and a launcher both send comes twice
-    within a moment, and counts once.
+    Before training begins there is nothing to save, and a signal ends the process by SystemExit. Later, a second signal
+    of the same kind ends the process at once and saves nothing. If a scheduler and a launcher both send the signal, it
+    comes twice within ``MOMENT`` and counts once.
     """
 
     MOMENT = 5.0  # seconds
@@ -37,7 +37,7 @@ class Stopper:
         return bool(self.reason)
 
     def begin(self) -> None:
-        """Training begins: from now on a signal is kept until the step is over."""
+        """Training begins: from now on a signal waits for the end of the step."""
         self._training = True
 
     def _on_signal(self, number: int, _: Any) -> None:
@@ -56,13 +56,16 @@ class Stopper:
             signal.signal(number, before)
 
     def stop(self, reason: str) -> None:
-        """Stop for a reason that every rank knows of."""
+        """Stop for a reason that all ranks have at the same step."""
         self.reason = self.reason or reason
 
-    def agree(self, *peaks: int) -> list[int]:
-        """Take part in the decision after a step; returns the largest of all ranks of each of ``peaks``."""
+    def agree(self, *values: int) -> list[int]:
+        """Decide after a step whether to stop; returns the maximum over all ranks of each of ``values``.
+
+        This is the only all-reduce that every step adds, so features send their numbers with it.
+        """
         late = self.deadline is not None and time.monotonic() > self.deadline
-        votes = torch.tensor([self._signal, late, *peaks], dtype=torch.int64, device=self.device)
+        votes = torch.tensor([self._signal, late, *values], dtype=torch.int64, device=self.device)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         number, late, *largest = votes.tolist()
         if number or late:

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--log-straggler``: which link between nodes has become slow.
-
-A slow link slows every rank alike, and what a rank does by itself says nothing about it. So a small message is timed
-over each edge between neighbouring nodes: once at the start, and again when a step takes much longer than recent ones.
-Whether it did, ranks agree in a message that every step has anyway; steady steps cost nothing.
-"""
+"""``--log-straggler``: which links between nodes and which ranks are slow."""
 
 from __future__ import annotations
 
@@ -21,36 +16,69 @@ from traceback import walk_stack
 import torch
 import torch.distributed as dist
 
+from megatron.training.features.feature import Feature, Step, due
 from megatron.training.features.heartbeat import is_waiting
+from megatron.training.job import Job
+from megatron.training.report.reporter import Reporter
 from megatron.training.setup import Runtime
 
+
+class LogStragglers(Feature):
+    """Made by all ranks at the same time."""
+
+    def __init__(self, job: Job, reporter: Reporter) -> None:
+        self.reporter, self.log_interval = reporter, job.config.logging.log_interval
+        self.ranks, self.links = Stragglers(job.runtime), SlowLinks(job.runtime.device)
+
+    def before_step(self) -> None:
+        self.ranks.begin()
+
+    def after_step(self, step: Step) -> None:
+        self.ranks.end()
+        step.slow = self.links.is_slow(step.seconds)
+
+    def after_log(self, step: Step) -> None:
+        if (step.last or due(self.log_interval, step.iteration)) and (line := self.ranks.report()):
+            self.reporter.say(f" WARNING: {line}")
+        if line := self.links.report(bool(step.slow)):
+            self.reporter.say(f" WARNING: {line}")
+
+    def stop(self) -> None:
+        self.ranks.stop()
+
+
+# Links. A slow link makes the step of every rank equally slow, so the time of a rank's own work does not show it.
+# A small message is therefore timed over each link between neighbouring nodes: once at the start, and again after a
+# step that took much longer than recent ones. The ranks agree on that in the all-reduce that every step has anyway
+# (features/stopping.py), so ordinary steps cost nothing.
+
 SLOW_STEP = 1.5  # times the median of recent steps
-SLOW_LINK = 2.0  # times what is usual for the link
-NOISE = 1e-3  # seconds above the usual that a slow link takes at least
-RECENT, LEAST_STEPS = 20, 5  # steps that make the median: at most, at least
-REST = 5  # steps after a measurement in which there is no other
+SLOW_LINK = 2.0  # times the usual time of the link
+NOISE = 1e-3  # seconds above the usual time that a slow link takes at least
+RECENT, LEAST_STEPS = 20, 5  # steps for the median: at most, at least
+REST = 5  # steps after a measurement without another one
 BYTES = 2**18  # of the message
-REPEATS = 5  # of which the fastest counts
+REPEATS = 5  # the fastest one counts
 NAMED = 4  # links in a line
 
 Edge = tuple[int, int]  # ranks that send and receive
 
 
 class SlowLinks:
-    """The links between the nodes of a run, and the steps that tell when to measure them.
+    """Measures the links between the nodes of a run when steps become slow.
 
-    Made by all ranks at the same time, as it gathers their hosts.
+    All ranks make it at the same time, because it gathers their hosts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Nodes may have one name by mistake; torchrun numbers them.
-        own = socket.gethostname(), os.environ.get("GROUP_RANK", "")
-        every: list[tuple[str, str]] = [own] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        self.hosts = [host for host, _ in every]
+        # Two nodes may have the same host name by mistake, so torchrun's number of the node counts too.
+        this_node = socket.gethostname(), os.environ.get("GROUP_RANK", "")
+        by_rank: list[tuple[str, str]] = [this_node] * dist.get_world_size()
+        dist.all_gather_object(by_rank, this_node)
+        self.hosts = [host for host, _ in by_rank]
         nodes: dict[tuple[str, str], list[int]] = {}
-        for rank, node in enumerate(every):
+        for rank, node in enumerate(by_rank):
             nodes.setdefault(node, []).append(rank)
         self.phases = edges_by_phase(list(nodes.values()))
         self.edges = [edge for phase in self.phases for edge in phase]
@@ -59,16 +87,17 @@ class SlowLinks:
         self.rest = 0
 
     def is_slow(self, seconds: float) -> bool:
-        """Whether a step of so many seconds took much longer than recent ones; it then is one of them."""
+        """Whether a step took much longer than recent ones; the step is recent from then on."""
         known = len(self.recent) >= LEAST_STEPS
         slow = known and seconds > SLOW_STEP * statistics.median(self.recent)
         self.recent.append(seconds)
         return slow
 
-    def tell(self, slow: bool) -> str:
+    def report(self, slow: bool) -> str:
         """A line that names slow links, or nothing. All ranks call it after each step.
 
-        ``slow``: whether :meth:`is_slow` held on any rank; the same on all.
+        Args:
+            slow: whether :meth:`is_slow` was true on any rank; the same on all.
         """
         self.rest -= 1
         if not self.edges or len(self.recent) < LEAST_STEPS or (self.usual and (not slow or self.rest >= 0)):
@@ -85,25 +114,25 @@ class SlowLinks:
         """Seconds of a message over each edge."""
         rank = dist.get_rank()
         data = torch.zeros(BYTES, dtype=torch.uint8, device=self.device)
-        found = dict.fromkeys(self.edges, 0.0)
+        seconds = dict.fromkeys(self.edges, 0.0)
         for phase in self.phases:
             for edge in (edge for edge in phase if rank in edge):
                 best = float("inf")
                 for _ in range(1 + REPEATS):  # the first one connects
                     best = min(best, self._hop(edge, data))
-                found[edge] = best if rank == edge[1] else 0.0
+                seconds[edge] = best if rank == edge[1] else 0.0
             dist.barrier()
-        times = torch.tensor(list(found.values()), dtype=torch.float64, device=self.device)
+        times = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         return times.tolist()
 
     def _hop(self, edge: Edge, data: torch.Tensor) -> float:
-        """Seconds that a message takes, as its receiver sees them. First it says that it is ready."""
+        """Seconds that a message takes; on the receiver this is exact, because it first sends that it is ready."""
         sender, receiver = edge
-        here, ready = dist.get_rank() == receiver, data[:1].clone()
-        self._do(dist.isend if here else dist.irecv, ready, sender if here else receiver)
+        receives, ready = dist.get_rank() == receiver, data[:1].clone()
+        self._do(dist.isend if receives else dist.irecv, ready, sender if receives else receiver)
         begin = time.perf_counter()
-        self._do(dist.irecv if here else dist.isend, data, sender if here else receiver)
+        self._do(dist.irecv if receives else dist.isend, data, sender if receives else receiver)
         return time.perf_counter() - begin
 
     def _do(self, operation: object, data: torch.Tensor, peer: int) -> None:
@@ -114,9 +143,12 @@ class SlowLinks:
 
 
 def edges_by_phase(nodes: Sequence[Sequence[int]]) -> list[list[Edge]]:
-    """Edges from each node's ranks to those of the next node, around; in a phase a node sends or receives, never both.
+    """Edges from each node's ranks to those of the next node, and from the last node to the first.
 
-    ``nodes``: the ranks of each node.
+    In one phase a node either sends or receives.
+
+    Args:
+        nodes: the ranks of each node.
     """
     count = len(nodes)
     if count == 1:
@@ -129,7 +161,7 @@ def edges_by_phase(nodes: Sequence[Sequence[int]]) -> list[list[Edge]]:
 
 
 def named(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float], hosts: Sequence[str]) -> str:
-    """The line about links that take longer than usual, the slowest first; empty where none does."""
+    """The line about links that take longer than usual, the slowest first; empty if none does."""
     slow = [
         (took, edge, before)
         for edge, took, before in zip(edges, times, usual)
@@ -147,23 +179,18 @@ def named(edges: Sequence[Edge], times: Sequence[float], usual: Sequence[float],
     return f"--log-straggler: {'; '.join(words)}{more}"
 
 
-# ``--log-straggler``: which ranks are slow by themselves, and not because they wait for others.
-#
-# All ranks of a job take the same time a step, as each waits for the slowest. What tells them apart is the time that a
-# rank does not wait. On a CPU a thread looks every 10 ms whether the main thread is in a message to other ranks:
-# what is left of a step is the rank's own. On a GPU messages wait in the device's own queue, where nobody sees them
-# from outside; there a small matrix product is timed in each step, by the device's events. Nothing is sent but one
-# number a rank and
-# --log-interval.
-
+# Ranks. All ranks take the same time for a step, because each waits for the slowest. A slow rank differs by the time
+# that it does not wait. On a CPU a thread looks every 10 ms whether the main thread waits for a message; the rest of
+# the step is the rank's own work. On a GPU the messages wait in the device's queue, which the host cannot see; there a
+# small matrix product is timed in each step by CUDA events. Ranks exchange one number each per --log-interval.
 
 OVER = 1.2  # times the median
 EVERY = 0.01  # seconds between two looks
-LEAST = 300  # looks that make a share: with fewer, chance would name ranks
+LEAST = 300  # looks for a reliable share; with fewer, chance would name ranks
 
 
 class Looks:
-    """Milliseconds of its own that each step takes this rank, by looks at its main thread."""
+    """Milliseconds of own work that this rank has in a step, sampled by looks at its main thread."""
 
     what = "a step of its own work"
 
@@ -188,7 +215,7 @@ class Looks:
         self.steps += 1
 
     def result(self) -> tuple[float, bool]:
-        """Own milliseconds a step since the last start, and whether that is known well enough."""
+        """Milliseconds of own work per step since the last start, and whether there were enough looks."""
         own = 1000 * self.seconds / max(self.steps, 1) * (1 - self.waited / max(self.seen, 1))
         return own, self.seen >= LEAST
 
@@ -203,14 +230,14 @@ class Looks:
             try:
                 frames = [frame for frame, _ in walk_stack(sys._current_frames()[self._main])]
                 waits = is_waiting(frames)
-            except Exception:  # its stack is read while it runs on: one look may find nonsense, and counts for nothing
+            except Exception:  # the thread runs on while its stack is read, so a look may fail: it does not count
                 continue
             self.seen += 1
             self.waited += waits
 
 
 class Products:
-    """Milliseconds that a matrix product takes this rank's GPU, timed at the end of each step."""
+    """Milliseconds of a matrix product on this rank's GPU, timed at the end of each step."""
 
     what, size, least = "a matrix product", 4096, 5
 
@@ -241,14 +268,14 @@ class Products:
 
 
 class Stragglers:
-    """Told when each step begins and ends."""
+    """Finds slow ranks. Call `begin` and `end` around each step."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
         self.clock = Products(self.device) if runtime.platform.on_gpu else Looks()
         self.begin, self.end, self.stop = self.clock.begin, self.clock.end, self.clock.stop
 
-    def tell(self) -> str:
+    def report(self) -> str:
         """A line that names slow ranks, or nothing. All ranks call it."""
         mine = torch.tensor(self.clock.result(), dtype=torch.float64, device=self.device)
         table = mine.new_empty(2 * dist.get_world_size())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to the model on this rank, its weights, its optimizer, and how both are split over data parallelism."""
+"""Builds the model of this rank, its weights and its optimizer, and splits them over data parallelism."""

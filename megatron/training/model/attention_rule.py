@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From flags to what attention computes: the mask, ALiBi, the kernel."""
+"""The attention that the flags describe: mask, ALiBi, kernel."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron.training.refusal import Refusal
 
 
 def attention_rule(config: Config, grid: Grid) -> AttentionRule:
-    """The rule of a completed configuration; documents come with the batches and go around its mask.
+    """The rule of a completed configuration. Documents are not part of it: they come with each batch.
 
     Raises:
-        Refusal: a file that a flag names cannot be read, or is not what the flag needs.
+        Refusal: a file that a flag names cannot be read, or has the wrong content.
     """
     attention, model = config.attention, config.model
     slopes = None
@@ -71,18 +71,18 @@ def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
     name, blocks = attention.sparse_pattern, -(-length // attention.sparse_block_size)
     try:
         rows = parse_json(read_bytes(name))
-        found = BlockList(tuple(tuple(int(block) for block in row) for row in rows))
+        pattern = BlockList(tuple(tuple(int(block) for block in row) for row in rows))
     except (OSError, ValueError, TypeError, OverflowError) as error:
         raise Refusal(
             f"--sparse-pattern {name}: {getattr(error, 'strerror', None) or error}; use longformer, bigbird, strided, "
             "or a JSON file with a list of key blocks for each query block"
         ) from None
-    if len(found.rows) != blocks or any(not 0 <= block < blocks for row in found.rows for block in row):
+    if len(pattern.rows) != blocks or any(not 0 <= block < blocks for row in pattern.rows for block in row):
         raise Refusal(
             f"--sparse-pattern {name} must have {blocks} rows (--seq-length {length} in --sparse-block-size "
-            f"{attention.sparse_block_size}) of block numbers from 0 to {blocks - 1}; it has {len(found.rows)} rows"
+            f"{attention.sparse_block_size}) of block numbers from 0 to {blocks - 1}; it has {len(pattern.rows)} rows"
         )
-    return found
+    return pattern
 
 
 def mask_function(spec: str) -> Callable:
@@ -98,7 +98,7 @@ def mask_function(spec: str) -> Callable:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except Exception as error:  # the user's file may raise any exception
         raise Refusal(f"--mask-function {spec}: {path} cannot be run: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
         raise Refusal(f"--mask-function {spec}: {path} has no function {name}; give FILE.py:NAME")

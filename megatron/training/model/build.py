@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to this rank's model: a GPT with our attention, positions and weights."""
+"""Builds this rank's model: core's GPT with our attention, positions and weights."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def build_model(
     offload: Offload | None = None,
     on_gpu: bool | None = None,
 ) -> list[GPTModel]:
-    """This rank's model chunks (one, or one a virtual pipeline stage), with their initial weights, on ``device``.
+    """This rank's model chunks (one, or one per virtual pipeline stage), with their initial weights, on ``device``.
 
     Args:
-        config: the run's settings, completed.
-        vocab_size: real vocabulary size; it is padded here.
-        offload: host memory, needed by --fpdt with offload and by --offload-checkpoints.
-        on_gpu: whether core may use the kernels that it compiles for GPUs; default by ``device``.
+        config: the completed settings.
+        vocab_size: without padding, which is added here.
+        offload: needed by --fpdt with offload and by --offload-checkpoints.
+        on_gpu: whether core may use the kernels that it compiles for GPUs; by default, if ``device`` is one.
     """
     core = transformer_config(config, grid, on_gpu=device.type == "cuda" if on_gpu is None else on_gpu)
     stages = core.virtual_pipeline_model_parallel_size
@@ -121,7 +121,7 @@ def _build_chunk(
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        # Others than learned ones enter in our attention, partitioned ones below.
+        # Other than learned positions are applied in our attention; partitioned ones follow below.
         position_embedding_type="learned_absolute" if learned and not partitioned else "none",
         vp_stage=stage,
     )
@@ -135,7 +135,7 @@ def _build_chunk(
 
 
 def rope(model: ModelConfig) -> Rope | None:
-    """The model's rotary embedding; None where positions enter otherwise."""
+    """The model's rotary embedding; None with other positions."""
     if model.position_embedding_type not in ROTARY:
         return None
     yarn = None
@@ -165,7 +165,7 @@ def lora(model: ModelConfig) -> Lora | None:
 
 
 def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> None:
-    """Have what the layers of a block save for backward, their inputs, wait in host memory."""
+    """Keep in host memory the inputs that the layers of a block save for backward."""
     forward, norm = decoder.forward, decoder.final_layernorm
 
     @wraps(forward)
@@ -176,7 +176,7 @@ def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> No
             return forward(hidden_states, *args, **kwargs)
 
     decoder.forward = with_hooks
-    if norm is not None:  # part of core's block, not of its layers: the innermost hooks count
+    if norm is not None:  # it belongs to core's block but is not a layer; the innermost hooks apply
         norm_forward = norm.forward
 
         @wraps(norm_forward)

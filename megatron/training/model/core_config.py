@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to megatron-core's configuration of the network and of the grid."""
+"""megatron-core's configuration of the network and of the grid."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import activation
 from megatron.training.arguments.validate.check_memory import layers_recompute
-
-# What the model computes in.
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -41,9 +39,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
             "fp8_amax_compute_algo": model.fp8_amax_compute_algo,
         }
     recompute: dict[str, Any] = {}
-    if not layers_recompute(
-        config
-    ):  # FPDT's layers do it themselves, chunk by chunk; core does units of several layers
+    if not layers_recompute(config):  # else FPDT's layers recompute themselves, chunk by chunk
         recompute = {
             "recompute_granularity": attention.recompute_granularity,
             "recompute_method": attention.recompute_method,
@@ -56,7 +52,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
-        # Ours goes by position: see ModelDropout.
+        # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
         attention_dropout=0.0,
         normalization=model.normalization,
@@ -68,7 +64,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         softmax_type=model.softmax_type,
         gated_linear_unit=gated,
         activation_func=ACTIVATIONS[activation(model)],
-        # Weights are drawn after construction, see weights.py.
+        # Weights are initialized after construction, see weights.py.
         init_method=keep,
         output_layer_init_method=keep,
         embedding_init_method=keep,
@@ -94,7 +90,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         bias_activation_fusion=on_gpu and gated,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
-        # The fused kernel adds to DDP's buffers by itself: FSDP has none, and chunks are not summed in narrow ones.
+        # The fused kernel adds to DDP's buffers. FSDP has none, and bf16 buffers are too coarse for sums over chunks.
         gradient_accumulation_fusion=on_gpu
         and core_layers._grad_accum_fusion_available
         and not (in_chunks(config) and parallel.grad_reduce_in_bf16)
@@ -109,12 +105,12 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
 
 
 def in_chunks(config: Config) -> bool:
-    """Whether layers cut their work."""
+    """Whether layers process the sequence in chunks."""
     return config.chunks.fpdt or bool(config.chunks.ffn_chunks)
 
 
 def virtual_stages(config: Config) -> int | None:
-    """Virtual pipeline stages a rank (None without interleaving), from either of Megatron's spellings."""
+    """Virtual pipeline stages per rank (None without interleaving), from either of Megatron-LM's two flags."""
     parallel = config.parallel
     if parallel.num_virtual_stages_per_pipeline_rank:
         return parallel.num_virtual_stages_per_pipeline_rank
@@ -125,7 +121,7 @@ def virtual_stages(config: Config) -> int | None:
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """The same formula on every device."""
+    """GELU by tanh: the same formula on every device."""
     return functional.gelu(x, approximate="tanh")
 
 
@@ -137,5 +133,5 @@ ACTIVATIONS = {"silu": functional.silu, "squared_relu": squared_relu, "tanh_gelu
 
 
 def keep(weight: Tensor) -> Tensor:
-    """An initialization that leaves the weight alone."""
+    """An initialization that does nothing."""
     return weight

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO 2 and 3: gradients and weights split over DP x CP by PyTorch's FSDP2.
 
-megatron-core has a wrapper of its own (TorchFullyShardedDataParallel). It does not serve here: it averages gradients
-where ours are sums over tokens, scales none of them by the tokens of the batch, and shards a tied embedding apart from
-the output layer that reads it.
+megatron-core's wrapper (TorchFullyShardedDataParallel) cannot be used here: it averages gradients, where ours are sums
+over tokens; it does not scale them by the tokens of the batch; and it shards a tied embedding separately from the
+output layer that reads it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from megatron.training.model.core_config import compute_dtype
 class FullySharded(_BaseDataParallel):
     """A model whose weights, gradients and optimizer states are split over DP x CP, row by row.
 
-    The shards are fp32, so they are the optimizer's main weights as well; a layer is gathered in the compute dtype when
-    it runs, its gradients are summed into the shards when its backward pass is over. Stage 2 keeps gathered weights
-    until then, stage 3 frees them after the forward pass.
+    The shards are fp32, so they are also the optimizer's main weights. A layer is gathered in the compute dtype when it
+    runs, and its gradients are summed into the shards after its backward pass. Stage 2 keeps gathered weights until
+    then; stage 3 frees them after the forward pass.
     """
 
     def __init__(self, chunk: GPTModel, config: Config) -> None:
         super().__init__(chunk.config, chunk)
-        self.ddp_config = DistributedDataParallelConfig()  # core asks it whether its own FSDP is in use
+        self.ddp_config = DistributedDataParallelConfig()  # core reads from it whether its FSDP is in use
         self.units = shard(chunk, config)
         self.partitioned = partitioned_parameters(chunk)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         output = self.module(*inputs, **kwargs)
-        if not torch.is_grad_enabled():  # FSDP frees the rest in the backward pass, and here is none
+        if not torch.is_grad_enabled():  # without a backward pass FSDP does not free the rest
             for unit in self.units:
                 unit.reshard()
         return output
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """FSDP has summed its gradients at the end of every backward pass; partitioned positions are left, over DP."""
+        """Sum the gradients of partitioned positions over DP. FSDP has summed the others after each backward pass."""
         for parameter in self.partitioned:
             dist.all_reduce(parameter.grad, group=get_data_parallel_group())
 
@@ -59,14 +59,14 @@ class FullySharded(_BaseDataParallel):
 
 
 def partitioned_parameters(chunk: nn.Module) -> set[nn.Parameter]:
-    """Partitioned positions: each rank has rows of its own already, and FSDP leaves them alone."""
+    """Partitioned positions, whose rows are split over ranks already; FSDP ignores them."""
     return {parameter for parameter in chunk.parameters() if not getattr(parameter, "allreduce", True)}
 
 
 def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
-    """Make each layer, the embedding, the output layer and what is left (the root) a unit that is gathered at once.
+    """Make units, which are gathered as one: each layer, the embedding, the output layer, and the rest (the root).
 
-    A layer is never cut further: parts of it may run again outside of its own forward pass, with its weights gathered.
+    A layer is not split further, because parts of it may run again outside its forward pass with its weights gathered.
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
     narrow = compute_dtype(config) != torch.float32
@@ -90,22 +90,23 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
 
     for layer in layers:
         make_unit(layer, free=free)
-    # A tied embedding is read by the output layer too, a streamed one runs again chunk by chunk, and a loss in chunks
-    # reads the output layer's weight without calling it: these stay with the root, which is gathered all step long.
+    # These stay with the root, which remains gathered for the entire step: a tied embedding, which the output layer
+    # reads too; a streamed embedding, which runs again chunk by chunk; and the output layer of a loss in chunks, whose
+    # weight is read without a call of the layer.
     streamed = chunk.chunks is not None and chunk.chunks.streamed
     if not chunk.share_embeddings_and_output_weights and not streamed:
         if norm := getattr(getattr(chunk.embedding, "word_embeddings", None), "norm", None):
-            make_unit(norm, free=free)  # by itself: its gradient does need its weight
+            make_unit(norm, free=free)  # a separate unit, because its gradient needs its weight
         make_unit(chunk.embedding, free=free)
         chunk.embedding.set_unshard_in_backward(False)  # a lookup's gradient does not need the table
     if not chunk.share_embeddings_and_output_weights and not chunk.loss_chunks:
         make_unit(chunk.output_layer, free=False)  # its backward pass comes next
     make_unit(chunk, free=False)
     for unit in units:
-        unit.set_gradient_divide_factor(1.0)  # sums: the division by tokens comes last
+        unit.set_gradient_divide_factor(1.0)  # gradients are sums; they are divided by the tokens last
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no average and no scaled sum
     if config.attention.recompute_granularity is not None:
-        # Layers that run again in the backward pass would confuse the order that FSDP has recorded.
+        # FSDP prefetches in the order it recorded, which is wrong if layers run again in the backward pass.
         for layer, before in zip(layers, [chunk, *layers]):
             layer.set_modules_to_backward_prefetch([before])
     for name, parameter in chunk.named_parameters():

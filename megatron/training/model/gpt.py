@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron-core's GPTModel with our loss, dropout by position, and hidden states that may be streamed."""
+"""megatron-core's GPTModel with our loss and dropout, and with hidden states that may be streamed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron.context_parallel.layout.grid import Axis
 
 
 class LongContextGPT(GPTModel):
-    """megatron-core's GPT whose loss does not see the padding of the vocabulary, and whose dropout goes by position.
+    """megatron-core's GPT with a loss that ignores the padding of the vocabulary, and with dropout by position.
 
-    The padded size depends on TP; were padding part of the softmax, so would the loss. Megatron-LM leaves it in.
+    The padded size depends on TP. With the padding in the softmax, as in Megatron-LM, the loss would depend on TP too.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class LongContextGPT(GPTModel):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.settings, self.said = settings, None
+        self.settings, self._samples = settings, None
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
         self.scores_tokens = False  # see _postprocess
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
-        """As core's; ``attention_mask`` is what layout/documents.py tells of the batch."""
-        self.said = attention_mask
+        """As core's; ``attention_mask`` is the batch's tensor of samples and documents (layout/documents.py)."""
+        self._samples = attention_mask
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
@@ -51,19 +51,19 @@ class LongContextGPT(GPTModel):
             return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         dropout = None
         if self.training and self.settings.dropout.hidden:
-            seen = samples(self.said)
-            layout = self.settings.layout_of(seen)
-            dropout = HiddenDropout(self.settings.dropout, seen, layout, self.config.sequence_parallel)
+            batch = samples(self._samples)
+            layout = self.settings.layout_of(batch)
+            dropout = HiddenDropout(self.settings.dropout, batch, layout, self.config.sequence_parallel)
         streamed = self.chunks is not None and self.chunks.streamed
         if streamed:
             kwargs["decoder_input"] = self._embed_in_chunks(input_ids, position_ids, dropout)
         hidden, *others = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         if not self.embedding.word_embeddings.weight.requires_grad and self.config.recompute_granularity == "full":
-            hidden.requires_grad_(torch.is_grad_enabled())  # or core would run no recomputed layer's backward pass
+            hidden.requires_grad_(torch.is_grad_enabled())  # else core skips the backward pass of recomputed layers
         return hidden if streamed or dropout is None else dropout(hidden, EMBEDDING), *others
 
     def _embed_in_chunks(self, input_ids: Tensor, position_ids: Tensor, dropout: HiddenDropout | None) -> Tensor:
-        """Host buffer [s, b, h] of this TP rank's tokens, from ids [b, s_local] of all its TP group's."""
+        """Host buffer [s, b, h] of this TP rank's tokens, from the ids [b, s_local] of its TP group."""
         parts = self.tensor.size if self.config.sequence_parallel else 1
         ids, positions = (x.unflatten(1, (parts, -1)) for x in (input_ids, position_ids))
         rows, weight = ids.size(2), self.embedding.word_embeddings.weight
@@ -86,10 +86,10 @@ class LongContextGPT(GPTModel):
         )
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
-        """As core's; with ``loss_chunks`` the loss of all tokens is one sum, weighted by ``loss_mask``.
+        """As core's; with ``loss_chunks`` the result is the sum of all losses, weighted by ``loss_mask``.
 
-        With ``scores_tokens``, which only an evaluation sets, it is [2, b, s_local], losses and hits of the tokens that
-        ``loss_mask`` leaves, each for itself.
+        With ``scores_tokens``, which only an evaluation sets, the result is [2, b, s_local]: for each token that
+        ``loss_mask`` keeps, its loss and whether the prediction was right.
         """
         if not self.post_process or labels is None or not (self.loss_chunks or self.scores_tokens):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
@@ -112,14 +112,14 @@ class LongContextGPT(GPTModel):
         first = self.pg_collection.tp.rank() * logits.size(-1)
         real = max(min(self.real_vocab_size - first, logits.size(-1)), 0)
         if real < logits.size(-1):
-            # Past autograd: its gradient is zero anyway (softmax is), and recording the write copies all of it.
+            # Not recorded by autograd, which would copy the logits: the gradient of these columns is zero.
             logits.detach()[..., real:] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
 
 
 def _ready_weight(module: nn.Module) -> Tensor:
-    """The weight of a module that is not called itself, once DDP has gathered it (--overlap-param-gather)."""
+    """The weight of a module that is not called, after DDP has gathered it (--overlap-param-gather)."""
     for number, hook in module._forward_pre_hooks.items():
-        if number not in module._forward_pre_hooks_with_kwargs:  # fully_shard's, which makes units of its own
+        if number not in module._forward_pre_hooks_with_kwargs:  # those are fully_shard's
             hook(module, ())
     return module.weight

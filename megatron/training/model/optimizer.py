@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient buckets, optimizer and learning-rate schedule, all of them megatron-core's."""
+"""megatron-core's gradient buckets, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from megatron.training.arguments.schedule import spans
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.fsdp import FullySharded
 
-# fp16's loss scale for weights that are fp32 already: those of FSDP (ZeRO 2 and 3).
-#
-# megatron-core scales losses in its optimizers of 16-bit weights alone. Under FSDP the weights are fp32 shards, and
-# core's optimizer for those scales nothing: here it gets core's own scaler.
+# megatron-core scales fp16 losses only in its optimizers of 16-bit weights. Under FSDP (ZeRO 2 and 3) the weights are
+# fp32 shards, whose optimizer has no loss scale, so it gets core's scaler here.
 
 
 class ScaledFP32Optimizer(FP32Optimizer):
-    """core's optimizer of fp32 weights, whose gradients are those of a scaled loss."""
+    """core's optimizer of fp32 weights, with gradients of a scaled loss."""
 
     grad_scaler: ConstantGradScaler | DynamicGradScaler
 
@@ -41,7 +39,7 @@ class ScaledFP32Optimizer(FP32Optimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Divide the gradients by the scale; whether any rank has one that is not finite: then the step is skipped."""
+        """Divide the gradients by the scale; returns whether some rank has one that is not finite: skip the step."""
         super().prepare_grads()
         grads = [
             to_local_if_dtensor(parameter.grad)
@@ -49,18 +47,18 @@ class ScaledFP32Optimizer(FP32Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        found = torch.zeros(1, dtype=torch.float32, device=self.grad_scaler.scale.device)
+        not_finite = torch.zeros(1, dtype=torch.float32, device=self.grad_scaler.scale.device)
         filled = [grad for grad in grads if grad.numel()]  # a small parameter leaves some ranks without a row
         if filled:
-            torch._amp_foreach_non_finite_check_and_unscale_(filled, found, self.grad_scaler.inv_scale)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)  # each rank has shards of its own, so all of them are asked
-        skipped = found.item() > 0
+            torch._amp_foreach_non_finite_check_and_unscale_(filled, not_finite, self.grad_scaler.inv_scale)
+        dist.all_reduce(not_finite, op=dist.ReduceOp.MAX)  # each rank has other shards
+        skipped = not_finite.item() > 0
         self.grad_scaler.update(skipped)
         return skipped
 
 
 def scale_losses(optimizer: FP32Optimizer, settings: OptimizerSettings) -> None:
-    """Make core's fp32 optimizer one that scales, with the scaler that core takes for the same settings."""
+    """Add a loss scale to core's fp32 optimizer, with the scaler that core chooses for the same settings."""
     if settings.loss_scale:
         optimizer.grad_scaler = ConstantGradScaler(settings.loss_scale)
     else:
@@ -72,14 +70,14 @@ def scale_losses(optimizer: FP32Optimizer, settings: OptimizerSettings) -> None:
             growth_interval=settings.loss_scale_window,
             hysteresis=settings.hysteresis,
         )
-    # core makes the optimizer and sets its groups: it is what it was, with two methods more.
+    # core has made the optimizer and set its groups; the class only adds two methods.
     optimizer.__class__ = ScaledFP32Optimizer
 
 
 def wrap_for_data_parallelism(
     chunks: Sequence[nn.Module], config: Config
 ) -> list[DistributedDataParallel | FullySharded]:
-    """Put each model chunk into core's DDP, with ZeRO 2 and 3 into FSDP: gradients are summed over DP x CP."""
+    """Wrap each model chunk in core's DDP, or in FSDP with ZeRO 2 and 3. Both sum gradients over DP x CP."""
     parallel = config.parallel
     if parallel.zero_stage >= 2:
         return [FullySharded(chunk, config) for chunk in chunks]
@@ -89,7 +87,7 @@ def wrap_for_data_parallelism(
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.zero_stage == 1,
         bucket_size=parallel.ddp_bucket_size,
-        check_for_nan_in_grad=False,  # the loop looks at the loss and the gradient norm, on all ranks together
+        check_for_nan_in_grad=False,  # training/watch.py checks the loss and the gradient norm
     )
     return [
         DistributedDataParallel(chunk.config, settings, in_compute_dtype(chunk, config), disable_bucketing=index > 0)
@@ -98,7 +96,7 @@ def wrap_for_data_parallelism(
 
 
 def in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
-    """Float16Module casts parameters, inputs and outputs; fp32 models stay as they are."""
+    """The model in Float16Module, which casts parameters, inputs and outputs; an fp32 model as it is."""
     if compute_dtype(config) == torch.float32:
         return chunk
     from megatron.core.transformer.module import Float16Module
@@ -109,7 +107,7 @@ def in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
 def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], config: Config) -> MegatronOptimizer:
     """Adam or SGD; with ZeRO 1 its states are split over DP x CP, with ZeRO 2 and 3 they follow the weights."""
     settings, parallel = config.optimizer, config.parallel
-    fsdp = parallel.zero_stage >= 2  # its weights are fp32 for the optimizer, whatever the layers compute in
+    fsdp = parallel.zero_stage >= 2  # the optimizer sees fp32 weights, in any compute dtype
     core_settings = OptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.lr,
@@ -148,8 +146,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     if settings.fp16:
         core.grad_scale_func = optimizer.scale_loss
     elif (scale := float(optimizer.get_loss_scale())) != 1:
-        # A constant, which does not hold the optimizer: with ZeRO 1 in fp32 that would tie a knot that no garbage
-        # collection undoes, for the optimizer holds views, and they hold the weights, in C++.
+        # A function of the optimizer would make a reference cycle with ZeRO 1 in fp32, through views that hold the
+        # weights in C++, which garbage collection cannot free.
         core.grad_scale_func = lambda loss: loss * scale
     core.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:
@@ -160,8 +158,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
 def fill_states(optimizer: MegatronOptimizer) -> None:
     """Give PyTorch's Adam or SGD the states that it would make in its first step.
 
-    core's checkpoints read and write them, and take for granted that they are there; with SGD core has no function of
-    its own for that. A step from these zeros is the step from no state at all.
+    core's checkpoints expect these states, and core cannot make them for SGD. A step from zeros equals a first step
+    without states.
     """
     inner = optimizer.optimizer
     adam = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
@@ -178,12 +176,12 @@ def fill_states(optimizer: MegatronOptimizer) -> None:
 
 
 def _for_each_chunk(functions: list) -> object:
-    """What the schedules expect: the function itself, or a list of one a virtual stage."""
+    """As core's pipeline schedules expect: the function, or a list with one per virtual stage."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
-    """Learning rate and weight decay as functions of the samples consumed, or of the tokens."""
+    """Learning rate and weight decay as functions of consumed samples or tokens."""
     settings, phases = config.optimizer, spans(config)
     start = settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay
     end = settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay

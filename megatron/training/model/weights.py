@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initial weights that do not depend on the grid.
 
-Every parameter is drawn from a generator of its own, seeded by (seed, canonical name); a TP rank draws the whole
-parameter and keeps its part. A parameter's canonical name counts layers over the whole model, not over a stage. A table
-of learned positions may be as long as the sequence, so it is drawn in runs of rows, each from a generator of its own.
+Each parameter has a random generator, seeded by (seed, canonical name); a TP rank draws the complete parameter and
+keeps its part. Canonical names count layers over the complete model, not over a pipeline stage. A table of learned
+positions may be as long as the sequence, so it is drawn in blocks of rows, each with a separate generator.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from megatron.context_parallel.core.lora import is_adapter
 from megatron.context_parallel.layout.spans import Span
 from megatron.training.arguments.config import Config
 
-# megatron-core's names of the weights that TP ranks share, and along which dim.
-
-
+# megatron-core's names of the weights that are split over TP ranks, by the dim of the split.
 SINKS = "softmax_offset"
 BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", SINKS)
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # by rows, padded
-
 
 ROWS_DRAWN = 4096
 OUTPUT_LAYERS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
@@ -36,7 +33,7 @@ POSITIONS = "embedding.position_embeddings.weight"
 
 
 def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(canonical name, parameter) of a chunk: global layer numbers, tied output weights named as the embedding."""
+    """(canonical name, parameter) of a chunk: global layer numbers; tied output weights named as the embedding."""
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
@@ -54,7 +51,7 @@ def initialize_weights(
 ) -> None:
     """Move a model chunk to ``device`` and draw its weights: normal(0, std), output layers with std / sqrt(2 layers).
 
-    Norms keep their ones and biases their zeros, sinks are drawn as weights are; rows that pad the vocabulary are zero.
+    Norms stay one and biases zero; sinks are drawn like weights; rows that pad the vocabulary are zero.
     """
     chunk.to(device)
     for name, parameter in canonical_parameters(chunk):
@@ -63,28 +60,28 @@ def initialize_weights(
                 parameter.zero_()
             continue
         if name == POSITIONS:
-            whole = (config.model.max_position_embeddings, parameter.size(1))
-            draw_rows(parameter, getattr(parameter, "spans", ((0, whole[0]),)), name, whole, core, config)
+            shape = (config.model.max_position_embeddings, parameter.size(1))
+            draw_rows(parameter, getattr(parameter, "spans", ((0, shape[0]),)), name, shape, core, config)
             continue
-        whole_shape = list(parameter.shape)
+        shape = list(parameter.shape)
         parallel = getattr(parameter, "tensor_model_parallel", False)
         if parallel:
-            whole_shape[parameter.partition_dim] *= core.tensor_model_parallel_size
+            shape[parameter.partition_dim] *= core.tensor_model_parallel_size
         if name in VOCABULARY:
-            whole_shape[0] = vocab_size
+            shape[0] = vocab_size
         if is_adapter(name):
-            whole = draw_adapter(name, whole_shape, config, device)
+            values = draw_adapter(name, shape, config, device)
         else:
-            whole = draw(name, whole_shape, core, config, device)
+            values = draw(name, shape, core, config, device)
         if name in VOCABULARY:
-            part = _vocabulary_part(whole, parameter.size(0), core, chunk.pg_collection.tp.rank())
+            part = _vocabulary_part(values, parameter.size(0), core, chunk.pg_collection.tp.rank())
         elif parallel:
             stride = getattr(parameter, "partition_stride", 1)
             part = tensor_parallel_part(
-                whole, parameter.partition_dim, stride, core.tensor_model_parallel_size, chunk.pg_collection.tp.rank()
+                values, parameter.partition_dim, stride, core.tensor_model_parallel_size, chunk.pg_collection.tp.rank()
             )
         else:
-            part = whole
+            part = values
         parameter.copy_(part)
 
 
@@ -96,14 +93,14 @@ def draw(
     device: torch.device,
     rows: Span | None = None,
 ) -> Tensor:
-    """The initial value of one parameter of ``shape`` [n, m], of sinks [n], fp32: all of it, or a run of its rows.
+    """The initial value of a parameter of ``shape`` [n, m], or of sinks [n], in fp32: all of it, or a block of rows.
 
-    A run that does not start at 0 has a generator of its own, so only the very runs that were drawn once come again.
+    A block that does not start at 0 has a separate generator, so the values depend on where the blocks start.
     """
     start, stop = rows or (0, shape[0])
     generator = generator_of(f"{config.run.seed}/{name}/{start}" if start else f"{config.run.seed}/{name}", device)
     values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device=device)
-    if config.model.init_method_xavier_uniform and not name.endswith(SINKS):  # numbers have no fan-in
+    if config.model.init_method_xavier_uniform and not name.endswith(SINKS):  # sinks have no fan-in
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (shape[0] + shape[1]))
         return values.uniform_(-bound, bound, generator=generator)
     std = config.model.init_method_std
@@ -113,7 +110,7 @@ def draw(
 
 
 def draw_adapter(name: str, shape: Sequence[int], config: Config, device: torch.device) -> Tensor:
-    """The initial value of an adapter, fp32: A [rank, n] as PEFT draws it, uniform within 1 / sqrt(n); B of zeros."""
+    """The initial value of an adapter, fp32: A [rank, n] uniform within 1 / sqrt(n), as in PEFT; B zero."""
     values = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
     if name.endswith("lora_a"):
         bound = 1 / math.sqrt(shape[1])
@@ -122,7 +119,7 @@ def draw_adapter(name: str, shape: Sequence[int], config: Config, device: torch.
 
 
 def generator_of(seed: str, device: torch.device) -> torch.Generator:
-    """A generator of random numbers that any text seeds."""
+    """A generator of random numbers, seeded by a text."""
     digest = hashlib.sha256(seed.encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
 
@@ -136,9 +133,9 @@ def draw_rows(
     config: Config,
     at_once: int = ROWS_DRAWN,
 ) -> None:
-    """Draw the rows ``spans`` of a parameter of ``shape`` [n, m] into ``part``, without ever holding all n.
+    """Draw the rows ``spans`` of a parameter of ``shape`` [n, m] into ``part``, without allocating all n rows.
 
-    The parameter is drawn in runs of ``at_once`` rows; who needs any row of a run draws all of it.
+    The parameter is drawn in blocks of ``at_once`` rows; a rank that needs one row of a block draws the block.
     """
     row, drawn, values = 0, None, None
     for start, stop in spans:
@@ -153,9 +150,9 @@ def draw_rows(
 
 
 def tensor_parallel_part(whole: Tensor, dim: int, stride: int, size: int, rank: int) -> Tensor:
-    """What TP rank ``rank`` holds of a parameter cut along ``dim``.
+    """The part of TP rank ``rank`` of a parameter that is split along ``dim``.
 
-    With ``stride`` 2 (SwiGLU's first layer: gate above up) each half is cut on its own.
+    With ``stride`` 2 (SwiGLU's first layer: gate above up) each half is split separately.
     """
     return torch.cat([half.chunk(size, dim)[rank] for half in whole.chunk(stride, dim)], dim)
 

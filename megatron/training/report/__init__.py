@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells of itself: console, JSON lines, TensorBoard, FLOPs and MFU, memory and its pictures."""
+"""Reports of a run: console, JSON lines, TensorBoard, FLOPs and MFU, memory and its pictures."""

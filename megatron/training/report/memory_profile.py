@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--profile-memory: a timeline of one training step's memory, by what it is used for."""
+"""--profile-memory: a timeline of the memory of one training step by its use, and the picture of it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 from megatron.training.report.tensor_memory import Block, TensorMeter
 
-# The picture of a memory timeline: what --profile-memory and tools/plot_memory.py draw.
-
-
 Profile = dict[str, Any]
-MOST_BYTES = 1 << 29  # of a file; a profile of a large step has some hundred million
+MOST_BYTES = 1 << 29  # of a file; that of a large step has several hundred million
 
 DEVICE_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 KINDS = (*DEVICE_KINDS, "host")
@@ -44,34 +41,34 @@ LABELS = {"temporary": "temporary, and others", "optimizer": "optimizer states",
 PHASES = {"forward": "#dde6ee", "backward": "#f3e3d3", "optimizer": "#dcebdf"}
 INK, GREY = "#222222", "#8a8a8a"
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-COLUMNS = 600  # each shows its fullest moment, for peaks of a few microseconds would be too thin to see
+COLUMNS = 600  # each shows the largest value in its time, because peaks of a few microseconds would be invisible
 
 
 def read(path: Path) -> Profile:
     """A file of --profile-memory.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is something else.
+        OSError: it cannot be read. ValueError: it is not a memory profile.
     """
     try:
         profile = parse_json(read_bytes(path, MOST_BYTES))
         series(profile)
         seconds, phases = profile["seconds"], profile["phases"]
         times = [begin for _, begin in phases] + [seconds]
-        whole = all(type(profile[name]) is int for name in ("iteration", "rank"))
-        good = whole and {name for name, _ in phases} <= set(PHASES) and all(type(x) in (int, float) for x in times)
-        if not good or not 0 <= times[0] <= seconds < math.inf or times != sorted(times):
+        integers = all(type(profile[name]) is int for name in ("iteration", "rank"))
+        valid = integers and {name for name, _ in phases} <= set(PHASES) and all(type(x) in (int, float) for x in times)
+        if not valid or not 0 <= times[0] <= seconds < math.inf or times != sorted(times):
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
-        raise ValueError(f"{path} is no memory profile: give a file that --profile-memory wrote") from None
+        raise ValueError(f"{path} is not a memory profile: give a file that --profile-memory wrote") from None
     return profile
 
 
 def series(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds [T], and bytes [T, kind] from each of them to the next; the first is the start of the step."""
+    """Times [T] in seconds, from the start of the step, and the bytes [T, kind] from each time to the next."""
     events = np.array(profile["events"], dtype=float).reshape(-1, 3)
     if not np.isfinite(events).all() or (np.abs(events) > MOST_BYTES**2).any():
-        raise ValueError("events are no numbers")
+        raise ValueError("an event has an invalid number")
     changes = np.zeros((len(events) + 1, len(KINDS)), dtype=np.int64)
     changes[0] = [profile["start"][kind] for kind in KINDS]
     columns = np.array([KINDS.index(kind) for kind in profile["kinds"]])
@@ -80,7 +77,7 @@ def series(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
 
 
 def peak_of(profile: Profile) -> tuple[int, dict[str, int]]:
-    """The most bytes on the device, and how they were shared out then."""
+    """The peak bytes on the device, and the bytes of each kind at that time."""
     _, sizes = series(profile)
     device = sizes[:, : len(DEVICE_KINDS)]
     fullest = device[device.sum(axis=1).argmax()]
@@ -98,10 +95,10 @@ def unit_of(size: float) -> str:
 
 
 def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str = "time") -> None:
-    """Stacked areas over the step, one panel a profile, side by side and to one scale; host memory below, if any.
+    """Draw stacked areas over the step: one panel per profile, all to the same scale, with host memory below.
 
     Args:
-        by: what x is, "time" or "events".
+        by: the x axis, "time" or "events".
     """
     import matplotlib
 
@@ -136,7 +133,7 @@ def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str
 
 
 def _positions(profile: Profile, seconds: np.ndarray, by: str) -> tuple[np.ndarray, list[float]]:
-    """x of each event; x where each phase begins, and where the step ends."""
+    """x of each event; x of the beginning of each phase and of the end of the step."""
     begins = [begin for _, begin in profile["phases"]]
     if by == "time":
         return 1000 * seconds, [1000 * begin for begin in (*begins, profile["seconds"])]
@@ -145,7 +142,7 @@ def _positions(profile: Profile, seconds: np.ndarray, by: str) -> tuple[np.ndarr
 
 def _areas(axes: Any, x: np.ndarray, end: float, sizes: np.ndarray, kinds: tuple[str, ...], most: float) -> None:
     edges, total = np.linspace(0, end, COLUMNS + 1), sizes.sum(axis=1)
-    firsts = np.searchsorted(x, edges, side="right") - 1  # the event that each column begins in
+    firsts = np.searchsorted(x, edges, side="right") - 1  # the last event before each column
     fullest = [low + int(total[low : high + 1].argmax()) for low, high in zip(firsts, firsts[1:])]
     x, sizes = edges, sizes[[*fullest, fullest[-1]]]
     axes.stackplot(
@@ -160,7 +157,7 @@ def _areas(axes: Any, x: np.ndarray, end: float, sizes: np.ndarray, kinds: tuple
 
 
 def _phases(axes: Any, profile: Profile, ends: list[float], most: float, panels: int) -> None:
-    """A strip above the areas that says which phase it is, and light lines where phases begin if they are few."""
+    """Draw a strip with the phases above the areas, and light lines where phases begin, if there are few."""
     scale = most / UNITS[unit_of(most)]
     low, height, width = 1.06 * scale, 0.075 * scale, ends[-1]
     axes.set_ylim(0, low + height)
@@ -169,7 +166,7 @@ def _phases(axes: Any, profile: Profile, ends: list[float], most: float, panels:
         middle, text = low + height / 2, {"va": "center", "fontsize": 9, "color": INK}
         if end - begin > (0.1 if panels == 1 else 0.15) * width:
             axes.text((begin + end) / 2, middle, name, ha="center", **text)
-        elif end == width:  # the optimizer is short: named beside its strip
+        elif end == width:  # the optimizer's strip is short, so its name is next to it
             axes.text(1.01 * width, middle, name, ha="left", **text)
         if len(ends) < 30 and begin > 0.005 * width:
             axes.plot([begin, begin], [0, low], color=INK, alpha=0.35, linewidth=0.7, linestyle=(0, (4, 3)))
@@ -179,17 +176,19 @@ def _legend(figure: Any, axes: Any, data: list[tuple[np.ndarray, np.ndarray]]) -
     """The kinds that occur, in the order in which they are stacked."""
     from matplotlib.patches import Patch
 
-    there = [kind for index, kind in enumerate(KINDS) if any(sizes[:, index].any() for _, sizes in data)]
-    handles = [Patch(color=COLOURS[kind], label=LABELS.get(kind, kind)) for kind in there]
-    columns = min(len(handles), 4 * len(data))  # five and more do not fit under one panel
+    present = [kind for index, kind in enumerate(KINDS) if any(sizes[:, index].any() for _, sizes in data)]
+    handles = [Patch(color=COLOURS[kind], label=LABELS.get(kind, kind)) for kind in present]
+    columns = min(len(handles), 4 * len(data))  # five do not fit under one panel
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 class MemoryProfile:
-    """Watches one step: made before it, told its phases, finished after it, all while the recording meter is active.
+    """Records one step: make it before the step, call `mark` at each phase and `finish` after the step.
 
-    A storage has one kind for all its life, found out when the step is over: what it belongs to, else whether it was
-    made in a forward pass and still there when a backward pass began.
+    The meter must be active and recording all the time.
+
+    A storage keeps one kind, which is known after the step: that of its owner; else "activations" if it was made in a
+    forward pass and lived until a backward pass began; else "temporary".
     """
 
     def __init__(self, meter: TensorMeter, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
@@ -211,9 +210,9 @@ class MemoryProfile:
                 self.kinds.setdefault(block.number, kind)
 
     def finish(self) -> Profile:
-        """The step is over: everything that happened, as it is written to the JSON file."""
+        """The profile of the step that has ended, as it is written to the JSON file."""
         ended = time.perf_counter()
-        self._find_owners()  # again: gradients and states may have been made in this step
+        self._find_owners()  # again, because this step may have made gradients and states
         history, self.meter.history = self.meter.history, None
         born: dict[int, int] = {}
         changed: dict[int, int] = {}
@@ -240,7 +239,7 @@ class MemoryProfile:
         }
 
     def _kind(self, block: Block, born: int, changed: int) -> str:
-        """What a block is for, by its first event and its last."""
+        """The kind of a block, from the indices of its first and last event."""
         if block.place == "host":
             return "host"
         if block.number in self.kinds:
@@ -254,12 +253,12 @@ class MemoryProfile:
 
 
 def owned(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """(kind, tensor) of all that lives from step to step. Many share a storage: the first kind is the storage's."""
+    """(kind, tensor) of everything that lives from step to step. If tensors share a storage, its first kind counts."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     buffers = [
         buffer
         for chunk in chunks
-        for name in ("buffers", "expert_parallel_buffers")  # of core's DDP; of a plain module the first is a method
+        for name in ("buffers", "expert_parallel_buffers")  # lists in core's DDP; else "buffers" is a method
         if isinstance(getattr(chunk, name, None), list)
         for buffer in getattr(chunk, name)
     ]
@@ -268,22 +267,25 @@ def owned(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> Iterator
         parameter for part in parts if part is not None for group in part.param_groups for parameter in group["params"]
     ]
     states = [state for part in parts if part is not None for state in part.state.values()]
-    found: list[tuple[str, Any]] = [("parameters", parameter) for parameter in parameters]
-    found += [("parameters", buffer.param_data) for buffer in buffers]
-    found += [("gradients", buffer.grad_data) for buffer in buffers]
+    owners: list[tuple[str, Any]] = [("parameters", parameter) for parameter in parameters]
+    owners += [("parameters", buffer.param_data) for buffer in buffers]
+    owners += [("gradients", buffer.grad_data) for buffer in buffers]
     for parameter in (*parameters, *main):
-        grad = parameter.grad if parameter.is_leaf else None  # torch warns of any other
-        found += [("gradients", grad), ("gradients", getattr(parameter, "main_grad", None))]
-    found += [("optimizer", parameter) for parameter in main]
-    found += [("optimizer", value) for state in states for value in state.values()]
-    return ((kind, tensor) for kind, tensor in found if isinstance(tensor, torch.Tensor))
+        grad = parameter.grad if parameter.is_leaf else None  # torch warns for other tensors
+        owners += [("gradients", grad), ("gradients", getattr(parameter, "main_grad", None))]
+    owners += [("optimizer", parameter) for parameter in main]
+    owners += [("optimizer", value) for state in states for value in state.values()]
+    return ((kind, tensor) for kind, tensor in owners if isinstance(tensor, torch.Tensor))
 
 
 def check_profile(config: Config, steps: int) -> None:
-    """Settle --profile-memory before the first step; ``steps`` are those that this run will do.
+    """Check --profile-memory before the first step.
+
+    Args:
+        steps: the number of steps of this run.
 
     Raises:
-        Refusal: the folder cannot be written, or the step to record will not come.
+        Refusal: the folder cannot be written, or the run ends before the step to record.
     """
     folder, wanted = config.logging.profile_memory, config.logging.profile_memory_step
     if folder is None:
@@ -293,8 +295,10 @@ def check_profile(config: Config, steps: int) -> None:
             f"--profile-memory records step {wanted} of the run, which has {steps}: use --profile-memory-step {steps}, "
             "or train longer"
         )
-    if wanted > steps:  # a run that is started again with the same flags until it is done
-        config.notes.append(f"--profile-memory: nothing to record, step {wanted} of the {steps} left will not come")
+    if wanted > steps:  # a run that is restarted with the same flags until it is finished
+        config.notes.append(
+            f"--profile-memory: nothing to record: {steps} steps are left, and it records step {wanted}"
+        )
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -314,6 +318,6 @@ def write_profile(folder: str, iteration: int, profile: Profile, device: str) ->
         with open(path, "w") as file:
             json.dump(profile, file, separators=(",", ":"))
         draw([profile], [f"Memory of step {iteration} on rank {rank}"], path.removesuffix("json") + "png")
-    except Exception as error:  # whatever fails in drawing: no picture is worth a run
+    except Exception as error:  # any error in drawing: a run must not end because of a picture
         return f" WARNING: --profile-memory {folder}: {reason(error)}; going on without it"
     return f" > memory of step {iteration}: at most {readable(most)} on the device ({parts}), see {path}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a step, and what a device could do: the two sides of MFU."""
+"""The two numbers in MFU: floating-point operations of a step, and the peak rate of the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import model_shape
 from megatron.training.model.attention_rule import attention_mask
 
-# Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a word of its name.
+# Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a part of its name.
 GPU_PEAKS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -39,9 +39,8 @@ GPU_PEAKS = {
 class StepFlops:
     """FLOPs of one sample of ``seq_length`` tokens, forward and backward.
 
-    ``model`` counts the pairs that the mask allows (a causal one: half; packed documents: as if they were one) and no
-    recompute. ``old_papers`` counts the full mask, and the
-    forward pass twice under full recompute, as older papers report.
+    ``model`` counts the pairs that the mask allows (half of them for a causal mask; packed documents count as one) and
+    no recompute. ``old_papers`` counts all pairs, and the forward pass twice under full recompute, as older papers do.
     """
 
     model: float
@@ -49,7 +48,7 @@ class StepFlops:
 
 
 def step_flops(config: Config, vocab_size: int) -> StepFlops:
-    """FLOPs a sample: backward is twice forward."""
+    """FLOPs per sample; the backward pass has twice those of the forward pass."""
     forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
     recompute = 4 if config.attention.recompute_granularity == "full" else 3
     return StepFlops(
@@ -58,8 +57,8 @@ def step_flops(config: Config, vocab_size: int) -> StepFlops:
 
 
 def attended_share(config: Config) -> float:
-    """Pairs of query and key that the mask inside a document allows, as a share of all."""
-    if config.attention.attention_mask in ("causal", "function", None):  # a function narrows what nobody has counted
+    """The share of all (query, key) pairs that the mask inside a document allows."""
+    if config.attention.attention_mask in ("causal", "function", None):  # the share of a function is unknown
         return 0.5
     whole = (0, config.data.seq_length)
     bands = attention_mask(config).bands(whole, whole)
@@ -67,13 +66,13 @@ def attended_share(config: Config) -> float:
 
 
 def peak_flops(config: Config, device: torch.device) -> float:
-    """FLOP/s that one device could do: --peak-tflops, the GPU's data sheet, or this CPU's measured GEMM rate."""
+    """Peak FLOP/s of one device: --peak-tflops, the GPU's data sheet, or the measured rate of matrix products."""
     if config.logging.peak_tflops:
         return config.logging.peak_tflops * 1e12
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for word, peak in GPU_PEAKS.items():
-            if word.lower() in name.lower():
+        for part, peak in GPU_PEAKS.items():
+            if part.lower() in name.lower():
                 return peak * 1e12
         return gemm_rate(device, torch.bfloat16, size=8192)
     dtype = torch.bfloat16 if config.optimizer.bf16 else torch.float32
@@ -81,10 +80,9 @@ def peak_flops(config: Config, device: torch.device) -> float:
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype = torch.float32, size: int = 1024, windows: int = 3) -> float:
-    """Measured FLOP/s of a square matrix product: the best of some windows of a quarter of a second.
+    """Measured FLOP/s of a square matrix product: the best of several windows of a quarter of a second.
 
-    A window is long enough for processes that share cores to get their share of them, and no more; several of them
-    keep a passing disturbance out.
+    In one window each process that shares the cores gets its share of time; the best window excludes disturbances.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.mm(a, b)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells: console lines, progress with time left, one JSON object a step, TensorBoard, Weights & Biases."""
+"""Writes the reports of a run: console lines, a progress bar, JSON lines, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Writes on one rank; on the others every method does nothing."""
+    """Writes on the rank that is ``active``; on the others every method does nothing."""
 
     def __init__(self, config: Config, *, active: bool, first_iteration: int, last_iteration: int) -> None:
         self.active, self.config = active, config
@@ -61,7 +61,7 @@ class Reporter:
             sys.stdout.flush()
 
     def step(self, row: dict[str, Any], *, learning_rate: float, loss_scale: float, extra: dict[str, float]) -> None:
-        """Report one training step; ``row`` is what goes to --log-jsonl."""
+        """Report one training step; ``row`` has the fields of --log-jsonl."""
         if not self.active:
             return
         self._write_row(row)
@@ -86,7 +86,7 @@ class Reporter:
         self._scalars({f"{name}_loss": loss}, iteration)
 
     def _write_row(self, row: dict[str, Any]) -> None:
-        """Write a row; where that fails (a full disk) the run goes on without the log."""
+        """Write a row. If that fails, for example on a full disk, the run continues without the log."""
         if self.jsonl is None:
             return
         finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
@@ -103,7 +103,7 @@ class Reporter:
         if self.bar is not None:
             self.bar.close()
         if self.jsonl is not None:
-            with contextlib.suppress(OSError):  # each row was written out
+            with contextlib.suppress(OSError):  # each row has been flushed
                 self.jsonl.close()
         if self.tensorboard is not None:
             self._attempt("tensorboard", self.tensorboard.close)
@@ -111,7 +111,7 @@ class Reporter:
             self._attempt("wandb", self.wandb.finish)
 
     def _attempt(self, writer: str, action: Callable[[], object]) -> None:
-        """Call another program's logger; where that fails, of whatever reason, the run goes on without that log."""
+        """Call another program's logger. If that fails for any reason, the run continues without that log."""
         try:
             action()
         except Exception as error:
@@ -157,24 +157,24 @@ def duration(seconds: float) -> str:
 
 
 def _open_for_rows(path: str, first_iteration: int) -> TextIO:
-    """Open a JSONL file to go on after ``first_iteration``: rows that this run will write again are dropped."""
+    """Open a JSONL file to continue after ``first_iteration``; drops the rows that this run will write again."""
     kept: list[str] = []
-    beside = f"{path}.partial"
+    partial = f"{path}.partial"
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         if os.path.exists(path) and first_iteration > 0:
             with open(path) as file:
                 kept = [line for line in file if _iteration_of(line) <= first_iteration]
-        with open(beside, "w") as file:
+        with open(partial, "w") as file:
             file.writelines(kept)
-        os.replace(beside, path)
+        os.replace(partial, path)
         return open(path, "a")
     except OSError as error:
         raise Refusal(f"--log-jsonl {path} cannot be written: {error.strerror}") from None
 
 
 def _iteration_of(line: str) -> float:
-    """The iteration of a row; a torn last line (of a killed run) counts as never."""
+    """The iteration of a row; infinite for the incomplete last line of a killed run."""
     try:
         return json.loads(line)["iteration"]
     except (ValueError, KeyError, TypeError):
@@ -182,13 +182,13 @@ def _iteration_of(line: str) -> float:
 
 
 def _start_tensorboard(folder: str, queue: int) -> Any:
-    """A writer whose thread dies in silence: its error comes to the next caller, and need not be printed as well."""
+    """A writer whose thread prints no error, because the next call raises it."""
     from torch.utils.tensorboard import SummaryWriter
 
     before = set(threading.enumerate())
     writer = SummaryWriter(folder, max_queue=queue)
-    own, usual = set(threading.enumerate()) - before, threading.excepthook
-    threading.excepthook = lambda error: None if error.thread in own else usual(error)
+    threads, default = set(threading.enumerate()) - before, threading.excepthook
+    threading.excepthook = lambda error: None if error.thread in threads else default(error)
     return writer
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of tensors on the compute device and in host memory.
 
-On a GPU the caching allocator counts the peak. On a CPU nobody does, so :class:`TensorMeter` watches every operation's
-outputs and the ends of their storages' lives; that costs time, so it is used on the first two steps only, and on the
-step that --profile-memory records, there on GPUs too.
+On a GPU the caching allocator counts the peak. On a CPU nothing does, so :class:`TensorMeter` watches the outputs of
+every operation and the ends of their storages. That costs time, so it is used only on the first two steps, and on the
+step that --profile-memory records, also on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.platform.hooks import patched
 METERED_STEPS = 2
 
 GONE = weakref.ref(type("Gone", (), {})())
-"""Of a storage that has ended, or never was."""
+"""A reference to a storage that has ended or never existed."""
 
 Place = Literal["device", "host", "elsewhere"]  # elsewhere: ordinary CPU tensors of a run on a GPU
 
@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(slots=True)
 class Level:
-    """Bytes now and at most. ``high`` is the most since the last :meth:`settle`."""
+    """Bytes now and at the peak. ``high`` is the maximum since the last :meth:`settle`."""
 
     now: int = 0
     high: int = 0
@@ -60,25 +60,25 @@ class Level:
 
 @dataclass
 class History:
-    """What a meter saw: ``events`` are (time, block's number, change of its bytes)."""
+    """What a meter has recorded: ``events`` are (time, block's number, change of its bytes)."""
 
     blocks: list[Block] = field(default_factory=list)
     events: list[tuple[float, int, int]] = field(default_factory=list)
 
 
 class TensorMeter(TorchDispatchMode):
-    """Counts the bytes of live storages while it is active, those that were there before included.
+    """Counts the bytes of live storages while it is active, including storages that existed before.
 
-    A CPU storage whose Python object has ``is_host_buffer`` set holds what was offloaded: it counts as host memory,
-    also where the compute device is a CPU. PyTorch keeps that object for as long as the storage lives.
+    A CPU storage whose Python object has ``is_host_buffer`` set holds offloaded data. It counts as host memory, even if
+    the compute device is a CPU. PyTorch keeps that object as long as the storage lives.
 
     Args:
         device: type of the compute device.
         record: keep every change in ``history``.
-        resized: FSDP is at work. It frees and fills the storages of gathered weights by resizing them, which is no
-            operation: resizing itself is watched then.
-        before: of the tensors that are there before, those of this class count. A simulation's are fake; what else the
-            process holds is none of it.
+        resized: also watch resizing, which is not an operation. FSDP frees and fills the storages of gathered weights
+            by resizing them.
+        before: the class of earlier tensors that count. Those of a simulation are fake; other tensors of the process do
+            not belong to it.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class TensorMeter(TorchDispatchMode):
         self.live: dict[int, Block] = {}
         self.history = History() if record else None
         self._levels: dict[Place, Level] = {"device": Level(), "host": Level(), "elsewhere": Level()}
-        # Blocks that may still be marked as host buffers, right after the operation that made them; and the bytes of
-        # the host level with each of them in it, for an older buffer may end before the mark comes.
+        # New blocks that may still be marked as host buffers, and the bytes of the host level including each of them:
+        # an older buffer may end before the mark is set.
         self._new: list[tuple[Block, int]] = []
         self._count = 0
 
@@ -115,9 +115,9 @@ class TensorMeter(TorchDispatchMode):
         return self._settled("host").peak
 
     def __enter__(self) -> TensorMeter:
-        # isinstance would ask lazy modules for their class
-        there = [thing for thing in gc.get_objects() if issubclass(type(thing), self.before)]
-        for tensor in sorted(there, key=_order):  # the collector's order is another in each process
+        # isinstance would load lazy modules
+        tensors = [item for item in gc.get_objects() if issubclass(type(item), self.before)]
+        for tensor in sorted(tensors, key=_order):  # the collector's order differs between processes
             self.see(tensor)
         if self.resized:
             self._watch = patched(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
@@ -131,7 +131,7 @@ class TensorMeter(TorchDispatchMode):
             self._watch.__exit__(*exception)
 
     def _resizing(self, resize: Callable) -> Callable:
-        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             out = resize(storage, size)
             block = self.live.get(storage._cdata)
             if block is not None:
@@ -140,7 +140,7 @@ class TensorMeter(TorchDispatchMode):
                 self._settle_peaks()
             return out
 
-        return resize_and_tell
+        return resize_and_count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self.settle()
@@ -149,13 +149,13 @@ class TensorMeter(TorchDispatchMode):
         return out
 
     def see_all(self, out: Any) -> None:
-        """Count the tensors that an operation has returned."""
+        """Count the tensors that an operation returned."""
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.see(leaf)
 
     def see(self, tensor: torch.Tensor) -> Block | None:
-        """Count a tensor's storage, once; returns its block, or None for a tensor without memory here."""
+        """Count a tensor's storage once; returns its block, or None if it has no memory on a watched device."""
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own storage is empty, its size is not
         kind = tensor.device.type
         if kind not in ("cpu", self.device) or tensor.layout != torch.strided or not torch._C._has_storage(tensor):
@@ -184,13 +184,13 @@ class TensorMeter(TorchDispatchMode):
         made: Mapping[int, torch.UntypedStorage],
         high: int,
     ) -> None:
-        """Count what operations have done that nobody called, on the compute device.
+        """Count the changes on the compute device of operations that are replayed instead of called.
 
         Args:
-            changes: (number of a new block, or ``~place`` of one that was ``given`` and ends; change of its bytes).
-            blocks: how many new ones there are.
-            made: storages of those that stay, by their number.
-            high: most bytes meanwhile, beyond those before.
+            changes: (number of a new block, or ``~index`` of one in ``given`` that ends; change of its bytes).
+            blocks: the number of new blocks.
+            made: storages of the blocks that stay, by their number.
+            high: the maximum of additional bytes meanwhile.
         """
         self.settle()
         when, first = time.perf_counter(), self._count
@@ -221,7 +221,7 @@ class TensorMeter(TorchDispatchMode):
         block.size = size
 
     def _look(self, block: Block, high: int = 0) -> None:
-        """Move a block to the host level, which was as high as ``high`` with it, if it has been marked."""
+        """Move a block to the host level if it has been marked; with it the level was at ``high``."""
         if block.place != "host" and getattr(block.storage(), "is_host_buffer", False):
             level = self._levels[block.place]
             level.now, level.high = level.now - block.size, level.high - block.size
@@ -231,7 +231,7 @@ class TensorMeter(TorchDispatchMode):
             host.high = max(host.high, high)
 
     def settle(self) -> None:
-        """Let new blocks count towards the peaks. Not sooner: their maker marks them after the operation is over."""
+        """Count new blocks in the peaks. It is called late, because host buffers are marked after their operation."""
         if self._new:
             for block, high in self._new:
                 self._look(block, high)
@@ -255,7 +255,7 @@ class TensorMeter(TorchDispatchMode):
 
 
 def _order(tensor: torch.Tensor) -> tuple:
-    """The largest first; equal ones by what else tells them apart."""
+    """Sort key: the largest tensor first, then by dtype and shape."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     stored = tensor.layout == torch.strided and torch._C._has_storage(tensor)
     if not stored or is_lazy(tensor):
@@ -264,10 +264,10 @@ def _order(tensor: torch.Tensor) -> tuple:
 
 
 class PeakBytes:
-    """The peaks, step by step: ``with peak.step(): train(); peak.bytes, peak.host_bytes``.
+    """The peaks of each step: ``with peak.step(): train(); peak.bytes, peak.host_bytes``.
 
     Args:
-        host_bytes: most bytes of host memory in use so far, from whoever offloads.
+        host_bytes: returns the peak bytes of the pool of host memory, with offload.
         resized: see :class:`TensorMeter`.
     """
 
@@ -275,11 +275,11 @@ class PeakBytes:
         self, device: torch.device, host_bytes: Callable[[], int] | None = None, resized: bool = False
     ) -> None:
         self.device, self.bytes, self.host_bytes, self.steps = device, 0, 0, 0
-        self._ask_host, self.resized = host_bytes, resized
+        self._host_peak, self.resized = host_bytes, resized
 
     @contextmanager
     def step(self, record: bool = False) -> Iterator[TensorMeter | None]:
-        """Measure one step; with ``record`` the meter, which keeps a history, is there on every step and device."""
+        """Measure one step. With ``record`` it yields a meter with a history, on any step and device."""
         on_gpu = self.device.type == "cuda"
         metered = record or (not on_gpu and self.steps < METERED_STEPS)
         meter = TensorMeter(self.device.type, record, self.resized) if metered else None
@@ -293,5 +293,5 @@ class PeakBytes:
         if meter is not None:
             self.bytes = self.bytes if on_gpu else max(self.bytes, meter.peak)
             self.host_bytes = max(self.host_bytes, meter.host_peak)
-        if self._ask_host:
-            self.host_bytes = max(self.host_bytes, self._ask_host())
+        if self._host_peak:
+            self.host_bytes = max(self.host_bytes, self._host_peak())

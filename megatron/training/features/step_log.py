@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is logged of each step: loss, rates, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training.features.feature import Step
+from megatron.training.job import Job, params_norm
+from megatron.training.report.mfu import peak_flops, step_flops
+from megatron.training.report.reporter import Reporter
+
+
+class StepLog:
+    """Made by all ranks at the same time: on a CPU it measures the rate of matrix products."""
+
+    def __init__(self, job: Job, reporter: Reporter) -> None:
+        self.job, self.reporter = job, reporter
+        self._flops = step_flops(job.config, job.vocab_size)
+        dist.barrier()  # so that ranks that share a machine measure its rate at the same time
+        self._peak = peak_flops(job.config, job.runtime.device)
+
+    def row(self, step: Step, device_peak: int, host_peak: int) -> dict[str, Any]:
+        """The step's fields of --log-jsonl.
+
+        Args:
+            device_peak: most bytes of any rank on its device.
+            host_peak: the same in host memory.
+        """
+        result, flops = step.result, self._flops
+        per_device = flops.model * step.samples / step.seconds / dist.get_world_size()
+        row: dict[str, Any] = {
+            "iteration": step.iteration,
+            "lm_loss": result.lm_loss,
+            "grad_norm": result.grad_norm,
+            "tokens": result.tokens,
+            "iteration_ms": 1000 * step.seconds,
+            "tokens_per_second": result.tokens / step.seconds,
+            "model_tflops_per_device": per_device / 1e12,
+            "mfu": per_device / self._peak,
+            "mfu_full_mask_with_recompute": per_device / self._peak * flops.old_papers / flops.model,
+            "device_peak_bytes": device_peak,
+            "host_peak_bytes": host_peak,
+        }
+        if result.bad:
+            row["bad_batch"] = result.bad
+        return row
+
+    def write(self, step: Step, row: dict[str, Any]) -> None:
+        scale = float(self.job.optimizer.get_loss_scale())
+        self.reporter.step(row, learning_rate=step.learning_rate, loss_scale=scale, extra=self._extra(step))
+
+    def _extra(self, step: Step) -> dict[str, float]:
+        """What flags add to the console line."""
+        settings, result = self.job.config.logging, step.result
+        values: dict[str, float] = {"skipped": float(result.skipped)}
+        if settings.log_num_zeros_in_grad and result.zeros_in_grad is not None:
+            values["num_zeros"] = float(result.zeros_in_grad)
+        if settings.log_params_norm:
+            values["params_norm"] = params_norm(self.job)
+        return values
