@@ -24,8 +24,9 @@ MODEL = "--num-layers 5 --hidden-size 1024 --num-attention-heads 8 --global-batc
 
 
 def main() -> None:
-    from benchmarks.checkpoint import LLAMA, RUN
+    from benchmarks.checkpoint import RUN
     from megatron.platform.streams import streams_of
+    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint, checksums
     from megatron.training.checkpoint.rank_file import HostCopies
@@ -34,7 +35,7 @@ def main() -> None:
     from megatron.training.step import train_step
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29818"}
-    config = parse([*RUN, *MODEL], LLAMA, 1)
+    config = parse([*RUN, *MODEL], LLAMA_DEFAULTS, 1)
     job = prepare(config, start(config))
     batches, state = batches_for(job, job.datasets[0], 0, 0), (job.chunks, job.optimizer, job.schedule)
     for _ in range(2):

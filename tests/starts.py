@@ -24,12 +24,12 @@ import numpy as np
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import portion
+from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.settings.training_settings import END_OF_TEXT
 from megatron.training.data import index_files as data_files
 from megatron.training.data.tokenizer import FIM_TOKENS, SENTENCEPIECE, Tokenizer, build_tokenizer, check_vocab
 from tests.chats import make_tokenizer, write_chats
-from tests.recipes import LLAMA
 
 GPU = "H100-80G"  # whose kernels are one call each, and so the quickest to simulate
 LENGTH, DOCUMENTS, TOKENS = 32, 3000, 40
@@ -51,7 +51,7 @@ def start(recipe: dict[str, Any], folder: Path, stand_ins: Path, step: bool = Tr
     from megatron.training.data.datasets import build_datasets
 
     words = [_inside(word) for word in shlex.split(recipe["flags"])]
-    defaults, processes = LLAMA if recipe["program"] == "llama" else None, recipe["processes"]
+    defaults, processes = LLAMA_DEFAULTS if recipe["program"] == "llama" else None, recipe["processes"]
     with chdir(folder):
         for name, content in recipe.get("files", {}).items():
             Path(name).write_text(json.dumps(content))
