@@ -44,18 +44,26 @@ def load(name_or_path: str | Path) -> Machine:
 
 
 def find(name_or_path: str | Path) -> Path:
-    """The file that a name or a path means.
+    """The file of a known machine's name, or the path that was given.
 
     Raises:
-        Refusal: there is none.
+        Refusal: the text is neither a known name, nor ends in ``.json``, nor is the path of a file.
     """
-    shipped = {path.stem.lower(): path for path in MACHINES.glob("*.json")}
     text = str(name_or_path)
-    if text.lower() in shipped:
-        return shipped[text.lower()]
+    if (path := find_known(text)) is not None:
+        return path
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
-    raise Refusal(f"--gpu {text}: unknown; known are {', '.join(known())}, or give the path of a JSON file of your own")
+    raise Refusal(f"--gpu {text}: unknown; {_known_names()}, or give the path of a JSON file of your own")
+
+
+def find_known(name: str) -> Path | None:
+    """The file of a machine that comes with the package, by its name in any case; no path is looked at."""
+    return {path.stem.lower(): path for path in MACHINES.glob("*.json")}.get(name.lower())
+
+
+def _known_names() -> str:
+    return f"known are {', '.join(known())}"
 
 
 def read_machine(path: Path) -> Machine:
@@ -100,12 +108,12 @@ def merged(path: Path, raw: Json, below: tuple[Path, ...] = ()) -> Json:
             f"{path}: extends: give a known machine's name, or that of a file in the same folder, "
             f"not {short(base_name)}"
         )
-    beside = path.parent / base_name
-    try:
-        found = beside if base_name.endswith(".json") and beside.is_file() else find(base_name)
-    except Refusal as refusal:
-        raise Refusal(f"{path}: extends: {str(refusal).removeprefix('--gpu ')}") from None
-    base = read_merged(found, (*below, path.resolve()))
+    base_path = path.parent / base_name if base_name.endswith(".json") else find_known(base_name)
+    if base_path is None:
+        raise Refusal(
+            f"{path}: extends: {base_name}: unknown; {_known_names()}, or give the name of a .json file in the same folder"
+        )
+    base = read_merged(base_path, (*below, path.resolve()))
     sources = base.get("sources", {})
     if isinstance(sources, dict):  # what is replaced no longer comes from there
         base["sources"] = {key: text for key, text in sources.items() if not is_replaced(key, raw)}
