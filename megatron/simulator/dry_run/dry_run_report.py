@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron.simulator.cost.jitter import Jitter, spread, told
+from megatron.simulator.cost.jitter import Jitter, describe, spread
 from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, runtime_memory
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
@@ -103,7 +103,7 @@ def unequal(result: DryRun, jitter: Jitter) -> str:
     """A step on ranks that vary; what ran stands for the whole step, as long as that takes."""
     slowest = max(result.ranks, key=lambda report: report.figures.seconds["step"]).replayed
     waits = slowest.waits.scaled(result.predicted_seconds / slowest.seconds)
-    return told(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
+    return describe(spread(result.predicted_seconds, waits, result.world_size, jitter), jitter)
 
 
 def _memory(result: DryRun) -> Table:

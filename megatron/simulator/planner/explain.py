@@ -227,7 +227,7 @@ def uncertain_words(plan: Plan, problem: Problem) -> str:
     """How long the step takes where the machine's uncertain shares are lowest, and highest; empty: none is, or none
     matters."""
     machine = problem.machine
-    ends = machine.at_the_ends()
+    ends = machine.slowest_and_fastest()
     slow, fast = (estimate(problem.workload, plan.strategy, end).seconds for end in ends)
     told = ", ".join(
         f"{name} {low:.2f} to {high:.2f}"
