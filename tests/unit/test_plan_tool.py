@@ -117,7 +117,7 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ("--model llama3-8b --gpus 24 --gpu A100-80G --seq-length 99999 --global-batch 7", "--global-batch 7 of this"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --tensor 3", "left by the options that narrow"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --zero 2 --pipeline 4", "left by the options"),
-        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --lr 1", "--lr is not about the model"),
+        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --lr 1", "--lr does not describe the model"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --hidden-dropout 0.1", "does not know its time"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --frobnicate", "--frobnicate"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --seed 7", "--seed 7 is of --jitter: add --jitter"),
@@ -141,7 +141,7 @@ def test_what_fails_by_host_memory_says_so(problem: Problem, tmp_path: Path, cap
     machine = tmp_path / "small-host.json"
     machine.write_text('{"extends": "A100-80G", "gpus": 4, "host_memory": 64e9}')
     text = told(capsys, *f"--model llama3-8b --gpus 4 --gpu {machine} --seq-length 2M --zero 3".split(), code=2)
-    assert "of host memory a node" in text or "more than a small-host has" in text
+    assert "of host memory per node" in text or "more than a small-host has" in text
     asked = Problem(Request(("--model", "llama3-8b")).workload(2 * 2**20), 4, load(machine))
     assert not nearest(asked).fits
 
