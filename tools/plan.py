@@ -25,7 +25,7 @@ from rich.console import Console
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.simulator.cost.jitter import Jitter, step_spread
-from megatron.simulator.cost.jitter import told as spread_words
+from megatron.simulator.cost.jitter import describe as spread_words
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import limits as plan_limits
 from megatron.simulator.planner.explain import (

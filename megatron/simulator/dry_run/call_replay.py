@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are alike: what two in a row did to trace and memory, the next ones are written down to do as well.
+"""Calls that are cache: what two in a row did to trace and memory, the next ones are written down to do as well.
 
 A long sequence in chunks calls the same functions on tensors of the same shapes a thousand times. What such a call does
 is a list of events and of storages that come and go (:class:`Effect`); where it is known, the call is left out, and
@@ -7,7 +7,7 @@ tensors like those that it returned are made.
 
 Whether a call is like another is told by a key, by the tensors that it is given, and by the two in a row: a cache that
 the first one fills, or a sum that it begins, is not there the second time. And a tensor that a call has let go of must
-end again: where one does not, the whole step is run once more without this (:class:`Unlike`).
+end again: where one does not, the whole step is run once more without this (:class:`ReplayMismatch`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.training.report.tensor_memory import Block
 
 
-class Unlike(ValueError):
+class ReplayMismatch(ValueError):
     """A call did something else than those whose like it was."""
 
 
@@ -123,7 +123,7 @@ class Recording:
             if block is not None:
                 self.places.setdefault(block.number, ~place)
         recorder.settle()
-        self.before, self.under_way = recorder.counts(), recorder.under_way
+        self.before, self.unfinished = recorder.counts(), recorder.unfinished
 
     def effect(self, outs: Sequence[Tensor | None]) -> Effect | None:
         """What the call did, which returned ``outs``; None where that cannot be written down again."""
@@ -132,8 +132,8 @@ class Recording:
         first, events, changes, tickets = self.before
         _, _, _, now = recorder.counts()
         blocks = recorder.history.blocks
-        noted = [_counted(event, tickets) for event in recorder.trace.events[events:]]
-        if None in noted or recorder.under_way != self.under_way:
+        noted = [_relative(event, tickets) for event in recorder.trace.events[events:]]
+        if None in noted or recorder.unfinished != self.unfinished:
             return None
         found: list[tuple[int, int]] = []
         for _, number, change in recorder.history.events[changes:]:
@@ -176,7 +176,7 @@ class Recording:
         )
 
 
-def _counted(event: Event, tickets: int) -> Event | None:
+def _relative(event: Event, tickets: int) -> Event | None:
     """With tickets counted from ``tickets`` on; None where it waits for what is older, or is a phase."""
     if isinstance(event, Transfer | HostCopy):
         return event if event.ticket is None else replace(event, ticket=event.ticket - tickets)
@@ -185,14 +185,14 @@ def _counted(event: Event, tickets: int) -> Event | None:
     return None if isinstance(event, Phase) else event
 
 
-def _ticketed(event: Event, tickets: int) -> Event:
-    """The way back of :func:`_counted`."""
+def _absolute(event: Event, tickets: int) -> Event:
+    """The way back of :func:`_relative`."""
     if isinstance(event, Transfer | HostCopy):
         return event if event.ticket is None else replace(event, ticket=event.ticket + tickets)
     return Wait(tuple(x + tickets for x in event.tickets)) if isinstance(event, Wait) else event
 
 
-class Alike:
+class CallCache:
     """
     Args:
         recorder: of the step; it keeps a history.
@@ -213,13 +213,13 @@ class Alike:
         """``run()``, or what it would return.
 
         Args:
-            owner: calls of different owners are not alike.
+            owner: calls of different owners are not cache.
             key: all that the call depends on beside ``owner`` and what it is given.
             given: the tensors that it reads and writes. The list is emptied: ``run`` may let go of them.
             put: what ``run`` does with the tensors before it returns them, where it replaces those it was given.
 
         Raises:
-            Unlike: what had ended in the calls before has not ended now, or something else has.
+            ReplayMismatch: what had ended in the calls before has not ended now, or something else has.
         """
         recorder = self.recorder
         recorder.end_hop()
@@ -227,11 +227,11 @@ class Alike:
         if not recorder.plain or any(x is not None and block is None for x, block in zip(given, blocks)):
             given.clear()
             return run()
-        known = self._of(owner)
-        key = (key, *(_described(x, block, blocks, given) for x, block in zip(given, blocks)))
+        known = self._effects_of(owner)
+        key = (key, *(_signature(x, block, blocks, given) for x, block in zip(given, blocks)))
         effect, steady = known.get(key, (None, False))
         if steady:
-            return self._again(effect, given, blocks, put)
+            return self._replay(effect, given, blocks, put)
         recording = Recording(recorder, given, blocks)
         given.clear()
         del blocks
@@ -242,14 +242,14 @@ class Alike:
         known[key] = found, found is not None and found == effect
         return outs
 
-    def _of(self, owner: Any) -> dict[tuple, tuple[Effect | None, bool]]:
+    def _effects_of(self, owner: Any) -> dict[tuple, tuple[Effect | None, bool]]:
         ref, known = self._known.get(id(owner), (None, None))
         if ref is None or ref() is not owner:  # another that lay in its place
             known = {}
             self._known[id(owner)] = weakref.ref(owner), known
         return known
 
-    def _again(
+    def _replay(
         self, effect: Effect, given: list[Tensor | None], blocks: Sequence[Block | None], put: Callable | None
     ) -> Sequence[Tensor | None]:
         recorder = self.recorder
@@ -258,18 +258,18 @@ class Alike:
         tickets = recorder.tickets
         recorder.tickets += effect.tickets
         events = effect.events
-        recorder.trace.events += [_ticketed(event, tickets) for event in events] if effect.tickets else events
+        recorder.trace.events += [_absolute(event, tickets) for event in events] if effect.tickets else events
         ended = [blocks[place].storage for place in effect.gone]
         recorder.count(effect.changes, blocks, effect.blocks, made, effect.high)
         changes = recorder.counts()[2]
         if put is not None:
             put(outs)
         if recorder.counts()[2] != changes or any(storage() is not None for storage in ended):
-            raise Unlike("a call let go of other tensors than those whose like it was")
+            raise ReplayMismatch("a call let go of other tensors than those whose like it was")
         return outs
 
 
-def _described(
+def _signature(
     x: Tensor | None, block: Block | None, blocks: Sequence[Block | None], given: Sequence[Tensor | None]
 ) -> tuple | None:
     """All that matters of a tensor, and which of the others lies in the same storage, how far before it. Where in its
@@ -283,32 +283,32 @@ def _described(
 
 # A few chunks for all: under FPDT, chunks go through the same projections, and pairs of chunks meet in the same tiles.
 #
-# What follows says which calls are alike, and by what; the code above does the rest. What waits in host memory, comes
+# What follows says which calls are cache, and by what; the code above does the rest. What waits in host memory, comes
 # back and is sent on a ring is recorded each time: its order is what the loops over chunks are about.
 
 
 @contextmanager
-def chunks_alike(recorder: Recorder) -> Iterator[None]:
+def replayed_chunks(recorder: Recorder) -> Iterator[None]:
     """Within, what a chunk or a pair of chunks does is run a few times, and written down from then on."""
-    alike = Alike(recorder)
+    cache = CallCache(recorder)
     with ExitStack() as stack:
-        stack.enter_context(replaced(attend_chunks, partial(_attend, alike)))
-        stack.enter_context(replaced(attend_chunks_grad, partial(_attend_grad, alike)))
+        stack.enter_context(replaced(attend_chunks, partial(_attend, cache)))
+        stack.enter_context(replaced(attend_chunks_grad, partial(_attend_grad, cache)))
         for function, work in WORK:
-            stack.enter_context(replaced(function, partial(work, alike)))
-        stack.enter_context(replaced(chunked_loss.loss_and_gradient, partial(_loss, alike)))
+            stack.enter_context(replaced(function, partial(work, cache)))
+        stack.enter_context(replaced(chunked_loss.loss_and_gradient, partial(_loss, cache)))
         yield
 
 
-def _attend(alike: Alike, attend: Callable) -> Callable:
+def _attend(cache: CallCache, attend: Callable) -> Callable:
     @wraps(attend)
     def run(tiles: Iterable[Tile], q: Tensor, k: Tensor, v: Tensor, *, kernel: TileKernel, result: Accumulator) -> None:
         tiles = tuple(tiles)
-        if _asks(kernel, tiles):
+        if _needs_pair_mask(kernel, tiles):
             attend(tiles, q, k, v, kernel=kernel, result=result)
             return
 
-        def really() -> tuple[Tensor | None, Tensor | None]:
+        def run_call() -> tuple[Tensor | None, Tensor | None]:
             attend(tiles, q, k, v, kernel=kernel, result=result)
             return result.out_SBHD, result.lse_SBH
 
@@ -316,12 +316,12 @@ def _attend(alike: Alike, attend: Callable) -> Callable:
             result.out_SBHD, result.lse_SBH = outs
 
         key = "attend", _shapes(tiles), result.shape
-        alike.call(kernel, key, [q, k, v, result.out_SBHD, result.lse_SBH], really, put)
+        cache.call(kernel, key, [q, k, v, result.out_SBHD, result.lse_SBH], run_call, put)
 
     return run
 
 
-def _attend_grad(alike: Alike, attend_grad: Callable) -> Callable:
+def _attend_grad(cache: CallCache, attend_grad: Callable) -> Callable:
     @wraps(attend_grad)
     def run(
         tiles: Iterable[Tile],
@@ -336,11 +336,11 @@ def _attend_grad(alike: Alike, attend_grad: Callable) -> Callable:
     ) -> None:
         tiles = tuple(tiles)
         sums = dkv.grads if isinstance(dkv, KeyBlock) else dkv
-        if _asks(kernel, tiles):
+        if _needs_pair_mask(kernel, tiles):
             attend_grad(tiles, q, k, v, kernel=kernel, dq=dq, dkv=dkv, **final)
             return
 
-        def really() -> tuple[Tensor | None, ...]:
+        def run_call() -> tuple[Tensor | None, ...]:
             attend_grad(tiles, q, k, v, kernel=kernel, dq=dq, dkv=dkv, **final)
             return dq.total, sums.total, sums.dk.total, sums.dv.total
 
@@ -350,12 +350,12 @@ def _attend_grad(alike: Alike, attend_grad: Callable) -> Callable:
         held = dkv.hop.held if isinstance(dkv, KeyBlock) else None
         key = "attend_grad", _shapes(tiles), dq.rows, sums.rows, held, *final
         given = [q, k, v, *final.values(), dq.total, sums.total, sums.dk.total, sums.dv.total]
-        alike.call(kernel, key, given, really, put)
+        cache.call(kernel, key, given, run_call, put)
 
     return run
 
 
-def _asks(kernel: TileKernel, tiles: Sequence[Tile]) -> bool:
+def _needs_pair_mask(kernel: TileKernel, tiles: Sequence[Tile]) -> bool:
     """Whether pairs have something of their own, which depends on where they are."""
     return kernel.slopes is not None or kernel.dropout is not None or any(tile.masked for tile in tiles)
 
@@ -364,59 +364,59 @@ def _shapes(tiles: Sequence[Tile]) -> tuple:
     return tuple((tile.q, tile.k, tile.kind) for tile in tiles)
 
 
-def _project(alike: Alike, project: Callable) -> Callable:
+def _project(cache: CallCache, project: Callable) -> Callable:
     @wraps(project)
     def run(work: ChunkWork, x: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         if work.kernel is None or torch.is_grad_enabled():  # the first one learns the shapes
             return project(work, x, chunk)
-        return tuple(alike.call(work, ("project", _spans(work, chunk)), [x], lambda: project(work, x, chunk)))
+        return tuple(cache.call(work, ("project", _spans(work, chunk)), [x], lambda: project(work, x, chunk)))
 
     return run
 
 
-def _project_grad(alike: Alike, project_grad: Callable) -> Callable:
+def _project_grad(cache: CallCache, project_grad: Callable) -> Callable:
     @wraps(project_grad)
     def run(work: ChunkWork, x: Tensor, dq: Tensor | None, dkv: Tensor | None, chunk: int) -> Tensor:
         key = "project_grad", _spans(work, chunk)
-        return alike.call(work, key, [x, dq, dkv], lambda: (project_grad(work, x, dq, dkv, chunk),))[0]
+        return cache.call(work, key, [x, dq, dkv], lambda: (project_grad(work, x, dq, dkv, chunk),))[0]
 
     return run
 
 
-def _output(alike: Alike, output: Callable) -> Callable:
+def _output(cache: CallCache, output: Callable) -> Callable:
     @wraps(output)
     def run(work: ChunkWork, out: Tensor, x: Tensor, chunk: int) -> Tensor:
         if work.layer.replay or torch.is_grad_enabled():
             return output(work, out, x, chunk)
         key = "output", _spans(work, chunk)
-        return alike.call(work, key, [out, x], lambda: (output(work, out, x, chunk),))[0]
+        return cache.call(work, key, [out, x], lambda: (output(work, out, x, chunk),))[0]
 
     return run
 
 
-def _output_grad(alike: Alike, output_grad: Callable) -> Callable:
+def _output_grad(cache: CallCache, output_grad: Callable) -> Callable:
     @wraps(output_grad)
     def run(work: ChunkWork, out: Tensor, x: Tensor, dy: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         if work.layer.replay:
             return output_grad(work, out, x, dy, chunk)
         key = "output_grad", _spans(work, chunk)
-        return tuple(alike.call(work, key, [out, x, dy], lambda: output_grad(work, out, x, dy, chunk)))
+        return tuple(cache.call(work, key, [out, x, dy], lambda: output_grad(work, out, x, dy, chunk)))
 
     return run
 
 
-def _ffn(alike: Alike, ffn: Callable) -> Callable:
+def _ffn(cache: CallCache, ffn: Callable) -> Callable:
     @wraps(ffn)
     def run(work: ChunkWork, hidden: Tensor, chunk: int, start: int) -> Tensor:
         if work.layer.replay or torch.is_grad_enabled():
             return ffn(work, hidden, chunk, start)
         key = "ffn", _spans(work, chunk), start
-        return alike.call(work, key, [hidden], lambda: (ffn(work, hidden, chunk, start),))[0]
+        return cache.call(work, key, [hidden], lambda: (ffn(work, hidden, chunk, start),))[0]
 
     return run
 
 
-def _loss(alike: Alike, loss: Callable) -> Callable:
+def _loss(cache: CallCache, loss: Callable) -> Callable:
     """Of the loss in chunks, which goes with FPDT."""
 
     @wraps(loss)
@@ -424,7 +424,7 @@ def _loss(alike: Alike, loss: Callable) -> Callable:
         vocab_size, _, spans, needs_grad = others
         key = "loss", vocab_size, tuple(spans), needs_grad
         given = [tokens, weight, targets, scale]
-        return tuple(alike.call(weight, key, given, lambda: loss(tokens, weight, targets, scale, *others)))
+        return tuple(cache.call(weight, key, given, lambda: loss(tokens, weight, targets, scale, *others)))
 
     return run
 

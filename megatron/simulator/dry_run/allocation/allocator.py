@@ -51,7 +51,7 @@ class Block:
         return self.before is None and self.after is None
 
 
-def could_be(block: Block) -> int:
+def growable_size(block: Block) -> int:
     """Bytes of a free block with the unmapped ones behind it."""
     return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
 
@@ -146,7 +146,7 @@ def from_environment(environment: Mapping[str, str]) -> tuple[str, Settings, lis
     found, notes = {}, []
     for key, value in _pairs(name, environment[name]):
         if key == "expandable_segments":
-            found[key] = _truth(name, key, value)
+            found[key] = _boolean(name, key, value)
         elif key in ("max_split_size_mb", "max_non_split_rounding_mb"):
             found[key.removesuffix("_mb")] = _mebibytes(name, key, value)
         elif key == "roundup_power2_divisions":
@@ -174,7 +174,7 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
     return [(key, value) for key, value in pairs]
 
 
-def _truth(name: str, key: str, value: str) -> bool:
+def _boolean(name: str, key: str, value: str) -> bool:
     if value not in ("True", "False"):
         raise Refusal(f"{name}: {key} is True or False, not {value}")
     return value == "True"
@@ -299,7 +299,7 @@ class CachingAllocator:
         limit, rounding = self.settings.max_split_size, self.settings.max_non_split_rounding
         found = pool.free[at][3]
         if self.settings.expandable_segments:  # the end of the range, which can grow, is for what fits nowhere else
-            while at + 1 < len(pool.free) and could_be(pool.free[at + 1][3]) < could_be(found):
+            while at + 1 < len(pool.free) and growable_size(pool.free[at + 1][3]) < growable_size(found):
                 at, found = at + 1, pool.free[at + 1][3]
         if limit is not None:
             if size < limit <= found.size:  # large blocks are kept for large requests ...
@@ -363,7 +363,7 @@ class CachingAllocator:
     def _new(self, pool: Pool, size: int) -> Block | None:
         """None: the device is full."""
         if self.settings.expandable_segments:
-            return self._grown(pool, size)
+            return self._grow_range(pool, size)
         wanted = segment_size(size)
         if self.reserved + wanted > self.capacity:
             return None
@@ -371,13 +371,13 @@ class CachingAllocator:
         self._segments += 1
         return Block(self._segments, 0, wanted, pool.small)
 
-    def _grown(self, pool: Pool, size: int) -> Block | None:
+    def _grow_range(self, pool: Pool, size: int) -> Block | None:
         """The first place in the pool's range where free and unmapped bytes, side by side, are enough. None: the device
         is full; what has been mapped until then is free."""
         if not pool.ranges:
             self._segments += 1
             pool.ranges.append(Block(self._segments, 0, 2**62, pool.small, mapped=False))
-        place = next(start for start in self._unmapped(pool) if self._reach(start) >= size)
+        place = next(start for start in self._unmapped(pool) if self._free_run(start) >= size)
         start = place.before if place.before is not None and not place.before.used else place
         if start is not place:
             pool.take(start)
@@ -431,7 +431,7 @@ class CachingAllocator:
         return found
 
     @staticmethod
-    def _reach(block: Block) -> int:
+    def _free_run(block: Block) -> int:
         """Free bytes from here on, mapped or not, with those just before."""
         size = block.before.size if block.before is not None and not block.before.used else 0
         while block is not None and not block.used:

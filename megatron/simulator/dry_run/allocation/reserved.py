@@ -72,10 +72,10 @@ def added(few: Changes, more: Changes) -> tuple[list[tuple[int, int]], dict[int,
         if i < len(a) and j < len(b) and (a[i] == b[j] or (a[i] < 0 and a[i] == b[j] + larger.get(more[j][0], 0))):
             i, j = i + 1, j + 1
             continue
-        skipped = _next_alike(a, b, whole, i, j) if i < len(a) else len(b)
+        skipped = _next_match(a, b, whole, i, j) if i < len(a) else len(b)
         if skipped is not None and j < len(b):
             # in the middle of its loop, whose ends are not quite regular
-            before = _alike(b, b, j - 1, skipped - 1, -1) // 2
+            before = _matching(b, b, j - 1, skipped - 1, -1) // 2
             stretches.append((j - before, skipped - before))
             j = skipped
         elif i < len(a) and j < len(b) and 0 < FEWER * (b[j] - a[i]) <= a[i]:
@@ -86,7 +86,7 @@ def added(few: Changes, more: Changes) -> tuple[list[tuple[int, int]], dict[int,
     return stretches, larger
 
 
-def _alike(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> int:
+def _matching(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> int:
     """How many elements are the same from ``a[i]`` and ``b[j]`` on."""
     count = 0
     while 0 <= i < len(a) and 0 <= j < len(b) and a[i] == b[j]:
@@ -94,7 +94,7 @@ def _alike(a: Sequence[int], b: Sequence[int], i: int, j: int, step: int) -> int
     return count
 
 
-def _next_alike(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
+def _next_match(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
     """The place of ``b`` behind ``j`` from which on it is longest as ``a`` from ``i`` on; ``whole``: bytes of ``b``."""
     width, best, length = a.itemsize, None, 0
     last = (len(b) - (len(a) - i)) * width  # what is left of ``a`` must fit behind
@@ -106,7 +106,7 @@ def _next_alike(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
                 at = whole.find(wanted, at + 1)
             if at < 0 or at > last:
                 break
-            found = _alike(a, b, i, at // width, 1)
+            found = _matching(a, b, i, at // width, 1)
             if found > length:
                 best, length = at // width, found
             at += width
@@ -115,7 +115,7 @@ def _next_alike(a: array, b: array, whole: bytes, i: int, j: int) -> int | None:
     return best
 
 
-def continued(
+def extrapolated(
     changes: Changes, stretches: Sequence[tuple[int, int]], times: int, larger: dict[int, int] | None = None
 ) -> tuple[Changes, list[int]]:
     """``changes`` with each of the stretches ``times`` times more, right after itself, and blocks as much ``larger``
@@ -172,7 +172,7 @@ def _chains(changes: Changes, stretches: Sequence[tuple[int, int]], whole: bool)
     sizes = [size for _, size in changes]
     for begin, end in stretches:
         period = end - begin
-        before, behind = _alike(sizes, sizes, begin - 1, end - 1, -1), _alike(sizes, sizes, begin, end, 1)
+        before, behind = _matching(sizes, sizes, begin - 1, end - 1, -1), _matching(sizes, sizes, begin, end, 1)
         first = begin - (before // period * period if whole else before)
         last = end + (behind // period * period if whole else behind)
         for at in range(begin, end):
@@ -307,7 +307,7 @@ def reserved(
             stretches, larger = added(few, changes)
             if larger and run_all is not None and missing <= CHEAP:
                 raise NoPattern("shards of a distributed optimizer are not cut where layers end")
-            changes, places = checked(*continued(changes, stretches, more, larger), grown - beyond)
+            changes, places = checked(*extrapolated(changes, stretches, more, larger), grown - beyond)
             begin, end = places[begin], places[end]
         except NoPattern:
             if run_all is not None and missing <= CHEAP:
@@ -317,7 +317,7 @@ def reserved(
     if times:
         try:
             left = times * sum(change for _, change in changes[begin:end])
-            changes, _ = checked(*continued(changes, [(begin, end)], times), peak(changes) + left)
+            changes, _ = checked(*extrapolated(changes, [(begin, end)], times), peak(changes) + left)
         except NoPattern:
             scaled = ", ".join(filter(None, (scaled, f"the micro-batches that ran, {last.times} being left out")))
     held = [(WORKSPACE, workspace), *[(BEYOND, beyond)] * (beyond > 0)]
@@ -389,7 +389,7 @@ class RuntimeMemory:
     source: str = ASSUMED
 
     @property
-    def beside(self) -> int:
+    def outside_allocator(self) -> int:
         """Bytes that PyTorch's allocator does not have."""
         return self.context + self.nccl
 
@@ -423,5 +423,5 @@ def needed_by_setting(
     """Bytes of a device that a rank's process takes, by the allocator's setting; empty where it was not replayed."""
     if not reserved or not machine.is_gpu:
         return {}
-    own = runtime_memory(config, world_size, machine).beside
+    own = runtime_memory(config, world_size, machine).outside_allocator
     return {setting: size + own for setting, size in reserved.items()}

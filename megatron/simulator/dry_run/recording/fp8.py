@@ -37,7 +37,7 @@ from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
 
 SCALES = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 4 / 128, "mxfp8": 1 / 32}  # bytes an element, by recipe
-A_TENSOR = ("delayed", "tensorwise")  # recipes with one scale a tensor
+PER_TENSOR = ("delayed", "tensorwise")  # recipes with one scale a tensor
 AMAXES = 5  # that delayed scaling remembers of a layer: of input, weight, output and two gradients
 
 
@@ -48,13 +48,13 @@ class Fp8:
     Attributes:
         scales: bytes of scales an element.
         copies: of weights and gradients.
-        looks: a kernel finds the largest value before the cast.
+        finds_amax: a kernel finds the largest value before the cast.
         history: values of each amax that are remembered.
     """
 
     scales: float
     copies: int
-    looks: bool
+    finds_amax: bool
     history: int
 
     def size(self, elements: int) -> int:
@@ -87,13 +87,13 @@ def held_by(model: ModelConfig, machine: Machine | None) -> Fp8:
     recipe = model.fp8_recipe
     return Fp8(
         SCALES[recipe],
-        1 if blackwell and recipe in A_TENSOR else 2,
+        1 if blackwell and recipe in PER_TENSOR else 2,
         recipe == "tensorwise",
         model.fp8_amax_history_len if recipe == "delayed" else 0,
     )
 
 
-def in_fp8(chunks: Sequence[nn.Module], fp8: Fp8, recorder: Recorder) -> None:
+def use_fp8(chunks: Sequence[nn.Module], fp8: Fp8, recorder: Recorder) -> None:
     """Have the linear layers of every transformer layer be priced in FP8; their copies of weights are made now."""
     for chunk in chunks:
         for layer in (module for module in chunk.modules() if isinstance(module, BaseTransformerLayer)):
@@ -143,7 +143,7 @@ class Linear:
 
     def _price_cast(self, x: Tensor, written: int) -> None:
         read = x.numel() * x.element_size()
-        if self.fp8.looks:
+        if self.fp8.finds_amax:
             self.recorder.price(Kernel("fp8_amax", "memory", 0.0, read, itemsize=x.element_size()))
         self.recorder.price(Kernel("fp8_cast", "memory", 0.0, read + written, itemsize=1))
 
@@ -161,15 +161,15 @@ class Linear:
         self.recorder.price(Kernel("fp8_gemm", "gemm", 2.0 * m * n * k, size, (1, m, n, k), 1))
         return out
 
-    def gather(self, x: Tensor, *, beside: bool = False) -> tuple[Tensor, Any]:
+    def gather(self, x: Tensor, *, overlap: bool = False) -> tuple[Tensor, Any]:
         """Bytes of all TP ranks; with ``beside`` also what to wait for."""
         whole = torch.empty(self.ranks * x.numel(), dtype=torch.uint8)
-        return whole, dist_all_gather_func(whole, x, group=self.group, async_op=beside)
+        return whole, dist_all_gather_func(whole, x, group=self.group, async_op=overlap)
 
-    def scatter(self, x: Tensor, *, beside: bool = False) -> tuple[Tensor, Any]:
+    def scatter(self, x: Tensor, *, overlap: bool = False) -> tuple[Tensor, Any]:
         """The sum over TP ranks of this rank's rows."""
         mine = torch.empty((x.size(0) // self.ranks, *x.shape[1:]), dtype=x.dtype)
-        return mine, dist_reduce_scatter_func(mine, x, group=self.group, async_op=beside)
+        return mine, dist_reduce_scatter_func(mine, x, group=self.group, async_op=overlap)
 
 
 class _Linear(torch.autograd.Function):
@@ -205,14 +205,14 @@ class _Linear(torch.autograd.Function):
         else:
             gradient = linear.cast(dy, linear.fp8.copies)
         if linear.sequence and not linear.row:
-            saved, work = linear.gather(saved, beside=True)
+            saved, work = linear.gather(saved, overlap=True)
             waits.append(work)
         dx = linear.product(rows, in_size, out_size, dy.dtype, (*shape, in_size))
         while waits:
             waits.pop().wait()
             saved = linear.transpose(saved)
         if linear.sequence and not linear.row:
-            dx, work = linear.scatter(dx, beside=True)
+            dx, work = linear.scatter(dx, overlap=True)
             waits.append(work)
         elif linear.ranks > 1 and not linear.row:
             waits.append(dist.all_reduce(dx, group=linear.group, async_op=True))

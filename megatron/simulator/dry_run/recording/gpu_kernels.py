@@ -70,7 +70,7 @@ def sharded_streams(recorder: Recorder) -> Iterator[None]:
         wait(group)
 
     @wraps(reduce)
-    def reduce_beside(*args: Any, **kwargs: Any) -> Any:
+    def reduce_async(*args: Any, **kwargs: Any) -> Any:
         with recorder.deferring() as tickets:
             result = reduce(*args, **kwargs)
         reduced.extend(tickets)
@@ -84,7 +84,7 @@ def sharded_streams(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patched(fsdp, "foreach_all_gather", gather_ahead))
-        stack.enter_context(patched(fsdp, "foreach_reduce", reduce_beside))
+        stack.enter_context(patched(fsdp, "foreach_reduce", reduce_async))
         stack.enter_context(patched(fsdp.FSDPParamGroup, "wait_for_unshard", wait_for_gather))
         stack.enter_context(patched(fsdp.FSDPParamGroup, "finalize_backward", finish_backward))
         yield
@@ -165,7 +165,7 @@ class SimulatedTriton:
         final = (dout, lse, delta_SBH)
         for group in groups(tiles):
             self._price(group, 6.0, q, k, moved=(q, k, v, *final, dq, dq), backward=True)
-            self._price(group, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True, asks=False)
+            self._price(group, 8.0, q, k, moved=(q, k, v, *final, dk, dk, dv, dv), backward=True, reads_mask=False)
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """Row sums of ``dout * out``, fp32 [s, b, h]."""
@@ -182,10 +182,10 @@ class SimulatedTriton:
         *,
         moved: tuple[Tensor, ...],
         backward: bool = False,
-        asks: bool = True,
+        reads_mask: bool = True,
     ) -> None:
-        """``asks``: the mask about each pair of masked tiles, as the first launch of a pass does."""
-        asked = asks * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
+        """``reads_mask``: the mask about each pair of masked tiles, as the first launch of a pass does."""
+        asked = reads_mask * sum((tile.q[1] - tile.q[0]) * (tile.k[1] - tile.k[0]) for tile in tiles if tile.masked)
         if asked:
             self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, asked * PAIR_BYTES))
         rows, batch, heads, size = q.shape
@@ -237,7 +237,7 @@ class SimulatedStreams(Streams):
 
     def copy(self, stream: str, to: Tensor, source: Tensor) -> None:
         if source.requires_grad and torch.is_grad_enabled():
-            with self.recorder.hushed():
+            with self.recorder.muted():
                 to.copy_(source)
         else:
             self.recorder.written(to)

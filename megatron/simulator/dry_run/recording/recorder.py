@@ -319,7 +319,7 @@ class Recorder(TensorMeter):
         return self.history is not None and not self.quiet and not self.attention and self._deferred is None
 
     @property
-    def under_way(self) -> dict[int, int]:
+    def unfinished(self) -> dict[int, int]:
         """Tickets of collectives that nobody has waited for."""
         return dict(self._of_collective)
 
@@ -370,7 +370,7 @@ class Recorder(TensorMeter):
             self.attention = before
 
     @contextmanager
-    def hushed(self) -> Iterator[None]:
+    def muted(self) -> Iterator[None]:
         """Operations within are somebody else's to record; their memory counts."""
         self.quiet += 1
         try:
@@ -383,18 +383,18 @@ class Recorder(TensorMeter):
         self.settle()
         device = self._levels["device"]
         high, peak, begin = device.high, device.peak, len(self.history.events) if self.history else 0
-        with self.hushed():
+        with self.muted():
             out = function(*args, **kwargs)
         if not self.quiet:
             self.settle()
             device.peak, device.high = peak, max(high, device.now)
-            self._forget_passing(begin)
+            self._drop_temporaries(begin)
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
             size = bytes_of([getattr(x, "_local_tensor", x) for x in tensors])
             self.trace.events.append(Kernel(function.__name__, "memory", 0.0, size))
         return out
 
-    def _forget_passing(self, begin: int) -> None:
+    def _drop_temporaries(self, begin: int) -> None:
         """Take out of the history what came and went since its event ``begin``."""
         if self.history is None:
             return
@@ -428,9 +428,9 @@ class Recorder(TensorMeter):
         moved = Transfer(kind, axis, placement, sent(kind, size, placement.size), ticket)
         self.trace.events.append(moved)
         if kind == "p2p" and axis == self._hop.axis:
-            self._send_beside_receives(moved)
+            self._pair_with_receives(moved)
 
-    def _send_beside_receives(self, moved: Transfer) -> None:
+    def _pair_with_receives(self, moved: Transfer) -> None:
         """A hop's receives come before its sends, and travel at the same time: only what exceeds these takes longer."""
         hop = self._hop
         if hop.receives:
