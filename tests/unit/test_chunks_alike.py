@@ -179,7 +179,7 @@ def test_a_tensor_that_should_have_ended_is_noticed(recorder):
     for _ in range(4):
         known.call(owner, (), [state[0]], run, put)
     kept.append(state[0])
-    with pytest.raises(ReplayMismatch, match="let go of other tensors"):
+    with pytest.raises(ReplayMismatch, match="freed other tensors"):
         known.call(owner, (), [state[0]], run, put)
 
 

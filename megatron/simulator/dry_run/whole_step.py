@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of all pipeline stages whole_step_of, from what a dry run recorded of each kind of rank.
+"""A step of all pipeline stages together, from a dry run's replays of each kind of rank.
 
-A replay is of one rank that waits for nobody, often of a few layers and a few micro-batches. Here it is cut into its
-passes; each pass gets the layers that did not run, as copies of the last one that did; the stretch of micro-batches
-that stands for more is repeated; and the passes of all stages are placed so that each begins when its input is there
-(dry_run/whole_step.py). Gradients that stages share, and the optimizer's norm, wait for the last stage to be done.
+A replay is of one rank that waits for no other stage, often with a few layers and a few micro-batches. It is cut into
+passes. Copies of the last layer are added for the layers that did not run, and micro-batches are repeated. Then the
+passes of all stages are scheduled so that each begins when its input has arrived. Reductions of gradients that stages
+share, and of the optimizer's norm, begin when the last stage is done.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import NamedTuple
 from megatron.simulator.dry_run.replay import Interval, Replay, Stretch
 from megatron.training.arguments.config import Config
 
-# The stages of a pipeline whole_step_of: which passes each runs, in which order, and when each can begin.
+# --- the schedule ---
 #
-# 1F1B (Megatron-LM, arXiv:2104.04473, section 2.2): a stage begins with forward passes alone, then alternates, then
-# ends with backward passes alone. Interleaved, a rank has several virtual stages and goes through them in groups of
-# micro-batches. A pass begins when the rank is free and its input is there: the neighbour's output of the same
-# micro-batch. A sender waits for nobody, as if its receiver had room.
+# 1F1B (Megatron-LM, arXiv:2104.04473, section 2.2): a stage begins with forward passes, then alternates, and ends with
+# backward passes. With interleaving, a rank has several virtual stages and runs them for one group of micro-batches
+# after another. A pass begins when the rank is free and the neighbour's output of the same micro-batch has arrived. A
+# sender never waits for its receiver.
 
 
 class Turn(NamedTuple):
-    """A pass in a rank's program; ``index``: how many of its direction the rank has run before."""
+    """A pass in a rank's program."""
 
     backward: bool
     micro_batch: int
-    chunk: int
-    index: int
+    chunk: int  # the virtual stage
+    index: int  # number of the pass among the rank's passes of its direction
 
 
 PassTimes = Callable[[int, Turn], tuple[float, float]]
