@@ -132,7 +132,7 @@ def fpdt(report: Figures) -> list[str]:
     lines = table([*STEP_HEAD, "speed of recompute"], rows)
     if report.get("copies"):
         found = report["copies"]
-        lines += ["", f"Copies of {found['copy_seconds']:.3f} s per step, {share(found['hidden'])} overlapped (the rest: "
+        lines += ["", f"Copies of {found['copy_seconds']:.3f} s per step, {share(found['hidden'])} overlapped (rest: "
                   f"{found['felt_seconds']:.3f} s); by the profiler {share(found['hidden_by_profiler'])}."]  # fmt: skip
     return lines
 
